@@ -1,4 +1,4 @@
-"""What chats say: messages and tools in one form for one prefix, and hints of what becomes of a request's blocks."""
+"""Chat requests: normalises messages and tools so that prefixes match, and reads hints about block retention."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from kvtier.tiers.config import ChatConfig
 
 
-# In the order in which models know a schema's keys; all others follow by name.
+# The order of a schema's keys in models' training data; all others follow by name.
 _CUSTOMARY: Final = ("type", "function", "name", "description", "parameters", "properties", "required")
 _KNOWN: Final = frozenset(_CUSTOMARY)
 _ROLES: Final = ("system", "developer")
-_SYSTEM: Final = ("system", "instructions")  # outside of the messages: of Anthropic's bodies, and the Responses API's
+_SYSTEM: Final = ("system", "instructions")  # outside of the messages, in Anthropic's bodies and the Responses API's
 _DAY: Final = r"(?:mon|tues|wednes|thurs|fri|satur|sun)day|(?:mon|tue|wed|thu|fri|sat|sun)"
 _MONTH: Final = (
     r"(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?"
     r"|nov(?:ember)?|dec(?:ember)?)"
 )
-_NAMED: Final = {  # lines that are no two requests' the same, by the names that the options know
+_NAMED: Final = {  # lines that differ in every request, by their name in the options
     "billing": re.compile(r"x-anthropic-billing-header:"),
     # what says "now", then a date, a time of day or a day of the week alone: a bare number is none of them
     "date": re.compile(
@@ -39,7 +39,7 @@ _NAMED: Final = {  # lines that are no two requests' the same, by the names that
 
 @dataclass(frozen=True, slots=True)
 class ChatPrefix:
-    """What `[chat]` says, applied to messages and tools as clients send them. What it cannot read stays as it is."""
+    """Applies `[chat]` to messages and tools as clients send them. What it cannot parse is unchanged."""
 
     sort_tools: bool = False
     drop_lines: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class ChatPrefix:
         return cls(config.sort_tools, config.drop_lines, config.move_lines)
 
     def body(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A request's JSON with messages, system text and tools in that form; itself if nothing changes. Idempotent."""
+        """A request's JSON with messages, system text and tools normalised; itself if nothing changes. Idempotent."""
         made = {
             "messages": self.messages(body.get("messages")),
             "tools": self.tools(body.get("tools")),
@@ -61,16 +61,16 @@ class ChatPrefix:
         return {**body, **changed} if changed else body
 
     def tools(self, tools: Any) -> Any:
-        """Tools with every object's keys in one order. Lists keep theirs, and so do equal keys' values."""
+        """Tools with every object's keys in one order. Lists keep their order."""
         if not self.sort_tools or not isinstance(tools, list):
             return tools
         try:
             return [_sorted(tool) for tool in tools]
-        except (RecursionError, TypeError):  # too deep, or keys that are no texts
+        except (RecursionError, TypeError):  # too deep, or keys that are not strings
             return tools
 
     def messages(self, messages: Any) -> Any:
-        """Messages without the lines to drop; those to move stand at the end of their message."""
+        """Messages without the lines to drop; the lines to move are at the end of their message."""
         if not (self.drop_lines or self.move_lines) or not isinstance(messages, list):
             return messages
         made = [self._message(message) for message in messages]
@@ -97,7 +97,7 @@ class ChatPrefix:
         return "\n".join(kept + moved)
 
     def _parts(self, parts: list[Any]) -> list[Any]:
-        """The same of parts. Each keeps its number, which marks of segments go by, and a marked part is left alone."""
+        """The same for a list of parts. Parts keep their numbers, for segment marks; a marked part is unchanged."""
         made, moved, last = list(parts), [], None
         for number, part in enumerate(parts):
             if isinstance(part, Mapping) and isinstance(part.get("text"), str) and not part.get("kvtier"):
@@ -114,7 +114,7 @@ class ChatPrefix:
         return made
 
     def _split(self, text: str) -> tuple[list[str], list[str]]:
-        """Its lines that stay, and those that move to the end."""
+        """The lines that stay, and those that move to the end."""
         kept: list[str] = []
         moved: list[str] = []
         to_drop, to_move = _lines_of(self.drop_lines), _lines_of(self.move_lines)
@@ -128,14 +128,14 @@ AS_SENT: Final = ChatPrefix()
 
 
 def named_line(line: str) -> str | None:
-    """The name by which the options know such a line; None: they know it by its beginning alone."""
+    """The option's name for such a line; None: it has none."""
     return next((name for name, pattern in _NAMED.items() if pattern.match(line.lstrip())), None)
 
 
 @cache
-def _lines_of(known: tuple[str, ...]) -> re.Pattern[str]:
-    """Matches the lines that an option lists; none if it lists none."""
-    starts = [_NAMED[one].pattern if one in _NAMED else re.escape(one) for one in known]
+def _lines_of(options: tuple[str, ...]) -> re.Pattern[str]:
+    """Matches the lines that an option lists; nothing if it lists none."""
+    starts = [_NAMED[one].pattern if one in _NAMED else re.escape(one) for one in options]
     return re.compile(rf"\s*(?:{'|'.join(starts)})" if starts else r"(?!)")
 
 
@@ -146,25 +146,25 @@ def _sorted(value: Any) -> Any:
     return [_sorted(each) for each in value] if isinstance(value, list) else value
 
 
-_MOST: Final = 16  # actions, and directives of one, that are read
+_MOST: Final = 16  # actions, and directives of an action, that are read
 _VERSION: Final = "1"  # of both kinds of actions
 
 
 def is_cache_mark(value: object) -> bool:
-    """Whether this is `cache_control` as Anthropic has it: the prompt up to there is going to be asked for again."""
+    """Whether this is Anthropic's `cache_control`: the prompt up to there will be reused."""
     return isinstance(value, Mapping) and value.get("type") == "ephemeral"
 
 
 def hint_in(envelope: Any, ignored: Callable[[str], None]) -> Hint | None:
-    """What the actions of an envelope say of a request's blocks; `ignored` is called with why one says nothing.
+    """The hint in an envelope's actions; `ignored` is called with the reason when an action is skipped.
 
-    The envelope is vLLM's object, or its JSON. To keep any of the blocks goes before letting them go.
+    The envelope is vLLM's object, or its JSON. Retention of any block takes precedence over release.
     """
     actions = _field(envelope, "actions")
     if not isinstance(actions, list | tuple):
         ignored("malformed")
         return None
-    said: set[Hint | None] = set()
+    hints: set[Hint | None] = set()
     for action in actions[:_MOST]:
         kind, version, payload = (_field(action, name) for name in ("action_type", "action_version", "payload"))
         if not isinstance(kind, str) or not isinstance(version, str) or not isinstance(payload, Mapping):
@@ -173,14 +173,14 @@ def hint_in(envelope: Any, ignored: Callable[[str], None]) -> Hint | None:
             ignored("unknown_action")
         else:
             try:
-                said.add(_READ[kind](payload))
+                hints.add(_READ[kind](payload))
             except (TypeError, ValueError):
                 ignored("malformed")
-    return next((hint for hint in (Hint.GOES_ON, Hint.FINISHED) if hint in said), None)
+    return next((hint for hint in (Hint.GOES_ON, Hint.FINISHED) if hint in hints), None)
 
 
 def _retained(payload: Mapping[str, Any]) -> Hint | None:
-    """Of `kv.retain`: a priority above 0 keeps a range of tokens, 0 lets it go."""
+    """For `kv.retain`: a priority above 0 retains a range of tokens, 0 releases it."""
     directives = payload.get("directives")
     if not isinstance(directives, list):
         raise TypeError(directives)
@@ -192,7 +192,7 @@ def _retained(payload: Mapping[str, Any]) -> Hint | None:
 
 
 def _set_priority(payload: Mapping[str, Any]) -> Hint | None:
-    """Of `vllm.set_priority`: blocks without one have 0, and those of the lowest go first; null takes it back."""
+    """For `vllm.set_priority`: the default is 0, the lowest are evicted first; null resets it."""
     value = 0 if payload.get("value") is None else _number(payload["value"])
     return Hint.GOES_ON if value > 0 else Hint.FINISHED if value < 0 else None
 

@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_NAMESPACES: Final = 4  # of one name, for models that compute different KV
-_GRACE: Final = 0.5  # seconds the daemon's answer may come after its own deadline
+_NAMESPACES: Final = 4  # per identity, for models that compute different KV
+_GRACE: Final = 0.5  # seconds that the daemon's answer may take beyond its own deadline
 
 
 def open_apart(
     config: Config, identity: ModelIdentity, shape: BlockShape, probe: KVProbe | None, *, takes_parts: bool = True
 ) -> tuple[CacheTiers, ModelIdentity]:
-    """The tiers of this identity, or of the first one beside it where what is kept is what the model computes.
+    """The tiers of this identity, or of the first namespace of it whose stored probe matches the model's.
 
-    Returns which identity that is; its fingerprint names the blocks. Without a probe nothing is compared. One with NaN
-    compares with none: such models have one namespace more. Raises as `open_tiers`; KVMismatch if so many namespaces
-    are all of models that compute something else.
+    Returns that identity; its fingerprint names the blocks. Without a probe nothing is compared. A probe with NaN
+    matches none: such models share one more namespace. Raises as `open_tiers`; KVMismatch if every namespace has the
+    KV of another model.
     """
     if probe is not None and not probe.is_finite:
-        said = "this model computes NaN or infinity of a few plain tokens"
-        _log.warning("%s: look at its weights and dtype; its blocks are kept apart, and compared with none", said)
+        problem = "this model computes NaN or infinity of a few plain tokens"
+        _log.warning("%s: look at its weights and dtype; its blocks are kept apart, and compared with none", problem)
         named = replace(identity, apart=_NAMESPACES)
         return open_tiers(config, named.fingerprint(), shape, named, takes_parts=takes_parts), named
     for apart in (None, *range(1, _NAMESPACES)):
@@ -64,11 +64,11 @@ def open_tiers(
     *,
     takes_parts: bool = True,
 ) -> CacheTiers:
-    """The daemon's if `[service] socket` names one, else tiers of our own; raises as `open_hierarchy`.
+    """The daemon's tiers if `[service] socket` is set, else tiers in this process; raises as `open_hierarchy`.
 
-    `identity`: what the fingerprint was made from; the daemon tells it to people. ConfigError if it is not made for
-    `[cache] lossy`. `probe`: what the model computes of a few tokens; KVMismatch if what is kept is another's.
-    `takes_parts`: the engine takes promises that end inside a block; a daemon tells others of no children.
+    `identity`: the source of the fingerprint; the daemon shows it to users. ConfigError if it does not match `[cache]
+    lossy`. `probe`: the KV the model computes for a few tokens; KVMismatch if the stored KV differs.
+    `takes_parts`: the engine accepts promises that end inside a block; otherwise the daemon sends no children.
     """
     lossy = None if identity is None else identity.lossy
     if (lossy is None) != (config.cache.lossy == "none"):
@@ -99,12 +99,12 @@ _COPY_DEADLINE: Final = 30.0
 
 
 class LocalConnector:
-    """What an engine in this process plugs in.
+    """The connector of an engine in this process.
 
     `tensor` is its L1 pool, `[num_blocks, *shape.block_shape]`; `fingerprint` the model's (ModelIdentity.fingerprint).
-    `partial_blocks`: the engine takes promises that end inside a block. `named`: what the fingerprint was made from,
-    and what the model computes of a few tokens.
-    Raises ConfigError where the configured memory or disk is not there, FormatError and StoreLocked from the slab.
+    `partial_blocks`: the engine accepts promises that end inside a block. `named`: the source of the fingerprint, and
+    the KV the model computes for a few tokens.
+    Raises ConfigError if the configured memory or disk is not available, FormatError and StoreLocked from the slab.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class LocalConnector:
     ) -> None:
         self._pid = os.getpid()
         self.identity: ModelIdentity | None = None
-        """What blocks are named after: the identity given, or one beside it (`open_apart`). None: none was given."""
+        """The identity in the blocks' names: the one given, or a namespace of it (`open_apart`). None: not given."""
         if named is None:
             self.tiers = open_tiers(config, fingerprint, shape, takes_parts=partial_blocks)
         else:
@@ -141,7 +141,7 @@ class LocalConnector:
         self.scheduler = SchedulerSide(self.tiers, partial_blocks=partial_blocks and config.cache.partial_blocks)
         self.worker = WorkerSide(follow, shape.num_layers, shape.layer_bytes, _COPY_DEADLINE)
         try:
-            if self.tiers.region is not None:  # else a daemon that is not there yet
+            if self.tiers.region is not None:  # else the daemon is not reachable yet
                 self.worker.connect(self.tiers.region.region_id)
         except BaseException:
             self.tiers.close()
@@ -149,14 +149,14 @@ class LocalConnector:
 
     @property
     def hierarchy(self) -> Hierarchy:
-        """The hierarchy of this process; AttributeError if the tiers are a daemon's."""
+        """The hierarchy of this process; AttributeError if the tiers are the daemon's."""
         if not isinstance(self.tiers, Hierarchy):
             raise AttributeError("the tiers are the daemon's")
         return self.tiers
 
     @classmethod
     def connect(cls, config: Config) -> "Callable[[ModelIdentity, BlockPool, KVProbe], LocalConnector]":
-        """What `Engine` takes as `connect`: opens the tiers once model and L1 are known."""
+        """For `Engine(connect=…)`: opens the tiers once model and L1 are known."""
         return lambda identity, pool, probe: cls(
             config, identity.fingerprint(), pool.shape, pool.tensor,
             partial_blocks=pool.partial_blocks, named=(identity, probe),
@@ -167,7 +167,7 @@ class LocalConnector:
         self.tiers.reset()
 
     def close(self) -> None:
-        """End copies, flush stores, close the tiers. Idempotent; in a forked child there is nothing to close."""
+        """End copies, flush stores, close the tiers. Idempotent; does nothing in a forked child."""
         if self._pid != os.getpid():
             return
         self.scheduler.update(self.worker.close(timeout=_COPY_DEADLINE))

@@ -12,21 +12,21 @@ from kvtier.tiers.pool import Lease
 
 _GROUP_BLOCKS: Final = 16
 _GROUP_TOKENS: Final = 256  # at most: with large blocks a group has fewer
-_AHEAD: Final = 2  # groups that are kept on their way below the planned meeting point
+_AHEAD: Final = 2  # groups in flight below the planned split point
 
 
 class GroupState(Enum):
-    """SUBMITTED → COPYING → ARRIVED; GONE from any of the first two."""
+    """SUBMITTED → COPYING → ARRIVED; GONE from the first two."""
 
-    SUBMITTED = "submitted"  # on its way to L2, or promised
-    COPYING = "copying"  # from L2 into the request's blocks
+    SUBMITTED = "submitted"  # being loaded into L2, or promised
+    COPYING = "copying"  # from L2 to the request's L1 blocks
     ARRIVED = "arrived"
-    GONE = "gone"  # not to be had, or cancelled: the front computes it
+    GONE = "gone"  # not loadable, or cancelled: the front computes it
 
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """Consecutive blocks `first … stop` of a chain, loaded together. `stop` shrinks to what can be had."""
+    """Consecutive blocks `first … stop` of a chain, loaded together. `stop` shrinks to what is loadable."""
 
     first: int
     stop: int
@@ -36,42 +36,42 @@ class Group:
 
 
 class OverlappedLoad:
-    """What lies behind the front of a request that is computed and loaded at once.
+    """The back of a request that is computed and loaded at once.
 
-    All groups behind the planned meeting point are asked for at once, the last one first: so what is late is what the
-    front comes to first. The front never enters a group that may still arrive; where that would take longer than to
-    compute it, the group is cancelled. What has arrived counts once the front is there.
+    All groups after the planned split point are claimed at once, the last one first: so the front meets the late ones
+    first. The front never enters a group that may still arrive; if waiting takes longer than computing it, the group is
+    cancelled. A group that has arrived counts once the front reaches it.
     """
 
     def __init__(
         self, tiers: BlockClaims, chain: Sequence[ChainHash], root: ChainHash, claim: Claim, clock: Callable[[], float]
     ) -> None:
-        """`chain` are the names of all the request's blocks; the claim's `meeting` is where to meet."""
+        """`chain`: the names of all the request's blocks; the claim's `meeting` is the split point."""
         assert claim.found is not None
         assert claim.meeting is not None
         self._tiers = tiers
         self._chain, self._root, self._size = chain, root, claim.block_size
         self._clock = clock
         self._per_group = max(1, min(_GROUP_BLOCKS, _GROUP_TOKENS // self._size))
-        self._end = claim.found.blocks - claim.found.miss  # blocks: what follows is not held
+        self._end = claim.found.blocks - claim.found.miss  # blocks: what follows is in no tier
         self._table: Sequence[int] | None = None  # the request's blocks in L1, once it has them
         self._groups: list[Group] = []  # the lowest first
-        self._lowest = self._end  # block asked for
-        self._crowded = False  # others have the room in L2: ask for little at a time
-        self._until = 0  # tokens: up to where the front was last let compute
-        self._began: tuple[int, float] | None = None  # tokens, time: when it was last let compute
-        self._reached: int | None = None  # tokens: what the request had when it was last asked
-        self._num_front = 0  # tokens that it has computed since the first time
-        self._num_gone = 0  # blocks that could not be had
+        self._lowest = self._end  # block claimed
+        self._crowded = False  # other requests use L2's room: claim few groups at a time
+        self._until = 0  # tokens: the front's last limit
+        self._began: tuple[int, float] | None = None  # tokens, time: of the last `limit`
+        self._reached: int | None = None  # tokens: the last result of `reach`
+        self._num_front = 0  # tokens computed since the first `reach`
+        self._num_gone = 0  # blocks that could not be loaded
         num_front = (claim.meeting.block - claim.num_l1) * self._size
         num_back = (self._end - claim.meeting.block) / self._per_group
         self._pace = _Pace(claim.meeting, num_front, num_back, clock())
         self._submit_down_to(claim.meeting.block)
 
     def seat(self, table: Sequence[int], num_present: int) -> None:
-        """The request has its blocks now; the first `num_present` are there or on their way otherwise."""
+        """The request has its L1 blocks now; the first `num_present` are filled or loaded otherwise."""
         self._table = table
-        self._until = num_present * self._size  # nothing before that is asked for: other copies may write there
+        self._until = num_present * self._size  # nothing before that is claimed: other copies may write there
         for group in [each for each in self._groups if each.first < num_present]:
             self._cancel(group)
 
@@ -97,7 +97,7 @@ class OverlappedLoad:
         self._num_gone += 0 if well else group.stop - group.first
 
     def reach(self, num_computed: int) -> int:
-        """How many tokens the request has, if it has computed so many: what has arrived right behind them counts."""
+        """How many tokens the request has, after it computed so many: arrived groups directly after them count."""
         if self._began is not None:
             self._pace.computed(num_computed - self._began[0], self._clock() - self._began[1])
             self._began = None
@@ -110,14 +110,14 @@ class OverlappedLoad:
         return num_computed
 
     def limit(self, num_computed: int, *, alone: bool) -> int:
-        """Up to which token the request may compute now; `num_computed` if it has to wait.
+        """The token up to which the request may compute now; `num_computed` if it has to wait.
 
-        `alone`: nobody else wants the compute. Else what is held is loaded, and only what is not is computed.
+        `alone`: no other request needs compute. Else everything loadable is loaded, and only the rest is computed.
         """
         if not alone:
             self._submit_down_to(-(-num_computed // self._size))
         while (ahead := self._ahead(num_computed)) is not None and num_computed == ahead.first * self._size:
-            self._look()  # what came during the last step
+            self._look()  # what arrived during the last step
             if ahead.state is GroupState.GONE:
                 continue
             is_here = ahead.state is GroupState.COPYING or ahead.answered
@@ -129,23 +129,23 @@ class OverlappedLoad:
         return self._until
 
     def is_over(self, num_computed: int) -> bool:
-        """Whether the front is behind all that was held."""
+        """Whether the front is past everything loadable."""
         return num_computed >= self._end * self._size
 
     def cancel(self) -> None:
-        """Cancel what was asked for and is not being copied."""
+        """Cancel the claimed groups that are not being copied."""
         for group in list(self._groups):
             self._cancel(group)
 
     @property
     def num_skipped(self) -> int:
-        """Blocks that are held and were computed all the same, since the front came to them first."""
+        """Loadable blocks that were computed all the same, since the front reached them first."""
         return max(0, self._num_front // self._size - self._num_gone)
 
     # inside
 
     def _submit_down_to(self, first: int) -> None:
-        """Claim everything between there and what was claimed before, in groups, from the back."""
+        """Claim everything between `first` and the lowest claimed block, in groups, from the back."""
         while self._lowest > first and not (self._crowded and self._num_submitted >= _AHEAD):
             stop, self._lowest = self._lowest, max(first, self._lowest - self._per_group)
             hashes = self._chain[self._lowest : stop]
@@ -154,7 +154,7 @@ class OverlappedLoad:
             self._groups.insert(0, Group(self._lowest, stop, claim))
 
     def _look(self) -> None:
-        """Which of the groups that were asked for are in L2 now, and which cannot be had."""
+        """Poll the claimed groups: which are in L2 now, and which cannot be loaded."""
         for group in [each for each in self._groups if each.state is GroupState.SUBMITTED]:
             promised = self._tiers.poll(group.claim)
             if isinstance(promised, Pending) or group.state is not GroupState.SUBMITTED:
@@ -166,7 +166,7 @@ class OverlappedLoad:
                 self._pace.arrived(self._clock())
 
     def _submit_more(self) -> None:
-        """Keep the tier busy as long as the front is far from there."""
+        """Keep the tier busy as long as the front is far away."""
         reached = -(-self._until // self._size)
         ahead = max(_AHEAD, self._pace.groups_a_step(self._per_group * self._size))
         while self._num_submitted < ahead and self._lowest - reached >= _AHEAD * self._per_group:
@@ -176,7 +176,7 @@ class OverlappedLoad:
                 return
 
     def _refused(self, group: Group) -> None:
-        """Nothing of it can be had: a hole. Where L2 had no room, ask again for it and what lies before it, later."""
+        """Nothing of the group is loadable. If L2 had no room, claim it and those before it again later."""
         lower = self._groups[: self._groups.index(group) + 1]
         if group.claim.refusal is Outcome.NO_SLOT and not any(each.answered for each in lower):
             for each in lower:
@@ -193,18 +193,18 @@ class OverlappedLoad:
             self._groups.remove(group)
 
     def _ahead(self, num_computed: int) -> Group | None:
-        """The next group that has arrived or still may."""
+        """The next group that has arrived or may still arrive."""
         live = (each for each in self._groups if each.state is not GroupState.GONE)
         return next((each for each in live if each.first * self._size >= num_computed), None)
 
     def _is_late(self, group: Group) -> bool:
-        """Whether to wait for it would take longer than to compute it."""
+        """Whether waiting for the group takes longer than computing it."""
         return self._pace.wait(self._num_submitted, self._clock()) > self._pace.compute(
             (group.stop - group.first) * self._size
         )
 
     def _next_stop(self, num_computed: int, floor: int) -> int:
-        """Half of the way at most: what arrives meanwhile is not noticed before the end of the step."""
+        """At most half of the way: what arrives meanwhile is noticed only at the end of the step."""
         unit = self._per_group * self._size
         return min(floor, num_computed + max(unit, (floor - num_computed) // 2 // unit * unit))
 
@@ -215,7 +215,7 @@ class OverlappedLoad:
 
 @dataclass(slots=True)
 class GroupCopy:
-    """A group on its way from L2 to the request's blocks."""
+    """A group being copied from L2 to the request's blocks."""
 
     op: CopyOp
     back: OverlappedLoad
@@ -225,19 +225,19 @@ class GroupCopy:
 
 
 class _Pace:
-    """How fast the front is computed and the back comes: as planned at first, then more and more as measured."""
+    """Speed of the front and the back: as planned at first, then increasingly as measured."""
 
     def __init__(self, meeting: Meeting, num_front: int, num_groups: float, now: float) -> None:
-        """Planned are a front of `num_front` tokens and a back of `num_groups`."""
+        """The plan: a front of `num_front` tokens and a back of `num_groups`."""
         self._num_computed = 0  # tokens
-        self._seconds = 0.0  # that took
+        self._seconds = 0.0  # for these
         self._num_arrived = 0  # groups
         self._began = self._last_at = now
         self._token = meeting.seconds / max(1, num_front)
         self._group = meeting.seconds / num_groups
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """The front got so much further."""
+        """The front advanced by so many tokens."""
         if num_tokens > 0:
             self._num_computed += num_tokens
             self._seconds += seconds
@@ -248,16 +248,16 @@ class _Pace:
         self._last_at = now
 
     def compute(self, num_tokens: int) -> float:
-        """Seconds to compute so many tokens more."""
+        """Expected seconds to compute so many tokens."""
         weight = _GROUP_TOKENS  # of the plan
         return num_tokens * (self._seconds + weight * self._token) / (self._num_computed + weight)
 
     def groups_a_step(self, num_tokens: int) -> int:
-        """How many groups may come while so many tokens are computed: the next look at them is after that."""
+        """How many groups may arrive while so many tokens are computed: they are polled after that."""
         return int(self.compute(num_tokens) / max(1e-9, self._per_group))
 
     def wait(self, num_submitted: int, now: float) -> float:
-        """Seconds until so many groups have come. What is overdue is expected to take as long again."""
+        """Expected seconds until so many groups have arrived. An overdue one is expected to take as long again."""
         waited, usual = now - self._last_at, self._per_group
         return max(num_submitted * max(usual, waited) - waited, waited - usual)
 

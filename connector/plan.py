@@ -1,4 +1,4 @@
-"""The only thing that crosses from the scheduler side to the worker side: which blocks to copy in this step."""
+"""The plan, the only object that crosses from the scheduler side to the worker side: this step's block copies."""
 
 from typing import Any, Final
 
@@ -13,9 +13,9 @@ _VERSION: Final = 1
 class CopyOp:
     """Copies of one request in one direction: `device_blocks[i]` (L1) ↔ `host_slots[i]` (L2).
 
-    The slots are leased (loads) or reserved (stores) until the worker reports the op; the generations are the slots' at
-    that time, so that a report that comes too late is recognised. A `layerwise` load's request computes in this very
-    step, each layer as soon as its KV has arrived; any other load's request waits until the op is reported.
+    The slots are leased (loads) or reserved (stores) until the worker reports the op. The generations are the slots' at
+    that time, so that a late report is recognised. A `layerwise` load's request computes in the same step, each layer
+    as soon as its KV has arrived; the request of any other load waits until the op is reported.
     """
 
     op_id: int
@@ -51,7 +51,7 @@ class StepPlan:
 
     @classmethod
     def decode(cls, data: bytes) -> "StepPlan":
-        """Inverse of `encode`. Raises FormatError for anything else."""
+        """Inverse of `encode`. FormatError for any other bytes."""
         try:
             version, step, region, loads, stores = msgpack.unpackb(data, strict_map_key=True)
             if version != _VERSION:
@@ -63,9 +63,9 @@ class StepPlan:
 
 @value
 class WorkerReport:
-    """Which ops have ended since the last report, well or badly.
+    """The ops that have ended since the last report.
 
-    Of the failed ones, the `lost` are those whose copies may still run: what they write to is never used again.
+    The copies of `lost` ones, a subset of `failed`, may still run: the slots they write to must not be used again.
     """
 
     finished: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""What an engine's requests are to the scheduler side: their chains, views of held blocks, and copies under way."""
+"""An engine's requests as the scheduler side sees them: chains, views of stored blocks, and copies under way."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from kvtier.tiers.naming import state_name
 from kvtier.tiers.pool import Causes, Lease, Reservation
 from kvtier.tiers.reuse import Hint, RequestEnd
 
-LEAST: Final = 8  # of a block, one part of so many is worth a load of its own
+LEAST: Final = 8  # 1/8 of a block is the smallest part worth a load of its own
 
 
 class BlockChain(Protocol):
-    """The named blocks of one growing sequence: a `TokenChain`, or an engine's own hashes."""
+    """The named blocks of one growing sequence: a `TokenChain`, or the engine's own hashes."""
 
     block_size: int  # tokens
 
@@ -27,21 +27,21 @@ class BlockChain(Protocol):
 
     @property
     def tenant(self) -> ChainHash:
-        """Whose blocks they are: the root of chains with this request's cache_salt."""
+        """The root of chains with this request's cache_salt."""
 
     @property
     def root(self) -> ChainHash:
-        """The name before block 0."""
+        """The parent of block 0."""
 
     def parent(self, block: int) -> ChainHash:
-        """The name before block `block`."""
+        """The name of the block before block `block`."""
 
     def block_tokens(self, block: int) -> bytes:
         """The tokens of a full block, u32 little-endian."""
 
 
 class NamedByTokens(Protocol):
-    """A chain that can say where equal tokens mean equal KV. A `TokenChain` is one."""
+    """A chain that can tell whether equal tokens mean equal KV, such as a `TokenChain`."""
 
     @property
     def hashes(self) -> Sequence[ChainHash]:
@@ -52,26 +52,25 @@ class NamedByTokens(Protocol):
         """Tokens in a block."""
 
     def parent(self, block: int) -> ChainHash:
-        """The name before block `block`."""
+        """The name of the block before block `block`."""
 
     def next_tokens(self, block: int) -> bytes:
-        """The tokens of block `block`, u32 little-endian, as many as it has; none if more shapes its KV."""
+        """The tokens that block `block` has so far, u32 little-endian; none if its KV also depends on other inputs."""
 
     def is_plain(self, child: ChildBlock, parent: ChainHash) -> bool:
-        """Whether this name is what the parent and the tokens alone make it."""
+        """Whether the child's name follows from its parent and tokens alone."""
 
 
 def is_named_by_tokens(chain: object) -> TypeGuard[NamedByTokens]:
-    """Whether this is such a chain. Asked at each lookup, so it looks at one method."""
+    """Whether this is such a chain. Called at each lookup, so it checks one method."""
     return hasattr(chain, "is_plain")
 
 
 @dataclass(frozen=True, slots=True)
 class PartialView:
-    """The chain that is held in a request's stead: its own leading blocks, then one that begins as its next one does.
+    """A chain that is loaded for a request: its own leading blocks, then one that begins like its next block.
 
-    What is promised of it may be loaded in the request's name, but the last block is the request's own only up to
-    `shared` tokens.
+    It is loaded in the request's name, but only `shared` tokens of the last block are the request's own.
     """
 
     hashes: list[ChainHash]  # the last one is the child's
@@ -85,22 +84,22 @@ class PartialView:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the request that it brings, if it is held whole."""
+        """The request's own tokens in the view."""
         return self.num_own * self.block_size + self.shared
 
     def covered(self, num_blocks: int) -> int:
-        """Tokens of the request in the view's first `num_blocks`."""
+        """The request's own tokens in the view's first `num_blocks`."""
         return self.num_tokens if num_blocks > self.num_own else num_blocks * self.block_size
 
 
 def best_child(
     chain: NamedByTokens, children: Sequence[ChildBlock], block: int, own: bytes
 ) -> tuple[ChildBlock, int] | None:
-    """The child that shares most of the leading tokens of the chain's block `block`, and how many; None: none does.
+    """The child that shares the most leading tokens with the chain's block `block`, and how many; None: none does.
 
-    `own`: those tokens of the block that may be had, as bytes.
+    `own`: the loadable tokens of that block, as bytes.
     """
-    first = own[:4]  # most children part here, and cost nothing more
+    first = own[:4]  # rejects most children cheaply
     if not first:
         return None
     counted = [(_num_shared(own, child.tokens), child) for child in children if child.tokens.startswith(first)]
@@ -110,33 +109,33 @@ def best_child(
     return None
 
 
-def pays(num_held: int, shared: int, block_size: int, *, in_l1: int, least: int) -> bool:
-    """Whether a child's `shared` tokens behind `num_held` blocks bring more than the `least` tokens had anyway.
+def pays(num_found: int, shared: int, block_size: int, *, in_l1: int, least: int) -> bool:
+    """Whether a child's `shared` tokens after `num_found` blocks bring more than the `least` tokens available anyway.
 
-    Where nothing else is to be loaded, they must be an eighth of a block: the first token of all prompts is often the
-    same, and a load costs a step.
+    If nothing else is loaded, they must be an eighth of a block: the first token of all prompts is often the same, and
+    a load costs a step.
     """
-    is_alone = num_held <= in_l1
-    return num_held * block_size + shared > least and (not is_alone or LEAST * shared >= block_size)
+    is_alone = num_found <= in_l1
+    return num_found * block_size + shared > least and (not is_alone or LEAST * shared >= block_size)
 
 
 def tier_of_last(of_view: Attribution | None, of_own: Attribution | None) -> str:
-    """The tier that had a view's last block: it had one more than of the request's own. L2 where others came there."""
+    """The tier with one block more in the view than of the request's own: it has the view's last. L2 if unclear."""
     if of_view is None or of_own is None:
         return L2
     more = [tier for tier, count in of_view.by_tier.items() if count > of_own[tier]]
-    return more[0] if len(more) == 1 else L2  # blocks moved in between; whatever is loaded comes from L2
+    return more[0] if len(more) == 1 else L2  # blocks moved in between; a load is from L2 anyway
 
 
-def _num_shared(own: bytes, held: bytes) -> int:
-    size = min(len(own), len(held))
-    if own[:size] == held[:size]:
+def _num_shared(own: bytes, other: bytes) -> int:
+    size = min(len(own), len(other))
+    if own[:size] == other[:size]:
         return size // 4
-    return int((np.frombuffer(own[:size], "<u4") != np.frombuffer(held[:size], "<u4")).argmax())
+    return int((np.frombuffer(own[:size], "<u4") != np.frombuffer(other[:size], "<u4")).argmax())
 
 
 class StatePieces:
-    """The records of the states behind a block, as a chain that begins at that block. A `BlockChain`."""
+    """The recurrent states after a block, as a chain that begins at that block. A `BlockChain`."""
 
     __slots__ = ("_blocks", "block_size", "border", "hashes")
 
@@ -153,7 +152,7 @@ class StatePieces:
 
     @property
     def root(self) -> ChainHash:
-        """The name of the block that the states stand behind."""
+        """The name of the block that the states follow."""
         return self._blocks.hashes[self.border - 1]
 
     def parent(self, block: int) -> ChainHash:
@@ -164,9 +163,9 @@ class StatePieces:
 
 
 class ClosedChain:
-    """A request's blocks up to a border, and behind them the states to go on from. A `BlockChain` that is only read.
+    """A request's blocks up to a border, then the states to continue from. A `BlockChain` for lookups only.
 
-    Of a model that keeps states alone it is the states alone.
+    For a model that keeps only states, it has the states alone.
     """
 
     __slots__ = ("_blocks", "block_size", "border", "hashes")
@@ -196,7 +195,7 @@ class ClosedChain:
 
 @dataclass(slots=True)
 class PartialChain:
-    """A `BlockChain` of one tail. It says nothing of the blocks before."""
+    """A `BlockChain` of one partial block, without the blocks before it."""
 
     tail: BlockRecord
     tenant: ChainHash
@@ -209,11 +208,11 @@ class PartialChain:
 
     @property
     def root(self) -> ChainHash:
-        """Where this chain of one block begins."""
+        """The parent of the tail."""
         return self.tail.parent
 
     def parent(self, block: int) -> ChainHash:
-        """The name of the last whole block; the root if there is none."""
+        """The name of the last full block; the root if there is none."""
         return self.tail.parent
 
     def block_tokens(self, block: int) -> bytes:
@@ -234,21 +233,21 @@ class Request(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it has now: at least the last of them is always computed, never loaded."""
+        """How many tokens it has now: the last of them is always computed, never loaded."""
 
 
 class Answered(NamedTuple):
-    """What a request came to that has its answer."""
+    """How a request with an answer finished."""
 
     num_prompt_tokens: int
     num_output_tokens: int
     hint: Hint | None = None
-    is_derived: bool = False  # nobody said the hint: the answer shows it
-    seconds: float = 0.0  # from its arrival to its end; 0: not known
-    ttft: float = 0.0  # from its arrival to its first token; 0: not known
+    is_derived: bool = False  # the hint follows from the answer, no client sent it
+    seconds: float = 0.0  # from its arrival to its end; 0: unknown
+    ttft: float = 0.0  # from its arrival to its first token; 0: unknown
 
     def finish_of(self, chain: BlockChain, request_id: str = "") -> RequestEnd:
-        """What the tiers are told. Whoever has the same cache_salt is one client: each tenant is judged by itself."""
+        """The report to the tiers. Requests with one cache_salt are one client: each tenant is judged by itself."""
         client = int.from_bytes(chain.tenant[:4], "little")
         num_prompt_blocks = self.num_prompt_tokens // chain.block_size
         return RequestEnd(
@@ -259,25 +258,25 @@ class Answered(NamedTuple):
 
 @dataclass(slots=True)
 class ConnectedRequest:
-    """A live request, and how far its lookup has come."""
+    """A live request and the state of its lookup."""
 
     request: Request
     epoch: int  # the tiers' at admission
-    asked: int = 0  # blocks found in L1 at the last lookup
+    asked: int = 0  # blocks in L1 at the last lookup
     claim: Claim | None = None
-    view: PartialView | None = None  # what the claim is of, if not of its own blocks alone
-    found: Attribution | None = None  # where its blocks were when first asked
+    view: PartialView | None = None  # what is claimed, if not its own blocks alone
+    found: Attribution | None = None  # where its blocks were at the first lookup
     found_in_part: str | None = None  # the tier that had the view's last block
-    causes: Causes | None = None  # why the others were nowhere then
-    looked_behind: int = -1  # so many held blocks: nothing there was of use
+    causes: Causes | None = None  # why the missing ones were missing then
+    looked_behind: int = -1  # number of found blocks at the last fruitless search for a child
     look_again: float = 0.0
-    whole_only: bool = False  # no view any more: one was refused
-    was_crowded: bool = False  # others had all of L2, for longer than it waits
-    recompute: bool = False  # decided once: loading is slower, or has failed
+    whole_only: bool = False  # no more views: one was refused
+    was_crowded: bool = False  # others used all of L2 for longer than it waits
+    recompute: bool = False  # final: loading is slower, or has failed
 
     @property
     def missed(self) -> Causes:
-        """Why blocks of it were in no tier, as far as this process knows: (cause, tier) → blocks."""
+        """Why blocks of it were in no tier, as far as this process can tell: (cause, tier) → blocks."""
         if self.causes is not None or self.found is None or not self.found.miss:
             return self.causes or {}
         return {(str(Outcome.ABSENT), ""): self.found.miss}
@@ -296,12 +295,12 @@ class LoadingOp:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class StoringOp(Wanted):
-    """Blocks to be stored: first wanted, then with their slots."""
+    """Blocks to be stored: first without slots, then with a reservation."""
 
     request_id: str
     chain: BlockChain
     first_block: int
     epoch: int
-    blocks: list[int]  # in L1, that are not released yet
+    blocks: list[int]  # in L1, not released yet
     reservation: Reservation | None = None
-    until: float = 0.0  # on the monotonic clock: it is offered again until then. Set once the tiers answered too late
+    until: float = 0.0  # on the monotonic clock: retried until then; set at the first late or short answer

@@ -1,4 +1,4 @@
-"""The scheduler side: what an engine's scheduler asks and tells, request by request. Sans-IO, no torch, never waits."""
+"""The scheduler side: what an engine's scheduler calls, request by request. Sans-IO, no torch, never waits."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -28,17 +28,17 @@ from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends
 from kvtier.tiers.pool import Lease, Reservation
 from kvtier.tiers.reuse import RequestEnd
 
-_LOOK_AGAIN: Final = 0.05  # seconds: a request that waits is looked up at every step
-_OFFERED: Final = 2.0  # seconds a store is offered again to a daemon that answers late
+_LOOK_AGAIN: Final = 0.05  # seconds before a view is searched again: a waiting request is looked up at every step
+_OFFERED: Final = 2.0  # seconds in which a store that got no answer or no slot is retried
 
 
 @value
 class ConnectorUpdate:
-    """What a worker's report means for the engine."""
+    """The meaning of a worker's report for the engine."""
 
-    loaded: tuple[str, ...] = ()  # requests whose load has ended well
-    failed: tuple[tuple[str, int], ...] = ()  # requests whose load failed, and from which block of theirs
-    released: tuple[int, ...] = ()  # L1 blocks no copy reads any more; one mention per `store` of it
+    loaded: tuple[str, ...] = ()  # requests whose load succeeded
+    failed: tuple[tuple[str, int], ...] = ()  # requests whose load failed, and the first block of that load
+    released: tuple[int, ...] = ()  # L1 blocks that no copy reads any more; named once per `store`
 
 
 class SchedulerSide:
@@ -48,9 +48,9 @@ class SchedulerSide:
     Per step: `build_plan` → the worker → `update` with its report. Where the tiers are a daemon's, `build_plan` makes
     the step's one round trip, and only if there is something to store.
 
-    A request asked for while `computes_alone` may load its blocks while it computes those before. From its lookup on it
-    has an `OverlappedLoad`. The engine asks that in each step how far it may compute, and calls `end_overlapped` when
-    it is over or the request loses its blocks. What is copied goes on then: `writing` names the blocks that a plan's
+    A request looked up while `computes_alone` may load its last blocks while it computes those before. From its lookup
+    on it has an `OverlappedLoad`. In each step the engine queries how far it may compute, and calls `end_overlapped`
+    when it is over or the request loses its blocks. Copies under way continue: `writing` names the blocks that a plan's
     copies write to, and an update names each in `released`.
     """
 
@@ -62,18 +62,18 @@ class SchedulerSide:
         keeps_blocks: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`partial_blocks`: the engine takes a promise that ends inside a block. Of `NamedByTokens` chains alone.
+        """`partial_blocks`: the engine accepts promises that end inside a block; only for `NamedByTokens` chains.
 
-        `keeps_blocks`: blocks to be stored keep their content until an update releases them. If the tiers answer late,
-        their stores are offered again. Else only those are that `offer_again` names, before each plan.
+        `keeps_blocks`: blocks to be stored keep their content until an update releases them, so late stores are
+        retried. Otherwise only those are retried that the engine passes to `offer_again` before a plan.
         """
         self.tiers = tiers
-        self.requests: dict[str, ConnectedRequest] = {}  # that are live: to read
-        self.computes_alone = False  # nobody but the request that is looked up wants the compute
+        self.requests: dict[str, ConnectedRequest] = {}  # the live ones; read-only
+        self.computes_alone = False  # only the request that is looked up needs compute
         self.overlapped: dict[str, OverlappedLoad] = {}  # of requests with an overlapped load
-        self.writing: list[int] = []  # L1 blocks that copies of the last plan fill, besides those of `allocated`
-        self.refused: list[tuple[str, int]] = []  # of the last plan: requests, and the first block that got no slot
-        self.late: dict[int, StoringOp] = {}  # of the last plan: stores that may be offered again
+        self.writing: list[int] = []  # L1 blocks that the last plan's copies fill, except those of `allocated`
+        self.refused: list[tuple[str, int]] = []  # of the last plan: requests, and their first block without a slot
+        self.late: dict[int, StoringOp] = {}  # of the last plan: stores that may be retried
         self._clock = clock
         self._keeps_blocks = keeps_blocks
         self._partial_blocks = partial_blocks
@@ -84,22 +84,22 @@ class SchedulerSide:
         self._planned: list[CopyOp] = []  # loads
         self._region_id = 0  # of the planned loads
         self._wanted: dict[int, StoringOp] = {}
-        self._behind: dict[int, GroupCopy] = {}  # copies of the backs
+        self._behind: dict[int, GroupCopy] = {}  # copies of overlapped loads
         self.released: list[int] = []  # L1 blocks that the next update names
-        self._finished: list[RequestEnd] = []  # since the last plan or report
-        self._asked = False  # something since the last plan: its questions go out as one message
-        self._lost = False  # the worker's device: nothing is loaded or stored any more
+        self._finished: list[RequestEnd] = []  # not reported to the tiers yet
+        self._has_lookups = False  # since the last plan: lookups go out as one message
+        self._lost = False  # the worker's device is lost: no more loads or stores
 
     def admit(self, request: Request) -> None:
-        """Know a request that is only going to store. `lookup` does this too. Idempotent."""
+        """Register a request that only stores. `lookup` does this too. Idempotent."""
         self.requests.setdefault(request.request_id, ConnectedRequest(request, self.tiers.epoch))
 
     def lookup(self, request: Request, num_computed_tokens: int, in_part: int = 0) -> int | Pending:
-        """How many tokens beyond the `num_computed_tokens` in L1 can be loaded, or PENDING: ask again next step.
+        """How many tokens beyond the `num_computed_tokens` in L1 can be loaded, or PENDING: call again next step.
 
         A number is a promise: those blocks are in L2, verified and leased. The first call may start a prefetch, later
-        ones renew its lease. The last token of a request is never promised. With `partial_blocks` the promise may end
-        inside a block, if that is more than the `in_part` tokens which L1 has of the next block.
+        ones renew the promise. The last token of a request is never promised. With `partial_blocks` the promise may end
+        inside a block, if that is more than the `in_part` tokens of the next block that are in L1.
         """
         block_size = request.chain.block_size
         in_l1 = num_computed_tokens // block_size
@@ -110,7 +110,7 @@ class SchedulerSide:
             known = self.requests[request.request_id] = ConnectedRequest(request, self.tiers.epoch)
         if (claim := known.claim) is not None:
             is_past = known.view is not None and in_l1 > known.view.num_own
-            if is_past or in_l1 < claim.num_l1:  # L1 got past what the view has of its own, or has lost some
+            if is_past or in_l1 < claim.num_l1:  # L1 has more than the view's own blocks, or fewer than claimed
                 self._cancel(known)
         known.asked = in_l1
         is_fresh = known.claim is None and not known.recompute
@@ -138,7 +138,7 @@ class SchedulerSide:
         return covered - in_l1 * block_size if covered > least else 0
 
     def is_storing(self, hashes: Sequence[ChainHash]) -> bool:
-        """Whether some of these blocks are on their way to L2: once the worker has reported it, a lookup finds them."""
+        """Whether some of these blocks are being stored. After the worker's report a lookup finds them."""
         stores = [store.hashes for store in (*self._wanted.values(), *self.late.values())]
         stores += [store.reservation.hashes for store in self._stores.values() if store.reservation is not None]
         wanted = set(hashes) if stores else set()
@@ -147,18 +147,17 @@ class SchedulerSide:
     def allocated(
         self, request_id: str, block_ids: Sequence[int], num_external_tokens: int, *, layerwise: bool = False
     ) -> int:
-        """The request got its L1 blocks (`block_ids`: its whole table); load the tokens promised, if any are wanted.
+        """The request got its L1 blocks (`block_ids`: its whole table): load the promised tokens.
 
-        Returns how many tokens are being loaded: fewer than asked for, maybe 0, where the promise lapsed because nobody
-        asked for longer than the lease deadline; the rest must be computed. With `layerwise` the request computes in
-        the very step that loads it; without, after `update` names it. Called again for the same request, or with 0, it
-        only lets go of what was promised.
+        Returns how many tokens are being loaded: fewer, maybe 0, if the promise expired because no lookup renewed it;
+        the rest must be computed. With `layerwise` the request computes in the step that loads it; otherwise after
+        `update` names it. Called again for the same request, or with 0, it only releases the promise.
         """
         known, loading = self.requests[request_id], 0
         if (claim := known.claim) is not None:
             view, size = known.view, claim.block_size
             known.claim = known.view = None
-            if view is not None:  # loaded whole, the last block is the request's only up to where they part
+            if view is not None:  # the last block is loaded whole, but only its shared tokens count
                 num_external_tokens = min(num_external_tokens, view.num_tokens - known.asked * size)
             num_blocks = -(-num_external_tokens // size) if view is not None else num_external_tokens // size
             lease = self.tiers.take(claim) if num_blocks else None
@@ -184,12 +183,12 @@ class SchedulerSide:
         return loading
 
     def forget_promises(self) -> None:
-        """Let go of all that was promised and not allocated: behind a reset it would be old."""
+        """Release all promises that were not allocated: after a reset they would be stale."""
         for known in self.requests.values():
             self._cancel(known)
 
     def recompute(self, request_id: str) -> None:
-        """Promise this request nothing more: what it was promised was not there."""
+        """Promise this request nothing more: its load failed."""
         self.requests[request_id].recompute = True
 
     def found(self, request_id: str) -> Attribution | None:
@@ -197,20 +196,20 @@ class SchedulerSide:
         return self.requests[request_id].found
 
     def is_cut(self, request_id: str, num_loaded: int) -> bool:
-        """Whether so many tokens were all that one request may hold of L2: the next `lookup` promises what follows."""
+        """Whether so many tokens were the most that one request may use of L2: the next `lookup` promises the rest."""
         known = self.requests.get(request_id)
         return known is not None and num_loaded >= self.tiers.num_slots // 2 * known.request.chain.block_size > 0
 
     def found_in_part(self, request_id: str) -> str | None:
-        """The tier that had the block of which a live request was promised a part; None: it was promised none."""
+        """The tier that had the block of which a live request was promised a part; None: no such promise."""
         return self.requests[request_id].found_in_part
 
     def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> int:
-        """Blocks `first_block…` of the request's table became full in this step; copy those not held yet to L2.
+        """Blocks `first_block…` of the request's table became full in this step; copy those that L2 lacks.
 
         Returns the id of the op that the next plan has, if there is anything to copy. Every block named here must keep
         its content until an update names it in `released`: the engine keeps it referenced in L1, or has the worker
-        `fence` the op before the block is written again.
+        `fence` the op before the block is overwritten.
         """
         known = self.requests[request_id]
         chain, blocks = known.request.chain, [*map(int, block_ids)]
@@ -222,20 +221,20 @@ class SchedulerSide:
         return op_id
 
     def offer_again(self, op_ids: Iterable[int]) -> None:
-        """Have the next plan store these `late` ones: their blocks still have their content."""
+        """Retry these `late` stores in the next plan: their blocks still have their content."""
         self._wanted = {op_id: self.late.pop(op_id) for op_id in op_ids} | self._wanted
 
     def drop_late(self, *, short_only: bool = False) -> None:
-        """Offer no late store again: the blocks have other content by now, or never had theirs.
+        """Retry no late store: the blocks were overwritten, or never filled.
 
-        `short_only`: those alone that wait for slots; L1 is needed.
+        `short_only`: only those that wait for slots, since L1 is needed.
         """
         for op_id, store in list(self.late.items()):
             if store.is_rest or not short_only:
                 self._drop(self.late.pop(op_id), Outcome.NO_SLOT if store.is_rest else Outcome.TIMEOUT)
 
     def end_overlapped(self, request_id: str) -> int:
-        """Ask no more for the back of a request. Returns how many held blocks its front has computed. Idempotent."""
+        """End a request's overlapped load. Returns how many loadable blocks were computed instead. Idempotent."""
         if (back := self.overlapped.pop(request_id, None)) is None:
             return 0
         back.cancel()
@@ -244,9 +243,9 @@ class SchedulerSide:
         return back.num_skipped
 
     def store_partial(self, request_id: str, tail: BlockRecord, block_id: int) -> bool:
-        """A request ends with this block unfinished: copy it to L2, as `store` does with whole ones.
+        """A request ends with this partial block: copy it to L2, as `store` does with full ones.
 
-        False, and the block is not read: nobody would ask for so few tokens, or for a part of a block at all.
+        False: the block is not stored, as it has too few tokens to be worth a load, or partial blocks are off.
         """
         request = self.requests[request_id].request
         size = request.chain.block_size
@@ -260,7 +259,7 @@ class SchedulerSide:
         return True
 
     def know_as(self, request: Request) -> None:
-        """Look a request up, and store what is its own, by this chain from now on. Drops what it was promised."""
+        """Use this request's chain for lookups and stores of its own from now on. Cancels its promise."""
         self.admit(request)
         known = self.requests[request.request_id]
         if known.request is not request:
@@ -268,14 +267,14 @@ class SchedulerSide:
             known.request = request
 
     def store_chain(self, request_id: str, chain: BlockChain, block_ids: Sequence[int]) -> None:
-        """As `store`, of a whole chain that is not the request's: its recurrent states at a border."""
+        """As `store`, for a whole chain other than the request's: its recurrent states at a border."""
         self._wanted[next(self._op_ids)] = StoringOp(
             chain.hashes, chain.parent(0), chain.tenant, request_id=request_id, chain=chain, first_block=0,
             epoch=self.requests[request_id].epoch, blocks=list(block_ids),
         )  # fmt: skip
 
     def build_plan(self) -> StepPlan:
-        """This step's copies; everything said since the last plan."""
+        """This step's copies; sends everything buffered since the last plan."""
         self.writing, self.refused = [], []
         if self.late:
             if self._keeps_blocks:
@@ -286,15 +285,15 @@ class SchedulerSide:
         stores = self._reserved() if self._wanted else []
         if self._finished:
             self._report_finished()
-        if (self._asked or self.overlapped) and not stores and self.tiers.sends_later:
-            self.tiers.tick()  # no reserving took the questions along
-        self._asked = False
+        if (self._has_lookups or self.overlapped) and not stores and self.tiers.sends_later:
+            self.tiers.tick()  # no `reserve` has sent the lookups
+        self._has_lookups = False
         loads, self._planned = tuple(self._planned), []
         if not (loads or stores):
             return StepPlan(next(self._steps), 0)
         region = self.tiers.region
         region_id = 0 if region is None else region.region_id
-        if loads and self._region_id != region_id:  # the daemon was restarted since: its old memory has what they load
+        if loads and self._region_id != region_id:  # the daemon was restarted: the loads' slots are in its old memory
             region_id = self._region_id
             for op in stores:
                 self._drop(self._stores.pop(op.op_id), Outcome.CLOSED)
@@ -302,7 +301,7 @@ class SchedulerSide:
         return StepPlan(next(self._steps), region_id, loads, tuple(stores))
 
     def update(self, report: WorkerReport) -> ConnectorUpdate:
-        """Take in what the worker's copies came to: release leases, seal stores, name what failed."""
+        """Apply the worker's report: release leases, seal stores, name what failed."""
         loaded: list[str] = []
         failed: list[tuple[str, int]] = []
         filled: list[Filled] = []
@@ -310,9 +309,10 @@ class SchedulerSide:
         for op_id in report.finished:
             if (store := stores.pop(op_id, None)) is not None:
                 self.released += store.blocks
-                held, tokens_of, first = store.reservation, store.chain.block_tokens, store.first_block
-                assert held is not None
-                filled.append((held, [tokens_of(first + index) for index in held.indices], store.epoch))
+                reservation, tokens_of, first = store.reservation, store.chain.block_tokens, store.first_block
+                assert reservation is not None
+                tokens = [tokens_of(first + index) for index in reservation.indices]
+                filled.append((reservation, tokens, store.epoch))
             elif (load := self._loads.pop(op_id, None)) is not None:
                 loaded.append(load.op.request_id)
                 num_bytes = len(load.op.host_slots) * load.slot_bytes
@@ -326,7 +326,7 @@ class SchedulerSide:
             elif (load := self._loads.pop(op_id, None)) is not None:
                 failed.append((load.op.request_id, load.first_block))
                 if (known := self.requests.get(load.op.request_id)) is not None:
-                    known.recompute = True  # final for this request: what failed once would be asked for for ever
+                    known.recompute = True  # final, or it would be retried for ever
                 self.tiers.metrics.missed(Outcome.COPY_FAILED, len(load.op))
                 load.lease.release()
             elif (copy := self._behind.pop(op_id, None)) is not None:
@@ -343,15 +343,15 @@ class SchedulerSide:
             self._report_finished()
         is_idle = not (stores or self._loads or self._wanted or self.late or self._behind)
         if is_idle and self.tiers.sends_later and (report.finished or report.failed):
-            self.tiers.tick()  # an engine that has nothing more to do says nothing more: send what waits for company
+            self.tiers.tick()  # an idle engine sends no more messages: send the buffered ones
         released, self.released = self.released, []
         return ConnectorUpdate(tuple(loaded), tuple(failed), tuple(released))
 
     def finished(self, request_id: str, answered: Answered | None = None) -> None:
-        """The request ended or was aborted. Copies under way go on and are still reported by `update`. Idempotent.
+        """The request finished or was aborted. Copies under way continue and are reported by `update`. Idempotent.
 
-        `answered`, of one that has an answer: the tiers are told behind its last stores. At once, if none are wanted:
-        an engine that is idle then makes no more plans.
+        `answered`, for a finished one: passed to the tiers after its last stores; at once if no stores are planned,
+        since an idle engine makes no more plans.
         """
         if self.overlapped:
             self.end_overlapped(request_id)
@@ -367,11 +367,11 @@ class SchedulerSide:
                     self.tiers.tick()
 
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
-        """A step prefilled `num_tokens` in `seconds`, behind `position` others: what loading competes with."""
+        """A step prefilled `num_tokens` in `seconds`, after `position` others: loading is weighed against it."""
         self.tiers.computed(num_tokens, seconds, position)
 
     def wait(self, timeout: float) -> None:
-        """Wait until a pending lookup may have an answer, at most `timeout` seconds: for an engine that is idle."""
+        """Wait until a pending lookup may have an answer, at most `timeout` seconds. For an idle engine."""
         self.tiers.wait_news(timeout)
 
     @property
@@ -380,7 +380,7 @@ class SchedulerSide:
         return not (self._loads or self._stores or self._wanted or self.late or self._behind)
 
     def close(self) -> None:
-        """Let go of every promise and every copy that was never reported. Idempotent."""
+        """Release every promise and every copy that was never reported. Idempotent."""
         for request_id in list(self.requests):
             self.finished(request_id)
         for lease in [each.lease for copies in (self._loads, self._behind) for each in copies.values()]:
@@ -391,7 +391,7 @@ class SchedulerSide:
             left.clear()
 
     def _report_finished(self) -> None:
-        """All that have ended; what they stored last has its slots by now."""
+        """Report finished requests to the tiers; their last stores have slots by now."""
         for end in self._finished:
             self.tiers.ended(end)
         self._finished = []
@@ -401,20 +401,20 @@ class SchedulerSide:
             self.tiers.metrics.moved(L2, direction, num_blocks * region.slot_bytes, seconds)
 
     def _submit(self, known: ConnectedRequest) -> None:
-        """Where every block is that may be promised, and a claim on what is worth loading."""
+        """Claim the request's blocks, as far as they may be promised."""
         chain = known.request.chain
         usable = min(len(chain.hashes), (known.request.num_tokens - 1) // chain.block_size)
         hashes, num_l1 = chain.hashes, min(known.asked, usable)
         hashes = hashes if usable == len(hashes) else hashes[:usable]  # `ask` copies it
         ends = Ends.BOTH if self.computes_alone else Ends.FRONT
         known.claim = self.tiers.ask(hashes, chain.root, num_l1, block_size=chain.block_size, ends=ends)
-        self._asked |= known.claim.promised is None
+        self._has_lookups |= known.claim.promised is None
 
     def _answer(self, known: ConnectedRequest, least: int, *, is_fresh: bool = False) -> int | None:
-        """How many leading tokens L1 and the promise cover, 0 for no promise; None: not known yet.
+        """How many leading tokens L1 and the promise cover, 0 without a promise; None: pending.
 
-        Where a block that is held begins as the request's next one does, and so brings it more than `least` tokens, the
-        promise becomes one of that block, too. `is_fresh`: it was asked just now; what is not known yet is not polled.
+        If another block in the tiers begins like the request's next one and so covers more than `least` tokens, the
+        claim is extended to it. `is_fresh`: it was just made, so a poll would find nothing.
         """
         claim = known.claim
         if claim is None:
@@ -445,34 +445,35 @@ class SchedulerSide:
         is_empty = claim.refusal is not None or (claim.found is not None and not claim.found.loadable)
         covered = claim.num_l1 + promised
         tokens = covered * claim.block_size if known.view is None else known.view.covered(covered)
-        if is_empty and time.monotonic() >= claim.good_until:  # what ended in failure is final; this may be asked anew
+        if is_empty and time.monotonic() >= claim.good_until:  # a failure is final; an empty lookup may be repeated
             self._cancel(known)
         return tokens
 
     def _take_view(self, known: ConnectedRequest, claim: Claim, least: int) -> bool:
-        """Ask for the request's held blocks and the best of what follows them, instead of its own blocks alone."""
+        """Claim the request's blocks in the tiers and the best child after them, instead of its own blocks alone."""
         chain, size = known.request.chain, claim.block_size
         if known.whole_only or claim.found is None or claim.refusal is not None:
             return False
-        num_held, now = claim.found.blocks - claim.found.miss, time.monotonic()
-        room = known.request.num_tokens - 1 - num_held * size  # tokens behind them that may be had
-        if room <= 0 or num_held * size + min(room, size) <= least or not is_named_by_tokens(chain):
+        num_found, now = claim.found.blocks - claim.found.miss, time.monotonic()
+        room = known.request.num_tokens - 1 - num_found * size  # tokens after them that may be loaded
+        if room <= 0 or num_found * size + min(room, size) <= least or not is_named_by_tokens(chain):
             return False
-        if known.looked_behind == num_held and now < known.look_again:
+        if known.looked_behind == num_found and now < known.look_again:
             return False
-        own, behind, claim.behind = chain.next_tokens(num_held)[: 4 * room], claim.behind, None  # looked at once
+        own, behind, claim.behind = chain.next_tokens(num_found)[: 4 * room], claim.behind, None  # searched once
         children = behind(own[:4]) if own and behind is not None else ()
-        best = best_child(chain, children, num_held, own) if children else None
+        best = best_child(chain, children, num_found, own) if children else None
         if best is None:
-            known.looked_behind, known.look_again = num_held, now + _LOOK_AGAIN
-        if best is None or not pays(num_held, best[1], size, in_l1=known.asked, least=least):
+            known.looked_behind, known.look_again = num_found, now + _LOOK_AGAIN
+        if best is None or not pays(num_found, best[1], size, in_l1=known.asked, least=least):
             return False
         self.tiers.cancel(claim)
-        known.view, self._asked = PartialView([*chain.hashes[:num_held], best[0].chain_hash], best[1], size), True
+        known.view = PartialView([*chain.hashes[:num_found], best[0].chain_hash], best[1], size)
+        self._has_lookups = True
         known.claim = self.tiers.ask(known.view.hashes, known.request.chain.root, claim.num_l1, block_size=size)
         return True
 
-    # Overlapped loads.
+    # overlapped loads
 
     def _begin_overlapped(self, known: ConnectedRequest, claim: Claim) -> None:
         request_id, chain = known.request.request_id, known.request.chain
@@ -502,10 +503,10 @@ class SchedulerSide:
             self.tiers.metrics.missed(Outcome.COPY_FAILED, len(copy.op))
 
     def _cancel_overlapped(self, known: ConnectedRequest) -> None:
-        """Copies end as they may."""
+        """Copies under way continue."""
         if (back := self.overlapped.get(known.request.request_id)) is not None:
             back.cancel()
-            if known.claim is not None:  # it has no blocks yet: the next claim decides anew
+            if known.claim is not None:  # it has no L1 blocks yet: the next claim decides again
                 del self.overlapped[known.request.request_id]
 
     def _plan_copy(self, request_id: str, back: OverlappedLoad, group: Group, lease: Lease, blocks: list[int]) -> None:
@@ -526,7 +527,7 @@ class SchedulerSide:
             self.tiers.cancel(claim)
 
     def _reserved(self) -> list[CopyOp]:
-        """Slots for everything that is to be stored, in one question; as copies."""
+        """Reserve slots for all wanted stores in one call; returns the copies."""
         wanted, self._wanted = self._wanted, {}
         stores = list(wanted.values())
         if self._lost or {store.epoch for store in stores} != {self.tiers.epoch}:
@@ -534,7 +535,7 @@ class SchedulerSide:
                 self._drop(wanted.pop(op_id), Outcome.COPY_FAILED if self._lost else Outcome.EPOCH)
             stores = list(wanted.values())
         if behind := {store.request_id for store in stores if store.is_rest}:
-            for store in stores:  # nothing overtakes what it comes behind
+            for store in stores:  # a request's stores stay in order
                 store.is_rest |= store.request_id in behind
         reservations = self.tiers.reserve(stores, may_retry=True) if stores else []
         ops = []
@@ -568,7 +569,7 @@ class SchedulerSide:
         return ops
 
     def _offer_rest(self, op_id: int, store: StoringOp, reservation: Reservation | None) -> bool:
-        """What found no slot is offered again, while L1 keeps it and the tiers below make room; or it is counted."""
+        """Retry what got no slot while L1 keeps it and the lower tiers make room, or count it as dropped."""
         indices = [] if reservation is None else reservation.indices
         num_taken = 0 if reservation is None else indices[-1] + 1 if indices else len(store.blocks)
         if not (rest := store.blocks[num_taken:]):

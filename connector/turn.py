@@ -1,4 +1,4 @@
-"""Turn: one thread at a time in what is not thread-safe, and only in the process that made it."""
+"""Turn: lets one thread at a time use an object that is not thread-safe, only in the process that made it."""
 
 import os
 import threading
@@ -7,20 +7,20 @@ from weakref import WeakKeyDictionary
 
 from kvtier.tiers import RequestError
 
-_PATIENCE: Final = 600.0  # seconds in which nobody's turn ends: whoever has it hangs
+_PATIENCE: Final = 600.0  # seconds without the end of a turn, after which its thread counts as hanging
 
 
 class Turn:
-    """`with turn:` waits for the threads before it. RequestError refuses the turn:
+    """`with turn:` waits in line for the other threads. RequestError:
 
-    in a fork of the process that made it, to a thread that has it already, and where the one that has it hangs.
+    in a fork of the process that made it, in a thread that already has the turn, or if the thread that has it hangs.
     """
 
     def __init__(self, what: str) -> None:
-        """`what` the turn is for, as messages name it."""
+        """`what` is the name of the guarded object in messages."""
         self._what = what
         self._pid = os.getpid()
-        self._queue = threading.Lock()  # whoever waits next holds it: else who leaves would come first again
+        self._queue = threading.Lock()  # held by the next in line: else the thread that leaves could re-enter first
         self._lock = threading.Lock()
         self._holder: int | None = None  # a thread's ident
         self._num_ended = 0
@@ -37,7 +37,7 @@ class Turn:
 
     @property
     def refusal(self) -> str:
-        """What a fork is told."""
+        """The message of errors in a fork."""
         why = f"this {self._what} is process {self._pid}'s, and a fork has neither its threads nor its memory"
         return f"{why}; make one in each worker, behind the fork (gunicorn: in post_fork, or without --preload)"
 
@@ -62,7 +62,7 @@ class Turn:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The turn ends."""
+        """End the turn."""
         self._holder = None
         self._num_ended += 1
         self._lock.release()
@@ -70,7 +70,7 @@ class Turn:
     leave = __exit__
 
     def taken_at_once(self) -> bool:
-        """Take the turn if nobody has it or waits for it, until `leave`. It never waits and never raises."""
+        """Take the turn, until `leave`, if no thread has it or waits for it. Never waits, never raises."""
         if self.is_inherited or self._queue.locked() or not self._lock.acquire(blocking=False):
             return False
         self._holder = threading.get_ident()
@@ -87,7 +87,7 @@ class Turn:
 
 
 class Turns:
-    """One turn for all that change the same thing for a while, as long as it lives; in a fork another one."""
+    """One turn per object, for its lifetime; a new one in a fork."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -95,7 +95,7 @@ class Turns:
         self._turns = WeakKeyDictionary[object, Turn]()
 
     def of(self, thing: object) -> Turn:
-        """The turn of this very thing."""
+        """The turn of this object."""
         with self._lock:
             turn = self._turns.get(thing)
             if turn is None or turn.is_inherited:

@@ -1,4 +1,4 @@
-"""The worker side: carries out a plan's copies between L1 and L2 beside the compute, and reports how they ended."""
+"""The worker side: runs a plan's copies between L1 and L2 beside the compute, and reports how they ended."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,22 +14,22 @@ _GROUP_BYTES: Final = 4 << 20  # a layer group is copied in pieces of about this
 
 
 Follow = Callable[[int], CopyStream | None]
-"""The stream to a region by its id; None where that region cannot be reached."""
+"""The stream to a region by its id; None if that region cannot be reached."""
 
 
 class WorkerSide:
     """Copies of one worker. Called from the engine's thread only; no method but `wait_layer` and `close` waits.
 
-    A layerwise load is cut into groups of layers: the first layers compute while the last are still on their way.
+    A layerwise load is cut into groups of layers: the first layers compute while the last are still copied.
     """
 
     def __init__(
         self, stream: CopyStream | Follow, num_layers: int, layer_bytes: int, deadline: float, *, by_layers: bool = True
     ) -> None:
-        """`layer_bytes` are one layer's in one block; `deadline` is how many seconds a layer may wait for its load.
+        """`layer_bytes`: one layer's in one block; `deadline`: seconds a layer may wait for its load.
 
-        Instead of a stream, what makes one for the region a plan names: a daemon that was restarted has another.
-        Without `by_layers` nobody asks for a layer before the last one is there: loads are not cut.
+        Instead of a stream, a function that makes one for a plan's region, since a restarted daemon has a new region.
+        Without `by_layers` no layer is needed before the last one is loaded: loads are not cut.
         """
         self._follow = stream if callable(stream) else None
         self._stream = None if callable(stream) else stream
@@ -40,23 +40,23 @@ class WorkerSide:
         self._by_layers = by_layers
         self._loads: dict[int, list[tuple[int, CopyEvent]]] = {}  # op → (end layer, event) of each group
         self._stores: dict[int, CopyEvent] = {}
-        self._finished: list[int] = []  # copies that ended well as they were made
-        self._expired: set[int] = set()  # stores whose blocks were written to before they were read
-        self._begun: object | None = None  # what the step's loads may start after, but for those its compute waits for
+        self._finished: list[int] = []  # copies that were complete when submitted
+        self._expired: set[int] = set()  # stores whose blocks were overwritten before they were read
+        self._begun: object | None = None  # the mark after which the step's loads start, except layerwise ones
         self._layerwise: list[int] = []  # ops of this step's plan that its compute waits for
-        self._late_at = 0.0  # when all of them should be there
+        self._late_at = 0.0  # deadline of all of them
 
     def begin(self, plan: StepPlan, *, early: bool) -> None:
-        """A step begins, behind its fences. With `early`, loads that its compute does not wait for start after this.
+        """A step begins, after its fences. With `early`, loads that are not layerwise start after this point.
 
-        Else they start behind what is issued until `start_load`: something may still touch the blocks they write to.
+        Otherwise they start after everything issued until `start_load`, which may still use the blocks they write to.
         """
         self._begun = self.connect(plan.region).mark() if early and plan.loads else None
 
     def start_load(self, plan: StepPlan) -> None:
-        """Enqueue the plan's L2 → L1 copies, behind all that was issued by now or, after `begin`, by then.
+        """Enqueue the plan's L2 → L1 copies, after everything issued so far (or before `begin`, if `early`).
 
-        If that raises, `poll` reports those that lack a part as failed, once their other parts have ended.
+        If that raises, `poll` reports the incomplete ops as failed, once their submitted parts have ended.
         """
         if not plan.loads:
             self._layerwise, self._begun = [], None
@@ -64,7 +64,7 @@ class WorkerSide:
         awaited = [op for op in plan.loads if op.layerwise]
         self._layerwise = [op.op_id for op in awaited]
         self._late_at = time.monotonic() + self._deadline
-        # All of a kind are one copy for the device, with the same events. First what this step's compute needs.
+        # The ops of a kind are one device copy with shared events. First those that this step's compute needs.
         kinds = [ops for ops in (awaited, [op for op in plan.loads if not op.layerwise]) if ops]
         events: list[list[tuple[int, CopyEvent]]] = [[] for _ in kinds]
         for ops, groups in zip(kinds, events, strict=True):
@@ -90,13 +90,13 @@ class WorkerSide:
                     del self._loads[op.op_id]
 
     def wait_layer(self, layer: int) -> bool:
-        """Wait until every layerwise load of this step has brought layer `layer`; False where one failed or is late.
+        """Wait until every layerwise load of this step has loaded layer `layer`; False if one failed or is late.
 
-        False means the step's output is worthless for the requests concerned: `poll` names their ops.
+        Then the step's output is invalid for the requests concerned: `poll` names their ops.
         """
         arrived = True
         for op_id in self._layerwise:
-            if op_id not in self._loads:  # it has ended, and `poll` has said how
+            if op_id not in self._loads:  # ended, and reported by `poll`
                 continue
             event = next(event for end, event in self._loads[op_id] if layer < end)
             left = max(0.0, self._late_at - time.monotonic())  # one deadline for all layers and loads of the step
@@ -104,20 +104,20 @@ class WorkerSide:
         return arrived
 
     def arrived(self) -> bool:
-        """Whether every layerwise load of this step ended well, but for those of which `poll` has said how.
+        """Whether every layerwise load of this step succeeded, except those that `poll` has reported.
 
-        Asked behind the step's compute. An engine with a drafter computes twice, and polls in between.
+        Called after the step's compute. An engine with a drafter computes twice, and polls in between.
         """
         events = [event for op_id in self._layerwise for _, event in self._loads.get(op_id, ())]
         return all(event.wait(max(0.0, self._late_at - time.monotonic())) and event.error is None for event in events)
 
     def wait_loads(self) -> bool:
-        """Wait, up to the step's deadline, until every part of its layerwise loads has ended, well or badly."""
+        """Wait, up to the step's deadline, until every part of its layerwise loads has ended, successfully or not."""
         events = [event for op_id in self._layerwise for _, event in self._loads.get(op_id, ())]
         return all(event.wait(max(0.0, self._late_at - time.monotonic())) for event in events)
 
     def start_store(self, plan: StepPlan) -> None:
-        """Enqueue the plan's L1 → L2 copies, behind the compute that fills them. If that raises, as `start_load`."""
+        """Enqueue the plan's L1 → L2 copies, after the compute that fills them. If that raises, as `start_load`."""
         if plan.stores:
             event: CopyEvent | None = None
             op_ids = [op.op_id for op in plan.stores]
@@ -134,14 +134,14 @@ class WorkerSide:
                     self._stores.update(dict.fromkeys(op_ids, failed))
 
     def unstarted(self, plan: StepPlan) -> tuple[int, ...]:
-        """Ops of this step's plan that were never started, because the step raised before: no report names them."""
+        """Ops of this step's plan that were not started, because the step raised before: no report names them."""
         started = {*self._loads, *self._stores, *self._finished}
         return tuple(op.op_id for op in (*plan.loads, *plan.stores) if op.op_id not in started)
 
     def fence(self, op_ids: Sequence[int]) -> None:
-        """Have these stores read their blocks before compute issued from now on writes to them.
+        """Order these stores' reads before writes of compute issued from now on.
 
-        One that is late, by the same deadline as a load, is given up: its slots hold who knows what.
+        A store that is late, by the same deadline as a load, is reported as failed: its content is undefined.
         """
         late_at = time.monotonic() + self._deadline
         for op_id in op_ids:
@@ -166,12 +166,12 @@ class WorkerSide:
         return WorkerReport(tuple(finished), tuple(failed), tuple(lost))
 
     def _poll_stores(self, finished: list[int], failed: list[int], lost: list[int]) -> None:
-        """Add the stores that have ended. Those of a step follow each other and have one event: it is asked once."""
+        """Add the stores that have ended. Stores of a step share one event: it is queried once."""
         expired, ended = self._expired, list[int]()
-        asked, is_done, is_lost, error = None, False, False, False
+        last, is_done, is_lost, error = None, False, False, False
         for op_id, event in self._stores.items():
-            if event is not asked:
-                asked, is_done = event, event.done()
+            if event is not last:
+                last, is_done = event, event.done()
                 is_lost, error = event.is_lost, bool(event.error)
             if is_done:
                 ended.append(op_id)
@@ -188,7 +188,7 @@ class WorkerSide:
     def wait(self, timeout: float) -> None:
         """Wait until the oldest load, else the oldest store, has ended, at most `timeout` seconds.
 
-        For an engine with nothing else to do: one that spins instead keeps the GIL from the copying thread.
+        For an engine with nothing else to do: spinning would keep the GIL from the copying thread.
         """
         if self._finished:
             return
@@ -205,7 +205,7 @@ class WorkerSide:
         return not (self._loads or self._stores or self._finished)
 
     def close(self, timeout: float) -> WorkerReport:
-        """Drain for up to `timeout` seconds, then stop; reports what ended, and what did not as failed and lost."""
+        """Drain for up to `timeout` seconds, then stop. Reports unfinished ops as failed and lost."""
         if self._stream is not None:
             self._stream.close(timeout)
         report = self.poll()
@@ -215,7 +215,7 @@ class WorkerSide:
         return WorkerReport(report.finished, (*report.failed, *left), (*report.lost, *left))
 
     def connect(self, region: int) -> CopyStream:
-        """The stream to a region, made if it is another than the last one: copies still under way there end first."""
+        """The stream to a region, a new one if it is not the last one's; copies of the old stream end first."""
         if self._follow is not None and (self._stream is None or region != self._region):
             stream = self._follow(region)
             if self._stream is not None:
@@ -225,7 +225,7 @@ class WorkerSide:
         return self._stream
 
     def _fence(self, event: CopyEvent, timeout: float) -> bool:
-        """Behind a change of regions the event may be of a stream that is closed: it has ended then."""
+        """After a change of regions the event may be of a closed stream: then it has ended."""
         assert self._stream is not None
         return event.done() or self._stream.fence(event, timeout)
 

@@ -1,4 +1,4 @@
-"""Who is admitted next, over what is cached: the longest cached prefix first, within an aging bound. No torch."""
+"""Admission by cached prefix: the longest one first, within an aging bound. No torch."""
 
 from bisect import insort
 from operator import itemgetter
@@ -19,43 +19,43 @@ WINDOW: Final = 16  # waiting requests that are looked up and ranked in one step
 
 
 class Admissible(NamedTuple):
-    """A waiting request, and what was found of it."""
+    """A waiting request, and its lookup's result."""
 
     sequence: Sequence
-    usable: list[ChainHash]  # its blocks that may be found: at least its last token is always computed
-    num_l1: int  # leading blocks of those that L1 holds
+    usable: list[ChainHash]  # its blocks that may be reused: its last token is always computed
+    num_l1: int  # leading blocks in L1
     num_external: int  # tokens beyond them that can be loaded
-    child: tuple[ChildBlock, int] | None  # what L1 has of the block behind `num_l1`: where, and how many tokens
+    child: tuple[ChildBlock, int] | None  # a block of L1 that begins like the one after `num_l1`, and its shared tokens
 
 
 class CachedBlocks(NamedTuple):
-    """What an admitted request is spared."""
+    """The cached KV of an admitted request."""
 
     matched: list[int]  # blocks of L1, referenced
     num_external: int  # tokens beyond them that can be loaded
-    source: int | None = None  # a block of L1, referenced, that begins as the request's next one does
-    in_part: int = 0  # … with so many tokens
+    source: int | None = None  # a block of L1, referenced, that begins like the request's next one
+    in_part: int = 0  # … number of shared tokens
 
 
 class Admission:
-    """The requests that wait, and which blocks the others are computing: those are soon in L1."""
+    """The waiting requests, and the blocks that others are computing: those will soon be in L1."""
 
     def __init__(self, config: EngineConfig, pool: "BlockPool", connector: "SchedulerSide | NoOffload") -> None:
         self.waiting: list[Sequence] = []  # by arrival
-        self.computing: dict[ChainHash, str] = {}  # block that is being computed or loaded → request that does it
-        self.lasting: dict[str, int] = {}  # request whose reasoning began → leading tokens that the next turn has, too
-        self.copies: list[tuple[int, int]] = []  # this step's, within L1; the sources are referenced
+        self.computing: dict[ChainHash, str] = {}  # block being computed or loaded → its request
+        self.lasting: dict[str, int] = {}  # request whose reasoning began → leading tokens that the next turn shares
+        self.copies: list[tuple[int, int]] = []  # this step's copies within L1; the sources are referenced
         self._config = config
         self._pool = pool
         self._connector = connector
 
     def rank(self, num_seats: int) -> list[Admissible]:
-        """Those who can be admitted, in the order in which they should be."""
+        """The requests that can be admitted, in order of preference."""
         block_size = self._config.block_size
         ranked = []
         for sequence in self.waiting[:WINDOW]:
             if sequence.reuse is not None and not sequence.reuse.may_start(num_seats):
-                continue  # for its segments
+                continue  # it waits for its segments
             if not sequence.looks_up:
                 self._connector.admit(sequence)
                 ranked.append((self._place(sequence, 0), Admissible(sequence, [], 0, 0, None)))
@@ -63,7 +63,7 @@ class Admission:
             usable = list(sequence.hashes[: (sequence.num_tokens - 1) // block_size])
             num_l1 = self._pool.lookup(usable)
             if num_l1 < len(usable) and usable[num_l1] in self.computing:
-                continue  # soon it is in L1
+                continue  # it will soon be in L1
             child = self._child(sequence, num_l1) if self._pool.partial_blocks else None
             in_part = 0 if child is None else child[1]
             num_external = self._connector.lookup(sequence, num_l1 * block_size, in_part)
@@ -74,63 +74,63 @@ class Admission:
         return [candidate for _, candidate in sorted(ranked, key=itemgetter(0))]
 
     def _place(self, sequence: Sequence, cached: int) -> tuple[bool, int, int]:
-        """Where a request with so many cached tokens stands: the least is admitted first."""
+        """The sort key of a request with so many cached tokens: the least is admitted first."""
         overdue = sequence.num_passed_over >= self._config.max_passed_over
         return not overdue, 0 if overdue else -cached, sequence.order
 
     def seat(self, candidate: Admissible, room_to_grow: int) -> bool | None:
-        """Give a waiting request its blocks and start its load; it runs, or loads. None: no room; False: ask again.
+        """Give a waiting request its blocks and start its load; it runs, or loads. None: no room; False: retry later.
 
-        So many free blocks are left to others, as `room_to_grow` says.
+        `room_to_grow`: free blocks that are left to others.
         """
-        if (held := self._hold(candidate)) is None:
+        if (cached := self._reference(candidate)) is None:
             return False
         sequence = candidate.sequence
-        num_fresh = -(-sequence.num_tokens // self._config.block_size) - len(held.matched)
+        num_fresh = -(-sequence.num_tokens // self._config.block_size) - len(cached.matched)
         allocate = self._pool.allocate if sequence.reuse is None else sequence.reuse.allocate
         fresh = allocate(num_fresh, leaving=room_to_grow)
-        if fresh is None and held.source is not None:  # that block's own room may be what is missing, and for ever
-            self._pool.free([held.source])
-            held = held._replace(source=None, in_part=0)
+        if fresh is None and cached.source is not None:  # else its reference could block the request for ever
+            self._pool.free([cached.source])
+            cached = cached._replace(source=None, in_part=0)
             fresh = allocate(num_fresh, leaving=room_to_grow)
         if fresh is None:
-            self._pool.free(held.matched)
-            return False if sequence.reuse is not None and sequence.reuse.is_waiting else None  # it has time
-        sequence.block_table = held.matched + fresh
-        if held.source is not None:
-            self.copies.append((held.source, sequence.block_table[len(held.matched)]))
-        num_l1 = len(held.matched)
-        # A blend needs what is loaded, and what comes in pieces is loaded before anything is computed behind it.
-        in_pieces = held.num_external > 0 and self._connector.is_cut(sequence.request_id, held.num_external)
+            self._pool.free(cached.matched)
+            return False if sequence.reuse is not None and sequence.reuse.is_waiting else None  # it can wait
+        sequence.block_table = cached.matched + fresh
+        if cached.source is not None:
+            self.copies.append((cached.source, sequence.block_table[len(cached.matched)]))
+        num_l1 = len(cached.matched)
+        # A blend needs the whole load, and a load in pieces ends before anything after it is computed.
+        in_pieces = cached.num_external > 0 and self._connector.is_cut(sequence.request_id, cached.num_external)
         layerwise = self._config.loading == "layerwise" and sequence.reuse is None and not in_pieces
-        loading = self._connector.allocated(  # fewer than asked for where a promise lapsed
-            sequence.request_id, sequence.block_table, held.num_external, layerwise=layerwise
+        loading = self._connector.allocated(  # fewer than promised if the promise expired
+            sequence.request_id, sequence.block_table, cached.num_external, layerwise=layerwise
         )
-        is_whole = loading == held.num_external
+        is_whole = loading == cached.num_external
         sequence.is_in_pieces = in_pieces and (is_whole or self._connector.is_cut(sequence.request_id, loading))
-        self._enter(sequence, num_l1, num_l1 * self._config.block_size + held.in_part, loading, layerwise=layerwise)
+        self._enter(sequence, num_l1, num_l1 * self._config.block_size + cached.in_part, loading, layerwise=layerwise)
         return True
 
     def release_sources(self) -> None:
-        """The step's copies within L1 were made, or never will be."""
-        for source, _ in self.copies:  # two may have the same one
+        """Drop the references of the step's copies within L1: they were made, or never will be."""
+        for source, _ in self.copies:  # several may have the same one
             self._pool.free([source])
         self.copies = []
 
     def put_back(self, sequence: Sequence) -> None:
-        """It waits again, in its old place, and nobody overtakes it this time."""
+        """Queue it again in its old place; no later request overtakes it this time."""
         sequence.num_passed_over = self._config.max_passed_over
         insort(self.waiting, sequence, key=lambda sequence: sequence.order)
 
-    def _hold(self, candidate: Admissible) -> CachedBlocks | None:
-        """Reference what L1 has of it, and see what can be loaded. None: ask again next step."""
+    def _reference(self, candidate: Admissible) -> CachedBlocks | None:
+        """Reference its blocks in L1 and determine what can be loaded. None: retry in the next step."""
         sequence, usable, num_l1, num_external, child = candidate
         block_size = self._config.block_size
         if len(usable) > num_l1 and usable[num_l1] in self.computing:
-            return None  # by one admitted in this very step
-        # Nothing is named between the ranking and this: L1 holds no more than was found then.
+            return None  # by a request admitted in this step
+        # No block is named between the ranking and this: L1 has no more than was found then.
         matched: list[int] = self._pool.match(usable[:num_l1]) if num_l1 else []
-        if len(matched) != num_l1:  # an admission before this one took some of them
+        if len(matched) != num_l1:  # an earlier admission evicted some of them
             child = self._child(sequence, len(matched)) if self._pool.partial_blocks else None
             in_part = 0 if child is None else child[1]
             answer = self._connector.lookup(sequence, len(matched) * block_size, in_part)
@@ -139,7 +139,7 @@ class Admission:
                 return None
             num_external = answer
         room = sequence.num_tokens - 1 - len(matched) * block_size
-        if num_external > room:  # a connector that promises too much
+        if num_external > room:  # the connector promises too much
             num_external = room // block_size * block_size
         if child is not None and not num_external:
             source = self._pool.match([child[0].chain_hash])
@@ -148,7 +148,7 @@ class Admission:
         return CachedBlocks(matched, num_external)
 
     def _child(self, sequence: Sequence, num_l1: int) -> tuple[ChildBlock, int] | None:
-        """The block of L1 that begins most like the request's block behind `num_l1`, and with how many tokens."""
+        """The block of L1 that begins most like the request's block after `num_l1`, and the number of shared tokens."""
         start = num_l1 * self._config.block_size
         room = sequence.num_tokens - 1 - start
         if room <= 0:
@@ -162,7 +162,7 @@ class Admission:
     def _enter(
         self, sequence: Sequence, num_l1: int, num_present: int, loading: int, *, layerwise: bool = False
     ) -> None:
-        """The request has `num_present` tokens, `num_l1` blocks of L1's among them, and so many more are loading."""
+        """Admit the request with `num_present` tokens (`num_l1` blocks are L1's) and so many more that are loading."""
         self.waiting.remove(sequence)
         for other in self.waiting:
             if other.order > sequence.order:
@@ -176,13 +176,13 @@ class Admission:
         sequence.num_computed = num_present
         sequence.num_loading = loading
         sequence.state = SequenceState.LOADING if loading and not layerwise else SequenceState.RUNNING
-        if self._config.enable_prefix_caching:  # others wait for the blocks that will have a name
+        if self._config.enable_prefix_caching:  # other requests wait for the blocks that will be named
             end = min(sequence.num_tokens, sequence.num_exact) // self._config.block_size
             for chain_hash in sequence.hashes[num_l1:end]:
                 self.computing.setdefault(chain_hash, sequence.request_id)
 
     def num_shareable(self, sequence: Sequence) -> int:
-        """Leading tokens of which others may find the blocks."""
+        """Leading tokens whose blocks other requests may find."""
         if not self._config.enable_prefix_caching:
             return 0
         if not self._config.store_generated:

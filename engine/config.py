@@ -1,4 +1,4 @@
-"""The engine's settings: one frozen object, checked where it is made."""
+"""The engine's settings: one frozen, validated object."""
 
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -14,9 +14,9 @@ TILE: Final = 16  # tokens: the absolute attention tile of `exact` mode
 class EngineConfig:
     """How one engine schedules and computes. Raises ConfigError naming the field, the value and the fix.
 
-    In `exact` mode every forward is padded to `exact_rows` rows and attention runs in absolute 16-token tiles: logits
-    are then the same bits however a prompt is cut, packed with others or loaded, for engines of equal `exact_rows` and
-    `max_num_seqs`. Otherwise they are the same bits as a cache-off run's with equal chunk boundaries and batch shape.
+    In `exact` mode every forward is padded to `exact_rows` rows and attention runs in absolute 16-token tiles. Then
+    logits are bit-identical however a prompt is cut, packed or loaded, for equal `exact_rows` and `max_num_seqs`.
+    Otherwise they are bit-identical to a run without cache with equal chunk boundaries and batch shape.
     """
 
     block_size: int = 64  # tokens per KV block
@@ -28,20 +28,20 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens, prompt and answer; None: the model's
     preemption: Literal["recompute", "offload"] = "recompute"
     loading: Literal["async", "layerwise"] = "async"  # wait for a whole load, or compute each layer as it arrives
-    max_passed_over: int = 8  # how often a longer cached prefix may go before an earlier request
-    partial_blocks: bool = True  # the leading tokens of a held block are reused, too, and unfinished last blocks kept
-    # False: only prompt blocks are cached, and what preemption by offload puts away. "answers": none behind the block
-    # in which reasoning begins, where the scheduler was told how the model reasons.
+    max_passed_over: int = 8  # how often an earlier request may be overtaken by a longer cached prefix
+    partial_blocks: bool = True  # reuse leading tokens of a block, and store partial last blocks
+    # False: only prompt blocks are cached, and what preemption offloads. "answers": nothing after the block in which
+    # reasoning begins, if the scheduler knows how the model reasons.
     store_generated: bool | Literal["answers"] = True
     exact: bool = False
     exact_rows: int = 256
     hash_scheme: Literal["sha256", "xxh3"] = "sha256"
     epoch: int = 0
-    lossy: Lossy = "none"  # fp8: tiers that nodes share keep K and V so
-    cache_salt: str | None = None  # of requests that bring none of their own
+    lossy: Lossy = "none"  # fp8: the encoding of K and V in shared tiers
+    cache_salt: str | None = None  # for requests without one
     segments: Literal["off", "on"] = "off"  # on: a prompt's segments may reuse KV from another place, approximately
     segment_min_tokens: int = 32  # shorter segments are computed
-    repair_share: float = 0.15  # of reused tokens, for requests that bring no `Repair`
+    repair_share: float = 0.15  # of reused tokens, for requests without a `Repair`
     repair_rule: str = "deviation"
 
     def __post_init__(self) -> None:

@@ -26,8 +26,8 @@ from kvtier.tiers.config import Config, ConfigSource
 from kvtier.tiers.copies import BlockPool
 from kvtier.tiers.naming import KVProbe, KVShape, ModelIdentity
 
-_WAIT: Final = 0.01  # seconds an engine with nothing to compute waits for a copy or a lookup before it looks again
-_POLL: Final = 0.0005  # seconds between looks at copies that cannot be waited for
+_WAIT: Final = 0.01  # seconds an idle engine waits for a copy or a lookup before it checks again
+_POLL: Final = 0.0005  # seconds between checks of copies that cannot be waited for
 _CLOSE_DEADLINE: Final = 5.0  # seconds for copies in flight at close
 
 _MIB: Final = 1 << 20
@@ -43,15 +43,15 @@ _COUNTED: Final = (
 )  # fmt: skip
 
 Connect = Callable[[ModelIdentity, BlockPool, KVProbe], EngineConnector]
-"""Makes the connector once the model, its pool and what it computes of a few tokens are known."""
+"""Makes the connector from the model's identity, the pool and the model's probe."""
 
 
 class Engine:
     """Continuous batching over one model and one L1 pool. Token ids in, token ids out.
 
     Requests wait, load, run and finish inside `step`; `generate` and `stream` call it for you. Threads take turns, step
-    by step, and what they ask for is computed together. RequestError refuses one request and leaves the others alone;
-    it refuses all of a forked child's, and all behind a step that was interrupted where the engine's books are kept.
+    by step, and their requests share batches. RequestError refuses one request and leaves the others alone; it refuses
+    all in a forked child, and all after a step was interrupted during bookkeeping.
     """
 
     def __init__(self, model: Model, config: EngineConfig | None = None, connect: Connect | None = None) -> None:
@@ -60,7 +60,7 @@ class Engine:
         self.identity = model.identity(self.config)
         self.shape = model.shape(self.config.block_size)
         if not self.config.enable_prefix_caching:
-            connect = None  # nothing is named, so nothing can be stored or found
+            connect = None  # no block is named, so none can be stored or found
         if self.config.preemption == "offload" and connect is None:
             raise ConfigError('preemption "offload": there is no tier to offload to; use "recompute"')
         self.pool = BlockPool(
@@ -90,10 +90,10 @@ class Engine:
         self._order = itertools.count()
         self._requests: dict[str, Sequence] = {}
         self._inboxes: dict[str, deque[Output]] = {}  # of requests that `generate` or `stream` serves
-        self._unclaimed: list[Output] = []  # what those met of other requests: the next `step` tells it
-        self._left: deque[str] = deque()  # requests nobody reads any more, which no step has ended yet
+        self._unclaimed: list[Output] = []  # outputs of other requests from their steps, for the next `step`
+        self._left: deque[str] = deque()  # requests whose outputs are no longer read, to be aborted
         self._turn = Turn("engine")
-        self._is_torn = False  # a step is under way, or an exception ended one where the books are kept
+        self._is_torn = False  # a step is under way, or an exception ended one during bookkeeping
         self._closed = False
 
     @classmethod
@@ -106,7 +106,7 @@ class Engine:
         dtype: str = "auto",
         device: str = "cpu",
     ) -> Self:
-        """An engine over a local checkpoint directory. ConfigError where it cannot be served."""
+        """An engine over a local checkpoint directory. ConfigError if it cannot be served."""
         return cls(Model.from_pretrained(path, dtype=dtype, device=device), config, connect)
 
     @classmethod
@@ -124,7 +124,7 @@ class Engine:
         return cls(Model.from_config(hf_config, seed=seed, dtype=dtype, device=device), config, connect)
 
     def prompt(self, token_ids: ArrayLike, cache_salt: str | None = None) -> NamedPrompt:
-        """Look at a prompt and name its blocks, once for all requests that have it; on any thread.
+        """Validate a prompt and name its blocks, once for all requests that have it; on any thread.
 
         RequestError: it is empty or too long, or an id in it out of range.
         """
@@ -142,7 +142,7 @@ class Engine:
     ) -> str:
         """Queue a prompt (token ids) and return its id. Requests of different `cache_salt` share no KV.
 
-        A `NamedPrompt` has its salt in it. Of `segments` the KV may come from another place: approximate, see `Repair`.
+        A `NamedPrompt` has its salt in it. The KV of `segments` may be from another place: approximate, see `Repair`.
         RequestError: empty prompt, token id out of range, more context than the model or L1 has, id in use, segments
         that overlap or cannot be reused.
         """
@@ -161,9 +161,9 @@ class Engine:
             return self._queue(prompt, params, request_id, wanted).request_id
 
     def step(self) -> list[Output]:
-        """Compute one batch; what it brought, one entry per request that got a token or ended. Empty: all wait."""
+        """Compute one batch. Returns an entry per request that got a token or ended; empty if all wait."""
         with self._turn:
-            self._unclaimed += self._deliver(self._step())  # where that raises, the next step tells them
+            self._unclaimed += self._deliver(self._step())  # if that raises, the next step returns them
             outputs, self._unclaimed = self._unclaimed, []
             return outputs
 
@@ -195,7 +195,7 @@ class Engine:
                 self._leave(request)
 
     def precompute(self, texts: abc.Sequence[ArrayLike], *, cache_salt: str | None = None) -> None:
-        """Compute texts (token ids) that are going to be segments, each alone: ordinary blocks, in every tier."""
+        """Compute texts (token ids) that will be segments, each alone, as ordinary blocks in every tier."""
         self.generate(texts, SamplingParams(max_tokens=1, ignore_eos=True), cache_salt=cache_salt)
 
     def stream(
@@ -209,21 +209,21 @@ class Engine:
     ) -> Iterator[Output]:
         """The answer token by token; several streams may be read in turns. `segments` and `repair` as `add_request`.
 
-        The request is queued when the first token is asked for; closing the iterator aborts it.
+        The request is queued when the first token is read; closing the iterator aborts it.
         """
         params = params or SamplingParams()
         tokens = self._checked(prompt, params)  # a request that cannot be served is refused here
         return self._stream(tokens, params, cache_salt, wanted_reuse(segments, repair, len(tokens), self.segments))
 
     def request(self, request_id: str) -> Sequence:
-        """A request whose end was not told yet: its state, tokens and progress, to read. LookupError: no such one."""
+        """A live request's state, tokens and progress; read-only. LookupError if it is not live."""
         request = self._requests.get(request_id)
         if request is None:
             raise LookupError(f"request {request_id!r}: not live")
         return request
 
     def abort(self, request_id: str) -> bool:
-        """End a request now; its last output says so. False: no such request is live."""
+        """Abort a request now; its last output reports it. False: no such request is live."""
         with self._turn:
             return self._abort(request_id)
 
@@ -233,7 +233,7 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def reset_cache(self) -> None:
-        """Forget every block in every tier, and name new ones after the weights as they are now: they may have changed.
+        """Drop every block from every tier, and name new ones after the current weights, which may have changed.
 
         RequestError while requests are live: their KV would be half old, half new.
         """
@@ -250,12 +250,12 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything left to do or to tell."""
+        """Whether `step` has work or outputs left."""
         return self.scheduler.has_unfinished or bool(self._unclaimed)
 
     @property
     def stats(self) -> Mapping[str, int]:
-        """Counts since the start (steps, tokens by how they were had, preemptions …) and requests by state."""
+        """Counts since the start (steps, tokens by source, preemptions …) and requests by state."""
         scheduler = self.scheduler
         return {
             **dict.fromkeys(_COUNTED, 0),
@@ -268,7 +268,7 @@ class Engine:
         }
 
     def drain(self, timeout: float) -> bool:
-        """Wait until every copy under way has ended, at most `timeout` seconds: then only live requests hold blocks."""
+        """Wait until all copies have ended, at most `timeout` seconds: then only live requests have blocks."""
         with self._turn:
             return self._drain(timeout)
 
@@ -281,9 +281,9 @@ class Engine:
         return not is_copying
 
     def close(self) -> None:
-        """Abort what is live, drain copies in flight up to a deadline, close the connector. Idempotent.
+        """Abort live requests, drain copies up to a deadline, close the connector. Idempotent.
 
-        In a forked child it does nothing. What a step that was interrupted would have stored is dropped.
+        Does nothing in a forked child. The stores of an interrupted step are dropped.
         """
         if self._closed or self._turn.is_inherited:
             return
@@ -295,7 +295,7 @@ class Engine:
                     return
                 for request_id in list(self._requests):
                     self._abort(request_id)
-                start_copies(self.worker, self.scheduler.flush())  # of the last requests' partial blocks
+                start_copies(self.worker, self.scheduler.flush())  # the last requests' partial blocks
                 self.scheduler.apply(self.worker.close(_CLOSE_DEADLINE))
             finally:
                 self.connector.close()
@@ -311,10 +311,10 @@ class Engine:
             raise RequestError(_TORN)
         if self._left:
             self._end_left()
-        self._is_torn = True  # until blocks are again what the scheduler says of them
+        self._is_torn = True  # until the scheduler's state is consistent again
         if self.segments is not None:
             self.segments.advance()
-        batch = self.scheduler.schedule(self.worker.poll())  # admits what L1, L2 and L3 already hold
+        batch = self.scheduler.schedule(self.worker.poll())  # admits what L1, L2 and L3 already have
         logits = None
         try:
             if batch.plan.loads:
@@ -329,8 +329,8 @@ class Engine:
                 self._wait()
             samples = [] if logits is None else self.runner.sample(batch, logits)
             if self.config.enable_prefix_caching and (batch.chunks or batch.has_blended):
-                self.model.require_same(in_pass=True)  # else what this step computed has other names than its blocks
-            if batch.plan.stores:  # behind all that can fail: of a failed step nothing is kept
+                self.model.require_same(in_pass=True)  # else this step's KV would have the wrong names
+            if batch.plan.stores:  # after everything that can fail: nothing of a failed step is stored
                 self.worker.start_store(batch.plan)  # d2h after compute, on the store stream
             if any(op.layerwise for op in batch.plan.loads):
                 batch.arrived = self.worker.arrived() and batch.arrived  # a device reports a failed copy only now
@@ -345,16 +345,16 @@ class Engine:
         return outputs
 
     def _wait(self) -> None:
-        """Nobody can compute: wait a little for whatever the requests wait for."""
+        """Nothing can be computed: wait a little for copies or lookups."""
         if self.scheduler.loading:
             self.worker.wait(_WAIT)
         elif self.scheduler.has_copies:
             time.sleep(_POLL)
-        elif self.scheduler.waiting or self.scheduler.running:  # for tiers to answer, or for a request's back
+        elif self.scheduler.waiting or self.scheduler.running:  # for the tiers' answers, or an overlapped load
             self.connector.scheduler.wait(_WAIT)
 
     def _checked(self, prompt: ArrayLike, params: SamplingParams) -> list[int]:
-        """The prompt as a list of token ids; RequestError says what is wrong with it."""
+        """The prompt as a list of token ids; RequestError if it is invalid."""
         self._turn.require_here()
         if self._closed:
             raise RequestError(_CLOSED)
@@ -363,13 +363,13 @@ class Engine:
         return tokens
 
     def _require_room(self, num_tokens: int, params: SamplingParams) -> None:
-        """RequestError if prompt and answer have no room, or this model or engine cannot answer as `params` ask."""
+        """RequestError if prompt and answer do not fit, or the engine does not support `params`."""
         context = min(self.max_model_len, self.fits_l1)
         if num_tokens + params.max_tokens > context:
             is_l1 = context < self.max_model_len
             limit = f"the {context} that fit L1" if is_l1 else f"the model's context of {context}"
-            asked = f"{num_tokens} prompt tokens and max_tokens {params.max_tokens}"
-            raise RequestError(f"{asked}: together more than {limit}; shorten one of them")
+            wanted = f"{num_tokens} prompt tokens and max_tokens {params.max_tokens}"
+            raise RequestError(f"{wanted}: together more than {limit}; shorten one of them")
         if params.logit_bias and (largest := max(params.logit_bias)) >= self.model.vocab_size:
             raise RequestError(f"logit_bias {largest}: this model's token ids are 0 to {self.model.vocab_size - 1}")
         if params.prompt_logprobs is not None and (self.config.exact or self.model.has_own_cache):
@@ -387,10 +387,10 @@ class Engine:
         request_id: str | None = None,
         wanted: WantedReuse | None = None,
     ) -> Sequence:
-        """Queue a prompt that is this request's own; under the next free number if it brings no id. With the turn."""
+        """Queue a request's prompt, under the next free number if it has no id. The caller has the turn."""
         if self._is_torn:
             raise RequestError(_TORN)
-        if prompt.chain is not None:  # else nothing is named
+        if prompt.chain is not None:  # else no block is named
             self.model.require_same()
         if request_id is None:
             request_id = next(name for name in map(str, self._ids) if not self._knows(name))
@@ -424,7 +424,7 @@ class Engine:
                     with self._turn:
                         if self._closed:
                             raise RequestError(_CLOSED)
-                        if not inbox:  # else another thread's step has brought it
+                        if not inbox:  # else another thread's step delivered it
                             self._unclaimed += self._deliver(self._step())
                 yield (output := inbox.popleft())
                 if output.finish_reason is not None:
@@ -433,7 +433,7 @@ class Engine:
             self._leave(request)
 
     def _leave(self, request: Sequence) -> None:
-        """Nobody reads this request's outputs any more. Called anywhere, even by a collection inside a step."""
+        """This request's outputs are no longer read. May run anywhere, even in a garbage collection inside a step."""
         self._inboxes.pop(request.request_id, None)
         if request.state is not SequenceState.FINISHED:
             self._left.append(request.request_id)
@@ -444,7 +444,7 @@ class Engine:
                 self._turn.leave()
 
     def _end_left(self) -> None:
-        """End requests that nobody reads; with the turn."""
+        """Abort requests whose outputs are no longer read; with the turn."""
         while self._left and not self._is_torn:
             self._abort(self._left.popleft())
 
@@ -466,7 +466,7 @@ class Engine:
         )
 
     def _deliver(self, outputs: list[Output]) -> list[Output]:
-        """Sort outputs into the inboxes of their requests; the rest is returned."""
+        """Sort outputs into their requests' inboxes; return the rest."""
         rest = []
         for output in outputs:
             if self.segments is not None and self.segments.takes(output):
@@ -482,14 +482,14 @@ class Engine:
 
 
 def _warn_of_l1(num_tokens: int, max_model_len: int, num_blocks: int, shape: KVShape) -> None:
-    """Say once that L1 and not the model is what limits a request, and the size that holds `num_blocks`."""
+    """Log that L1, not the model, limits a request, and the size for `num_blocks`."""
     size = -(-num_blocks * shape.block_bytes // _MIB)
     cut = f"[l1] holds {num_tokens} tokens, and longer requests are refused: this model takes {max_model_len}"
     _log.warning('%s; [l1] size = "%dMiB" or num_blocks = %d holds that many', cut, size, num_blocks)
 
 
 def engine_config(config: Config, **options: Any) -> EngineConfig:
-    """What an engine takes from the configuration ([cache] and [l1]); `options` are EngineConfig's own fields."""
+    """The engine's settings from the configuration ([cache] and [l1]); `options` are EngineConfig's own fields."""
     return EngineConfig(
         **{
             "block_size": config.cache.block_size,
@@ -514,10 +514,10 @@ def engine_config(config: Config, **options: Any) -> EngineConfig:
 def open_engine(
     path: str | Path, config: ConfigSource | None = None, *, dtype: str = "auto", device: str = "auto", **options: Any
 ) -> Engine:
-    """An engine over a local checkpoint directory, its L2 and lower tiers as `config` says (default: the environment).
+    """An engine over a local checkpoint directory, with L2 and lower tiers by `config` (default: the environment).
 
     `config` is a Config, `{section: {option: value}}` or the name of a TOML file.
-    `device` "auto" is a GPU where there is one; `options` are further fields of EngineConfig. Raises ConfigError where
+    `device` "auto" is a GPU if there is one; `options` are further fields of EngineConfig. Raises ConfigError if
     checkpoint, memory or disk cannot be used.
     """
     settings = Config.of(config)

@@ -1,4 +1,4 @@
-"""A causal language model by transformers, its attention redirected to our paged pool by one registered function."""
+"""A causal language model of transformers, with its attention redirected to the paged pool."""
 
 import copy
 import hashlib
@@ -26,19 +26,19 @@ from kvtier.tiers import ConfigError, RequestError
 from kvtier.tiers.naming import DTYPE_BYTES, KVProbe, KVShape, ModelIdentity, with_lossy
 
 Expand = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""A layer's own: latents and rotated keys, `[1, 1, T, dim]` each, to K and V, `[1, heads, T, head dim]` each."""
+"""A layer's expansion: latents and rotated keys, `[1, 1, T, dim]` each, to K and V, `[1, heads, T, head dim]` each."""
 
 
 class LatentAttention(PackedAttention):
-    """Attention over a pool of latents (MLA). transformers' layers give theirs to `update`, as they do to a cache.
+    """Attention over a pool of latents (MLA). transformers' layers pass theirs to `update`, as to a cache.
 
-    A layer expands what `update` returns: this step's tokens. What came before them, it expands chunk by chunk.
+    A layer expands what `update` returns: this step's tokens. Earlier ones are expanded here, chunk by chunk.
     """
 
     writes: ClassVar[bool] = False  # `update` did
 
     def __init__(self, expand: Mapping[int, Expand], *packed: Any) -> None:
-        """`expand` has one for each layer; the rest as `PackedAttention` takes it."""
+        """`expand` has one for each layer; the rest as in `PackedAttention`."""
         super().__init__(*packed)
         self._expand = expand
         self._rank = 0  # of a latent; the rest of a row is the rotated key
@@ -46,7 +46,7 @@ class LatentAttention(PackedAttention):
     def update(
         self, latent: torch.Tensor, rotated: torch.Tensor, layer: int, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write this step's latents and rotated keys, `[1, 1, T, dim]` each. Returns them as they are."""
+        """Write this step's latents and rotated keys, `[1, 1, T, dim]` each, and return them unchanged."""
         self._rank = latent.shape[-1]
         self.write(layer, torch.cat((latent, rotated), -1))
         return latent, rotated
@@ -61,7 +61,7 @@ class LatentAttention(PackedAttention):
 class SequenceCache:
     """One sequence's KV in the pool, in place of transformers' cache: for layers that call no attention function.
 
-    `step` has the chunk of this sequence alone.
+    `step` has only this sequence's chunk.
     """
 
     def __init__(self, step: PackedAttention) -> None:
@@ -99,7 +99,7 @@ _DENSE: Final = (
 _WITH_VISION: Final = ("gemma3", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")  # prompts are text alone
 _EXPERTS: Final = ("gpt_oss", "llama4_text", "mixtral", "olmoe", "phimoe", "qwen3_moe")
 _LATENT: Final = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3")  # MLA
-_ONE_BY_ONE: Final = ("bloom", "falcon", "mpt")  # their layers call no attention function, so nothing is packed
+_ONE_BY_ONE: Final = ("bloom", "falcon", "mpt")  # their layers call no attention function, so sequences are not packed
 PAGED: Final = (*_DENSE, *_WITH_VISION, *_EXPERTS, *_LATENT, *_ONE_BY_ONE)  # config.model_type
 _NOT_EXACT: Final = {
     **dict.fromkeys(_EXPERTS, "an expert's rows depend on what is packed together"),
@@ -108,7 +108,7 @@ _NOT_EXACT: Final = {
 }
 _OWN_CACHE: Final = "transformers computes it over a cache of its own, token by token or in chunks"
 _TEMPERATURE: Final = "attn_temperature_tuning"
-_ENDLESS: Final = 1 << 20  # tokens of a model without K and V: nothing of it grows with the text
+_ENDLESS: Final = 1 << 20  # tokens of a model without K and V, whose memory does not grow with the text
 
 
 class Model:
@@ -118,7 +118,7 @@ class Model:
     """
 
     def __init__(self, module: PreTrainedModel, name: str) -> None:
-        """ConfigError for weights that cannot be read (`weights_of`), and for what blocks cannot hold."""
+        """ConfigError for weights that cannot be read (`weights_of`), and for an unsupported cache."""
         weights_of(module)
         self.module = module.train(False).requires_grad_(False)
         self.config: PretrainedConfig = module.config.get_text_config(decoder=True)
@@ -129,7 +129,7 @@ class Model:
         self.vocab_size: int = self.config.vocab_size
         self.num_layers: int = self.config.num_hidden_layers
         self.max_model_len: int = min(_longest(self.config), rope_limit(self.config) or sys.maxsize)
-        self.has_own_cache = self.kind not in PAGED  # a sequence's rows lie in a cache of transformers', too
+        self.has_own_cache = self.kind not in PAGED  # a sequence's rows are also in a transformers cache
         self.one_by_one = self.has_own_cache or self.kind in _ONE_BY_ONE  # `forward` takes one sequence alone
         parts: Any = () if self.has_own_cache else module.modules()
         self.expand: dict[int, Expand] = {
@@ -144,9 +144,9 @@ class Model:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, dtype: str = "auto", device: str = "cpu") -> Self:
-        """Load a local checkpoint directory; nothing is ever fetched. ConfigError where it cannot be served.
+        """Load a local checkpoint directory, without any download. ConfigError if it cannot be served.
 
-        `device` is torch's name of one, or "auto": a GPU where there is one.
+        `device`: torch's name, or "auto": a GPU if there is one.
         """
         directory = Path(path)
         if not (directory / "config.json").is_file():
@@ -174,7 +174,7 @@ class Model:
     def from_config(cls, config: PretrainedConfig, *, seed: int = 0, dtype: str = "auto", device: str = "cpu") -> Self:
         """Random weights: equal for equal config, seed and dtype. ConfigError for an unsupported model kind."""
         _require_decoder(config)
-        config = copy.deepcopy(config)  # the caller's next model would switch our attention off
+        config = copy.deepcopy(config)  # the caller's next model would reset our attention
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             auto, attention = _auto_of(config), _attention_of(config)
@@ -190,23 +190,23 @@ class Model:
 
     @property
     def has_states(self) -> bool:
-        """Whether it keeps recurrent states: a prompt goes on only where a state was kept."""
+        """Whether it has recurrent states: a prompt continues only at a stored state."""
         return self._form.states is not None
 
     def usable(self, config: EngineConfig) -> EngineConfig:
-        """The settings as this model can use them: behind a state that is not there, parts of a prompt are no use."""
+        """The settings for this model: without a state there, parts of a prompt are useless."""
         return replace(config, partial_blocks=False, loading="async") if self.has_states else config
 
     def room(self, num_blocks: int, block_size: int) -> int:
-        """Tokens of one sequence that such an L1 holds."""
+        """Tokens of one sequence that fit such an L1."""
         return num_blocks * block_size if self._form.layers else self.max_model_len
 
     def form(self, block_size: int) -> CacheForm:
-        """What a block of so many tokens holds."""
+        """The layout of a block of so many tokens."""
         return replace(self._form, block_size=block_size)
 
     def shape(self, block_size: int) -> KVShape:
-        """Of a block: K and V of each layer that has its own, the latents of MLA, or a flat row of what layers keep."""
+        """A block's shape: K and V of each layer that has its own, MLA's latents, or a flat row of what layers keep."""
         form = self.form(block_size)
         if form.shape is None and not self.has_own_cache:
             kept = "its layers keep rows of different kinds, and where attention is ours a block has one"
@@ -214,10 +214,10 @@ class Model:
         return form.pool_shape
 
     def identity(self, config: EngineConfig) -> ModelIdentity:
-        """What this model's KV depends on. Reads all weights once.
+        """Everything that this model's KV depends on. Reads all weights once.
 
-        ConfigError for RoPE of an unknown kind, in `exact` mode for a kind that has none, for hooks and foreign code in
-        it, and as `with_lossy`.
+        ConfigError for RoPE of an unknown kind, for a kind without `exact` mode, for hooks and foreign code, and as
+        `with_lossy`.
         """
         reason = _OWN_CACHE if self.has_own_cache else _NOT_EXACT.get(self.kind)
         if config.exact and reason is not None:
@@ -236,14 +236,14 @@ class Model:
         )
         self._variant = self._live.variant
         if self._variant is not None:  # adapters that were loaded with it
-            told = hashlib.sha256(identity.revision.encode() + self._variant)
-            identity = replace(identity, revision=f"sha256:{told.hexdigest()}")
+            digest = hashlib.sha256(identity.revision.encode() + self._variant)
+            identity = replace(identity, revision=f"sha256:{digest.hexdigest()}")
         return with_lossy(form.named(identity), config.lossy, form.block_bytes)
 
     def require_same(self, *, in_pass: bool = False) -> None:
-        """RequestError unless the model computes what it did when `identity` was asked last.
+        """RequestError unless the model computes the same as at the last call of `identity`.
 
-        `in_pass`: wait for no device.
+        `in_pass`: do not wait for a device.
         """
         live = self._live
         if not live.watch.holds(in_pass=in_pass):
@@ -270,7 +270,7 @@ class Model:
 
 
 def _without_temperature(module: PreTrainedModel) -> int:
-    """Switch off Llama 4's scaling of queries at far positions; the tokens up to which it is 1 in any case.
+    """Switch off Llama 4's scaling of queries at far positions. Returns the tokens up to which it is 1 in any case.
 
     transformers counts these positions by its own cache, which is not used here.
     """
@@ -283,7 +283,7 @@ def _without_temperature(module: PreTrainedModel) -> int:
 
 
 def _form_of(module: PreTrainedModel, kind: str) -> tuple[CacheForm, KVProbe]:
-    """What transformers' own cache of this model keeps, and has of a few tokens: so blocks are named as `KVTier`'s."""
+    """The form and the probe of transformers' own cache of this model, so that blocks are named as `KVTier`'s."""
     is_packed = kind in PAGED and kind not in _ONE_BY_ONE
     try:
         if is_packed:
@@ -296,13 +296,13 @@ def _form_of(module: PreTrainedModel, kind: str) -> tuple[CacheForm, KVProbe]:
 
 
 def _longest(config: PretrainedConfig) -> int:
-    """Tokens of the longest sequence; without a limit of its own (BLOOM), what it was trained on."""
+    """Tokens of the longest sequence; without a limit (BLOOM), its training length."""
     names = ("max_position_embeddings", "max_seq_len", "seq_length")
     return next((int(length) for name in names if (length := getattr(config, name, None))), 2048)
 
 
 def _auto_of(config: PretrainedConfig) -> Any:
-    """transformers' loader of this kind; of a model with a vision part, all of it."""
+    """transformers' loader of this kind; for a model with a vision part, of the whole."""
     return AutoModelForCausalLM if config.get_text_config(decoder=True) is config else AutoModelForImageTextToText
 
 
@@ -313,8 +313,8 @@ def _attention_of(config: PretrainedConfig) -> str | None:
 
 def _require_decoder(config: PretrainedConfig) -> None:
     if getattr(config, "is_encoder_decoder", False):
-        said = "K and V also depend on the encoder's text, and this engine has decoders alone"
-        raise ConfigError(f"model kind {config.model_type!r}: {said}; use transformers alone for it")
+        problem = "K and V also depend on the encoder's text, and this engine has decoders alone"
+        raise ConfigError(f"model kind {config.model_type!r}: {problem}; use transformers alone for it")
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError("quantization_config: this engine runs unquantised weights; choose such a checkpoint")
 

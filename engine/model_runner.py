@@ -1,4 +1,4 @@
-"""Runs one batch: over the paged pool, or over one transformers cache for each sequence."""
+"""Runs one batch: over the paged pool, or over one transformers cache per sequence."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from kvtier.tiers.copies import BlockPool
 
 
-_TILE_KEYS: Final = 256  # an exact tile sees its keys rounded up to this: few shapes, little waste
+_TILE_KEYS: Final = 256  # an exact tile's number of keys is rounded up to this: few shapes, little waste
 
 
 class TiledAttention(PackedAttention):
-    """The same in absolute tiles of 16 tokens: a token's bits depend on its position and the tokens before it alone.
+    """`PackedAttention` in absolute tiles of 16 tokens: a token's bits depend only on its position and earlier tokens.
 
-    A tile's queries are padded to 16 rows and its keys to a length its position determines, so every token meets the
-    same shapes, and the same arithmetic, in whichever chunk it comes.
+    A tile's queries are padded to 16 rows and its keys to a length that depends on its position. So every token has the
+    same shapes and arithmetic, in whichever chunk it is computed.
     """
 
     def _span(self, layer: int, span: AttentionSpan, fresh: tuple[torch.Tensor, ...], scoring: Scoring) -> torch.Tensor:
@@ -64,7 +64,7 @@ class TiledAttention(PackedAttention):
                 out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scoring.scaling)
             else:
                 out = scoring.attend(grouped, keys, values, mask, TILE)
-            out = out.reshape(queries.shape)  # a device's attention lays it out in its own way
+            out = out.reshape(queries.shape)  # the layout depends on the device's attention
             outs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outs)[offset : offset + query.shape[1]].transpose(0, 1)
 
@@ -121,7 +121,7 @@ class ModelRunner:
         with _kernels(self._config.exact) if device.type == "cuda" else nullcontext():
             logits = self.model.forward(sent_ids[None], sent_positions[None], sent_rows, attention)
         batch.arrived &= attention.arrived
-        if scored is not None:  # also where a load is late: it is another sequence's
+        if scored is not None:  # also if a load is late: it is another sequence's
             scored.record(logits[num_rows:])
         return logits[:num_rows]
 
@@ -129,7 +129,7 @@ class ModelRunner:
         """One token for each chunk that samples, in order."""
         sampling = [chunk.sequence for chunk in batch.chunks if chunk.samples]
         if not sampling:
-            if logits.is_cuda:  # a step ends when it is computed: else its time would be counted as the next one's
+            if logits.is_cuda:  # wait, or this step's time would count as the next one's
                 torch.cuda.current_stream(logits.device).synchronize()
             return []
         raw = logits
@@ -155,8 +155,8 @@ class ModelRunner:
 
 
 def _kernels(exact: bool) -> AbstractContextManager[None]:
-    """Which attention kernels a GPU may take. cuDNN prepares anew for every length; `exact` needs the one kernel whose
-    tiles don't know of each other, where the matrix products of the others depend on how many there are.
+    """The attention kernels for a GPU. cuDNN recompiles for every length. `exact` needs the one kernel with independent
+    tiles: in the others the matrix products depend on the number of tiles.
     """
     if exact:
         return sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
@@ -164,7 +164,7 @@ def _kernels(exact: bool) -> AbstractContextManager[None]:
 
 
 def _tile_mask(span: AttentionSpan, scoring: Scoring, tiles: list[int], num_keys: int, num_heads: int) -> torch.Tensor:
-    """Who sees whom in consecutive tiles, for `num_heads` heads below each other, [tiles, 1, heads * 16, num_keys]."""
+    """The mask of consecutive tiles, with `num_heads` heads concatenated, [tiles, 1, heads * 16, num_keys]."""
     mask = span.masks.get((scoring.reach, num_keys))
     if mask is None:
         device = span.blocks.device
@@ -175,22 +175,22 @@ def _tile_mask(span: AttentionSpan, scoring: Scoring, tiles: list[int], num_keys
 
 
 def _tile_keys(tile: int) -> int:
-    """Keys that the tile attends to, rounded up."""
+    """The tile's number of keys, rounded up."""
     return -(-(tile + 1) * TILE // _TILE_KEYS) * _TILE_KEYS
 
 
 @dataclass(slots=True)
 class OwnCache:
-    """What a running sequence has computed or loaded, as its model keeps it."""
+    """A running sequence's KV in its model's own cache."""
 
     cache: DynamicCache
     num_tokens: int
 
 
 class OwnCacheRunner(ModelRunner):
-    """A forward for each sequence of a batch, over that sequence's own cache: `Sequence.cache`.
+    """A forward per sequence of a batch, over that sequence's own cache: `Sequence.cache`.
 
-    What a forward adds is copied to the sequence's blocks. A sequence without a cache gets one from its blocks.
+    New rows are copied to the sequence's blocks. A sequence without a cache gets one from its blocks.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class OwnCacheRunner(ModelRunner):
         self._rows = list(self._rows_of_parts())
 
     def _rows_of_parts(self) -> Iterator[tuple[int, str, torch.Tensor]]:
-        """Layer, name and place in all blocks, `[num_blocks, block_size, heads, dim]`, of what grows by the token."""
+        """Layer, name and view in all blocks, `[num_blocks, block_size, heads, dim]`, of per-token tensors."""
         for number, plane, view in self._form.planes(self._blocks):
             start = 0
             for part in plane.parts:
@@ -214,14 +214,14 @@ class OwnCacheRunner(ModelRunner):
                 start += part.dim
 
     def _forward(self, chunks: list[Chunk], batch: Batch) -> torch.Tensor:
-        """Logits of the one chunk's last row, if it samples."""
+        """Logits of the chunk's last row, if it samples."""
         [chunk] = chunks
         if batch.plan.loads:
             batch.arrived &= self._wait_layer(self._last_layer)
         sequence = chunk.sequence
         own: OwnCache | None = sequence.cache
-        if own is None or own.num_tokens != chunk.start:  # its blocks were loaded, or came from another sequence
-            assert self._form.states is None or not chunk.start, "behind a border `go_on` makes the cache"
+        if own is None or own.num_tokens != chunk.start:  # its blocks were loaded, or are another sequence's
+            assert self._form.states is None or not chunk.start, "after a border `go_on` makes the cache"
             own = sequence.cache = OwnCache(self._filled(sequence.block_table, chunk.start), chunk.start)
         tokens = torch.tensor([sequence.token_ids[chunk.start : chunk.end]], device=self.model.device)
         output = feed(self.model.module, own.cache, tokens, chunk.start, self._at_once(chunk))
@@ -235,7 +235,7 @@ class OwnCacheRunner(ModelRunner):
         assert self.model.going_on is not None
         if chunk.start and not self.model.going_on.in_pieces:
             return 1
-        is_answer = chunk.start >= chunk.sequence.num_prompt_tokens  # computed again, as it was computed first
+        is_answer = chunk.start >= chunk.sequence.num_prompt_tokens  # recomputed the same way as before
         return 1 if is_answer and not self.model.going_on.by_steps else None
 
     def _filled(self, table: Sequence[int], num_tokens: int) -> DynamicCache:
@@ -246,7 +246,7 @@ class OwnCacheRunner(ModelRunner):
         return cache
 
     def _copy_rows(self, cache: Any, table: Sequence[int], chunk: Chunk) -> None:
-        """What the chunk's tokens added to the cache, in their blocks."""
+        """Copy the chunk's new rows of the cache to their blocks."""
         if not self._rows:
             return
         positions = torch.arange(chunk.start, chunk.end, device=self.model.device)
@@ -262,11 +262,11 @@ class OwnCacheRunner(ModelRunner):
 
 
 class StateRunner(OwnCacheRunner):
-    """The same for a model that keeps recurrent states, which lie in blocks of their own: a `StateKeeper`."""
+    """The same for a model with recurrent states, which are in blocks of their own: a `StateKeeper`."""
 
     @property
     def traits(self) -> StateTraits:
-        """What the scheduler has to know of the model."""
+        """The scheduler's parameters of the model."""
         going_on, num_pieces = self.model.going_on, -(-self._states.num_bytes // self._form.block_bytes)
         assert going_on is not None
         cost = step_cost(self.model.device)
@@ -291,12 +291,12 @@ class StateRunner(OwnCacheRunner):
     @torch.inference_mode()
     def put(self, state: TakenState, pieces: Sequence[int]) -> None:
         rows = torch.zeros(len(pieces), self._bytes.shape[1], dtype=torch.uint8, device=self._bytes.device)
-        rows.view(-1)[: len(state)] = state  # what is left of the last block is zero
+        rows.view(-1)[: len(state)] = state  # the rest of the last block is zero
         self._bytes[self._places(pieces)] = rows
 
 
 def runner_of(model: Model, pool: torch.Tensor, config: EngineConfig, wait_layer: Callable[[int], bool]) -> ModelRunner:
-    """What runs this model over a pool's tensor."""
+    """The runner for this model over a pool's tensor."""
     kind = StateRunner if model.has_states else OwnCacheRunner if model.has_own_cache else ModelRunner
     return kind(model, pool, config, wait_layer)
 
@@ -304,7 +304,7 @@ def runner_of(model: Model, pool: torch.Tensor, config: EngineConfig, wait_layer
 def scheduler_of(
     runner: ModelRunner, config: EngineConfig, pool: "BlockPool", connector: "SchedulerSide | NoOffload | None"
 ) -> Scheduler:
-    """What decides what this runner computes."""
+    """The scheduler for this runner."""
     ends = runner.model.eos_token_ids
     if isinstance(runner, StateRunner):
         return StateScheduler(config, pool, connector, ends, runner)

@@ -1,4 +1,4 @@
-"""The seam where kvtier plugs into the engine: a connector's two halves, and what offloads nothing."""
+"""The engine's interface to kvtier: a connector's two halves, and `NoOffload`, which stores nothing."""
 
 import logging
 from collections.abc import Sequence
@@ -17,25 +17,25 @@ _log = logging.getLogger(__name__)
 
 
 class EngineConnector(Protocol):
-    """Both halves and their end; `LocalConnector` is the real one."""
+    """Both halves and their shutdown; implemented by `LocalConnector`."""
 
     @property
     def scheduler(self) -> "SchedulerSide | NoOffload":
-        """The scheduler's half. Never waits, but in `wait`."""
+        """The scheduler's half. Only `wait` waits."""
 
     @property
     def worker(self) -> WorkerSide:
-        """The copying half. Copies only enqueue."""
+        """The copying half. Copies are only enqueued."""
 
     @property
     def identity(self) -> ModelIdentity | None:
-        """What its tiers' blocks are named after, if another one than was asked for: KV of this name is kept apart."""
+        """The identity in its blocks' names, if it differs from the requested one: KV of that name differed."""
 
     def reset(self) -> None:
-        """Forget every block in every tier below L1."""
+        """Drop every block from every tier below L1."""
 
     def close(self) -> None:
-        """Let go of everything, after the worker was closed and its last report taken in. Idempotent."""
+        """Release everything, after the worker's last report was applied. Idempotent."""
 
 
 _NO_PLAN: Final = StepPlan(0, 0)
@@ -45,20 +45,20 @@ class NoOffload:
     """The connector of an engine without one: finds nothing, stores nothing."""
 
     def __init__(self) -> None:
-        self.worker = WorkerSide(lambda region: None, 1, 1, 0.0)  # nothing is ever planned for it
+        self.worker = WorkerSide(lambda region: None, 1, 1, 0.0)  # never used
         self.computes_alone = False
         self.identity = None
-        self.writing: list[int] = []  # always empty, as the next two
+        self.writing: list[int] = []  # always empty, as the next three
         self.released: list[int] = []
         self.overlapped: dict[str, OverlappedLoad] = {}
-        self.requests: dict[str, ConnectedRequest] = {}  # nobody was asked
+        self.requests: dict[str, ConnectedRequest] = {}
 
     @property
     def scheduler(self) -> "NoOffload":
         return self
 
     def admit(self, request: Request) -> None:
-        """Nobody is remembered."""
+        """Does nothing."""
 
     def lookup(self, request: Request, num_computed_tokens: int, in_part: int = 0) -> int | Pending:
         return 0
@@ -87,32 +87,32 @@ class NoOffload:
         return ConnectorUpdate()
 
     def finished(self, request_id: str, answered: Answered | None = None) -> None:
-        """Nothing is remembered."""
+        """Does nothing."""
 
     def end_overlapped(self, request_id: str) -> int:
         return 0
 
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
-        """Nothing competes with computing."""
+        """Does nothing."""
 
     def wait(self, timeout: float) -> None:
-        """Nothing is ever under way."""
+        """Returns at once."""
 
     def reset(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Does nothing."""
 
 
 def start_copies(worker: WorkerSide, plan: StepPlan) -> None:
-    """Start a plan's copies beside no step: what it loads is not computed upon yet.
+    """Start a plan's copies outside a step: nothing is computed on its loads yet.
 
-    Those that cannot be started have failed; the worker's next report says so.
+    Copies that cannot be started count as failed in the worker's next report.
     """
     for start, copies in ((worker.start_load, plan.loads), (worker.start_store, plan.stores)):
         try:
             if copies:
                 start(plan)
-        except Exception:  # who drains or closes an engine has no step to make again
+        except Exception:  # draining or closing has no step to repeat
             _log.warning("%d copies could not be started", len(copies), exc_info=True)

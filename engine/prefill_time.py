@@ -1,4 +1,4 @@
-"""What a prompt takes to its first token: computed, and with its KV in each tier. Measured through a whole engine."""
+"""Measures a prompt's time to first token: computed, and with its KV in each tier, through a whole engine."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ from kvtier.tiers import L2, ChainHash, ConfigError, KVTierError
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import Hierarchy, evict_everywhere
 
-_SALT: Final = "kvtier worth"  # nobody else finds what is measured here
+_SALT: Final = "kvtier worth"  # separates these blocks from others
 _SPARE: Final = 8  # blocks of L1 beside a prompt's
-REPEATS: Final = 3  # of which the fastest counts: what disturbs only makes slower
+REPEATS: Final = 3  # the fastest counts, since disturbances only slow it down
 
 Advance = Callable[[str], None]
 
@@ -43,10 +43,10 @@ def measure_prompts(
 ) -> MeasuredModel:
     """Measure prompts of these lengths, shortest first; a directory with a config.json alone gets random weights.
 
-    `deadline`: seconds for each prompt, and for its way into the tiers. Past that no further repeat begins, either.
-    `advance` is told behind each of `REPEATS` what comes next. What was stored is dropped again, but by a daemon.
-    ConfigError where the model or a tier cannot be used, or a length is more than the model takes. KVTierError: a
-    prompt was not computed in time.
+    `deadline`: seconds for each prompt, and for its way into the tiers; past it no further repeat begins.
+    `advance` is called before each of `REPEATS` with its title. What was stored is dropped again, except by a daemon.
+    ConfigError if the model or a tier cannot be used, or a length exceeds the model's. KVTierError: a prompt was not
+    computed in time.
     """
     if not config.l1.enable_prefix_caching:
         raise ConfigError("[l1] enable_prefix_caching: off, so nothing can be loaded; switch it on for kvtier worth")
@@ -63,7 +63,7 @@ def measure_prompts(
     settings = engine_config(config, num_blocks=blocks, max_num_seqs=1)
     with Engine(model, settings, LocalConnector.connect(config)) as engine:
         stopwatch = _Stopwatch(engine, deadline)
-        stopwatch.times_of([0] * min(lengths))  # what is compiled or allocated once
+        stopwatch.times_of([0] * min(lengths))  # compilation and allocation
         times = [
             stopwatch.measured(length, number, advance) for number, length in enumerate(sorted(set(lengths)), start=1)
         ]
@@ -72,17 +72,17 @@ def measure_prompts(
 
 
 class _Stopwatch:
-    """Times prompts of one engine, each computed first, then loaded from every tier it has reached by then."""
+    """Times prompts of one engine, each computed first, then loaded from every tier that has it by then."""
 
     def __init__(self, engine: Engine, deadline: float) -> None:
         self._engine, self._deadline = engine, deadline
         connector = engine.connector
         assert isinstance(connector, LocalConnector)
         self._tiers = connector.tiers
-        self._own = self._tiers if isinstance(self._tiers, Hierarchy) else None  # else a daemon's
+        self._own = self._tiers if isinstance(self._tiers, Hierarchy) else None  # else the daemon's
 
     def measured(self, length: int, seed: int, advance: Advance) -> PromptTimes:
-        """Each time another prompt; fewer times where one takes long."""
+        """A new prompt per repeat; fewer repeats if one takes long."""
         taken: dict[str, list[float]] = {}
         dice = np.random.default_rng(seed)
         until = time.monotonic() + self._deadline
@@ -97,7 +97,7 @@ class _Stopwatch:
         return PromptTimes(length, fastest.pop("compute"), fastest)
 
     def times_of(self, prompt: Sequence[int]) -> dict[str, float]:
-        """Seconds to its first token: "compute", and by each tier that had all of it. Nothing of it is left."""
+        """Seconds to its first token: "compute", and by each tier that had all of it. Then its blocks are dropped."""
         engine = self._engine
         names = self._names(prompt)
         taken = {"compute": self._first_token(prompt)[0]}
@@ -128,11 +128,11 @@ class _Stopwatch:
         return seconds, request.num_external_tokens
 
     def _settled(self) -> bool:
-        """Wait until what was stored has reached every tier; False if it did not in time."""
+        """Wait until everything stored is in every tier; False at timeout."""
         return self._engine.drain(self._deadline) and self._tiers.drain(self._deadline)
 
     def _leave_only(self, tier: str, names: Sequence[ChainHash]) -> None:
-        """Drop these blocks from L1, and from all tiers that would be asked before this one."""
+        """Drop these blocks from L1, and from all tiers that would be used before this one."""
         if self._own is not None and tier != L2:
             self._own.host.pool.evict(names)
             for port in self._own.ports:

@@ -1,4 +1,4 @@
-"""What a request brings and gets: a prompt, how to continue it, what the answer may be, what each step brought."""
+"""A request's input and output: prompt, sampling parameters, guides, and the results of steps."""
 
 import math
 import sys
@@ -6,7 +6,7 @@ from collections import Counter, abc
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,26 +16,23 @@ from kvtier.tiers import ChainHash, RequestError
 from kvtier.tiers.naming import HashCache, TokenChain, root_hash, token_array
 from kvtier.tiers.reuse import Hint, hint_of
 
-if TYPE_CHECKING:
-    pass
-
 
 class GuidedAnswer(Protocol):
-    """One answer on its way."""
+    """A guided answer in progress."""
 
     @property
     def is_cut(self) -> bool:
-        """Whether it cannot be followed to its end: `allowed` ends it here, unfinished."""
+        """Whether it cannot be completed: `allowed` ends it here, unfinished."""
 
     def allowed(self) -> NDArray[np.uint32]:
-        """Which tokens may come next: a bit for each, the lowest first, of at least one."""
+        """The allowed next tokens: a bit each, the lowest first, at least one set."""
 
 
 class Guide(Protocol):
-    """What answers may be. Never changes; one may guide any number of requests."""
+    """Constrains answers. Immutable; one guide may serve any number of requests."""
 
     def start(self, token_ids: abc.Sequence[int], num_prompt_tokens: int) -> GuidedAnswer:
-        """Follow an answer: what stands in `token_ids`, which grows, behind the prompt. It may stand there already."""
+        """Follow an answer: the tokens after the prompt in `token_ids`, which grows. Some may exist already."""
 
 
 SEED_RANGE: Final = 2**64
@@ -50,24 +47,24 @@ class SamplingParams:
 
     max_tokens: int = 64
     temperature: float = 0.0
-    top_p: float = 1.0  # keep the likeliest tokens that together reach this probability
+    top_p: float = 1.0  # keep the likeliest tokens whose probabilities sum to this
     top_k: int = 0  # keep the k likeliest tokens; 0: all
-    min_p: float = 0.0  # keep tokens that are at least so likely as this times the likeliest; 0: all
-    presence_penalty: float = 0.0  # of tokens that the answer has: see `sampler.py`, also for the next three
+    min_p: float = 0.0  # keep tokens of at least this times the likeliest one's probability; 0: all
+    presence_penalty: float = 0.0  # for tokens in the answer: see `sampler.py`, also for the next three
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: abc.Mapping[int, float] = field(default_factory=dict, hash=False)  # by token id
-    seed: int | None = None  # None: another one for each request
+    seed: int | None = None  # None: a random one per request
     stop_token_ids: abc.Collection[int] = ()
     ignore_eos: bool = False
-    keep_logits: bool = False  # every Output carries its row of logits
-    logprobs: int | None = None  # every Output carries its token's, and those of so many likeliest tokens
-    prompt_logprobs: int | None = None  # the same of the prompt's tokens: then all of it is computed, nothing looked up
-    guide: Guide | None = field(default=None, hash=False)  # what the answer may be
-    is_call: bool = False  # the answer calls a tool, whatever its text: a guide has it so
-    hint: Hint | None = None  # whether the conversation goes on: by this its blocks are kept, or go
+    keep_logits: bool = False  # every Output has its row of logits
+    logprobs: int | None = None  # every Output has its token's, and those of so many likeliest tokens
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens: then all of it is computed, without a lookup
+    guide: Guide | None = field(default=None, hash=False)  # constrains the answer
+    is_call: bool = False  # the answer calls a tool, whatever its text, because of a guide
+    hint: Hint | None = None  # whether the conversation continues, which decides the retention of its blocks
     has_penalties: bool = field(init=False, default=False)
-    adjusts: bool = field(init=False, default=False)  # whether its logits are changed before a token is chosen
+    adjusts: bool = field(init=False, default=False)  # whether its logits are changed before sampling
 
     def __post_init__(self) -> None:
         for name, least, most in _INTEGERS:
@@ -104,16 +101,16 @@ _NUMBERS: Final = (
     ("min_p", 0.0, 1.0, "a number from 0 to 1"),
     ("presence_penalty", -2.0, 2.0, "a number from -2 to 2"),
     ("frequency_penalty", -2.0, 2.0, "a number from -2 to 2"),
-    ("repetition_penalty", 0.01, 100.0, "a number from 0.01 to 100"),  # beyond these no logits of fp32 are left
+    ("repetition_penalty", 0.01, 100.0, "a number from 0.01 to 100"),  # beyond these, fp32 logits overflow
 )
 
 
 @dataclass(frozen=True, slots=True)
 class NamedPrompt:
-    """A prompt that an engine has looked at, and the names of its blocks: for any number of requests. Read only."""
+    """A validated prompt and the names of its blocks, for any number of requests. Read-only."""
 
     token_ids: list[int]
-    chain: TokenChain | None  # None where nothing is cached
+    chain: TokenChain | None  # None without prefix caching
 
 
 class FinishReason(StrEnum):
@@ -124,7 +121,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One token's, and those of the likeliest tokens in its place, likeliest first."""
+    """One token's, and those of the likeliest tokens at its position, likeliest first."""
 
     token_id: int
     logprob: float
@@ -133,7 +130,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A sampled token, and the row of logits it was drawn from where the request keeps it ([vocab], fp32)."""
+    """A sampled token, and its row of logits if the request keeps it ([vocab], fp32)."""
 
     token_id: int
     logits: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
@@ -142,17 +139,17 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one step brought one request: a token, its end, or both."""
+    """One step's result for one request: a token, its end, or both."""
 
     request_id: str
     token_id: int | None  # None only for an abort
     finish_reason: FinishReason | None = None
-    logits: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)  # [vocab], if asked for
+    logits: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)  # [vocab], if requested
     logprobs: TokenLogprobs | None = None  # the same
 
 
 def checked_tokens(prompt: ArrayLike, vocab_size: int) -> list[int]:
-    """The prompt as a list of token ids; RequestError says what is wrong with it."""
+    """The prompt as a list of token ids; RequestError if it is invalid."""
     if isinstance(prompt, list) and prompt and type(prompt[0]) is int:  # a third of what numpy takes for a long one
         with suppress(TypeError, ValueError):
             ids = token_array(prompt)
@@ -174,12 +171,12 @@ def checked_tokens(prompt: ArrayLike, vocab_size: int) -> list[int]:
 
 
 def is_text(value: object) -> bool:
-    """A string that can be encoded, which one with lone surrogates cannot."""
+    """Whether it is a string that can be encoded, i.e. without lone surrogates."""
     return isinstance(value, str) and value.encode(errors="replace").decode() == value
 
 
 class PromptNames:
-    """Names the blocks of one engine's prompts. What it named lately it does not hash again. Thread-safe."""
+    """Names the blocks of one engine's prompts, with a cache of recent names. Thread-safe."""
 
     def __init__(self, fingerprint: bytes, config: EngineConfig) -> None:
         self._fingerprint = fingerprint
@@ -188,7 +185,7 @@ class PromptNames:
         self._last: tuple[str | None, ChainHash] | None = None  # a salt, and its root
 
     def named(self, token_ids: list[int], cache_salt: str | None) -> NamedPrompt:
-        """The prompt with the names of its blocks, which no other salt has. RequestError: the salt is no text."""
+        """The prompt with its blocks' names, which depend on the salt. RequestError if the salt is not text."""
         config = self._config
         cache_salt = config.cache_salt if cache_salt is None else cache_salt
         if cache_salt is not None and not is_text(cache_salt):
@@ -204,31 +201,31 @@ class PromptNames:
 
 
 class UsedTokens:
-    """Which tokens a request has, for its penalties. Kept from its tokens alone: a step made again leaves no trace."""
+    """A request's tokens for its penalties. Derived from its token list alone, so a repeated step leaves no trace."""
 
     def __init__(self, token_ids: list[int], num_prompt_tokens: int, *, repeats: bool) -> None:
-        """`token_ids`: the request's own list, which grows. `repeats`: its prompt counts, too."""
+        """`token_ids`: the request's own list, which grows. `repeats`: count its prompt, too."""
         self._token_ids = token_ids
         self._counts: Counter[int] = Counter()  # of the answer
         self._num_seen = num_prompt_tokens
         self._prompt = np.unique(token_ids[:num_prompt_tokens]) if repeats else np.empty(0, np.int64)
 
     def answer(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The answer's tokens so far, each once, and how often it has them."""
+        """The distinct tokens of the answer so far, and their counts."""
         self._counts.update(self._token_ids[self._num_seen :])
         self._num_seen = len(self._token_ids)
         return np.fromiter(self._counts.keys(), np.int64), np.fromiter(self._counts.values(), np.int64)
 
     def all(self, answer: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The tokens of prompt and answer, each once."""
+        """The distinct tokens of prompt and answer."""
         return np.union1d(self._prompt, answer)
 
 
 @dataclass(slots=True)
 class Sampling:
-    """What the sampler keeps of one request."""
+    """The sampler's state of one request."""
 
     seed: int
-    scores: dict[int, TokenLogprobs] | None  # of `prompt_logprobs`, by position, so far; the first token has none
+    scores: dict[int, TokenLogprobs] | None  # `prompt_logprobs` so far, by position; the first token has none
     used: UsedTokens | None = None  # with penalties, from the first token on
     guided: GuidedAnswer | None = None  # with a guide, likewise

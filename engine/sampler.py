@@ -1,4 +1,4 @@
-"""Chooses tokens from logits: penalties, bias and guides, the draw, and the logarithms of probabilities."""
+"""Samples tokens from logits: penalties, bias, guides, the draw, and log probabilities."""
 
 import math
 import struct
@@ -19,11 +19,11 @@ from kvtier.engine.sequence import Chunk, Sequence
 def sample(logits: NDArray[np.float32], params: SamplingParams, seed: int, position: int) -> int:
     """The token at `position` of an answer, drawn from `logits` [vocab] by temperature, min-p, top-k and top-p.
 
-    Nothing else enters: not the batch, not earlier draws. A request that is preempted goes on as if it had not been.
+    It depends on nothing else: not the batch, not earlier draws. So preemption does not change an answer.
     """
     if not params.temperature:
         return int(logits.argmax())
-    with np.errstate(over="ignore"):  # next to 0 a temperature leaves nothing but the likeliest
+    with np.errstate(over="ignore"):  # near 0 a temperature leaves only the likeliest
         scaled = (logits.astype(np.float64) - logits.max()) / params.temperature
     if params.min_p:  # after the temperature, before top-k and top-p, as in vLLM
         scaled[scaled < math.log(params.min_p)] = -np.inf
@@ -37,12 +37,12 @@ def sample(logits: NDArray[np.float32], params: SamplingParams, seed: int, posit
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1): the `position`-th of the stream that `seed` (0 ≤ seed < 2**64) names."""
+    """A number in [0, 1): the `position`-th of the stream of `seed` (0 ≤ seed < 2**64)."""
     return (xxhash.xxh3_64_intdigest(struct.pack("<Q", position), seed) >> 11) / 2**53
 
 
 def _likeliest(scaled: NDArray[np.float64], params: SamplingParams) -> NDArray[np.int64]:
-    """The tokens to draw from, likeliest first where that matters; equal ones by token id."""
+    """The tokens to draw from, likeliest first if that matters; equal ones by token id."""
     if 0 < params.top_k < len(scaled):
         threshold = np.partition(scaled, -params.top_k)[-params.top_k]
         tokens = np.flatnonzero(scaled >= threshold)
@@ -54,7 +54,7 @@ def _likeliest(scaled: NDArray[np.float64], params: SamplingParams) -> NDArray[n
 
 @torch.inference_mode()
 def adjusted(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
-    """The logits `[rows, vocab]` as the rows' sequences want them, in fp32; those given stay as they are."""
+    """The logits `[rows, vocab]` adjusted by the rows' parameters, in fp32; the argument is unchanged."""
     changed = logits.to(torch.float32, copy=True)
     biased, repeated, penalised = _Cells(), _Cells(), _Cells()
     masks: dict[int, NDArray[np.uint32]] = {}
@@ -83,8 +83,8 @@ def adjusted(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
         changed[rows, tokens] += bias
     if repeated.rows:
         rows, tokens, penalty = repeated.sent(changed)
-        held = changed[rows, tokens]
-        changed[rows, tokens] = torch.where(held > 0, held / penalty, held * penalty)
+        current = changed[rows, tokens]
+        changed[rows, tokens] = torch.where(current > 0, current / penalty, current * penalty)
     if penalised.rows:
         rows, tokens, penalty = penalised.sent(changed)
         changed[rows, tokens] -= penalty
@@ -94,7 +94,7 @@ def adjusted(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
 
 
 def _mask(logits: torch.Tensor, masks: Mapping[int, NDArray[np.uint32]]) -> None:
-    """Only tokens whose bits are set may be chosen in these rows."""
+    """Restrict these rows to tokens whose bits are set."""
     bits = np.unpackbits(np.stack(list(masks.values())).view(np.uint8), axis=1, bitorder="little")
     allowed = np.zeros((len(masks), logits.shape[1]), np.uint8)
     allowed[:, : bits.shape[1]] = bits[:, : logits.shape[1]]
@@ -104,7 +104,7 @@ def _mask(logits: torch.Tensor, masks: Mapping[int, NDArray[np.uint32]]) -> None
 
 
 class _Cells:
-    """Places among the logits, each at most once, and a value for each."""
+    """Positions in the logits, each at most once, with a value each."""
 
     def __init__(self) -> None:
         self.rows: list[NDArray[np.int64]] = []
@@ -125,7 +125,7 @@ class _Cells:
 
 @torch.inference_mode()
 def logprobs_of(logits: torch.Tensor, token_ids: Rows[int], num_likeliest: int) -> list[TokenLogprobs]:
-    """Of `token_ids`, one for each row of the logits `[rows, vocab]`."""
+    """Those of `token_ids`, one per row of the logits `[rows, vocab]`."""
     logs = logits.float().log_softmax(-1)
     (tokens,) = uploaded([np.array(token_ids, np.int64)], logits.device)
     own = logs.gather(1, tokens[:, None])[:, 0]
@@ -135,20 +135,20 @@ def logprobs_of(logits: torch.Tensor, token_ids: Rows[int], num_likeliest: int) 
 
 
 def sampled_logprobs(logits: torch.Tensor, sequences: Rows[Sequence], token_ids: Rows[int]) -> dict[int, TokenLogprobs]:
-    """Of the tokens that a step sampled, by row: of those rows whose requests ask for them."""
-    asked = {row: num for row, each in enumerate(sequences) if (num := each.params.logprobs) is not None}
-    found = logprobs_of(logits[list(asked)], [token_ids[row] for row in asked], max(asked.values()))
+    """Those of a step's sampled tokens, by row, for requests with `logprobs`."""
+    wanted = {row: num for row, each in enumerate(sequences) if (num := each.params.logprobs) is not None}
+    found = logprobs_of(logits[list(wanted)], [token_ids[row] for row in wanted], max(wanted.values()))
     return {
         row: TokenLogprobs(each.token_id, each.logprob, each.likeliest[:num])
-        for (row, num), each in zip(asked.items(), found, strict=True)
+        for (row, num), each in zip(wanted.items(), found, strict=True)
     }
 
 
 class PromptRows:
-    """The rows of a step's tokens that score prompts: each row tells how likely the token behind it is."""
+    """The rows of a step's tokens that score prompts: each row scores the token after it."""
 
     def __init__(self, chunks: Rows[Chunk]) -> None:
-        self._wanted: list[tuple[Chunk, int, int]] = []  # and the first and the last of its positions, exclusively
+        self._wanted: list[tuple[Chunk, int, int]] = []  # chunk, first position, end position
         self.rows: list[int] = []  # among the step's tokens
         ends = accumulate(chunk.end - chunk.start for chunk in chunks)
         for chunk, end in zip(chunks, ends, strict=True):
@@ -158,7 +158,7 @@ class PromptRows:
                 self.rows += range(end - (chunk.end - chunk.start), end - (chunk.end - last))
 
     def record(self, logits: torch.Tensor) -> None:
-        """Record what the logits of these rows say of the prompts' tokens."""
+        """Record the prompt tokens' log probabilities from these rows' logits."""
         first = 0
         for chunk, start, last in self._wanted:
             sequence = chunk.sequence

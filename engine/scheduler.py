@@ -27,23 +27,23 @@ class HeldBlocks:
     def __init__(self, pool: "BlockPool") -> None:
         self._pool = pool
         self.copies: Counter[int] = Counter()  # under way, by block
-        self.left: set[int] = set()  # blocks that their request has let go
+        self.left: set[int] = set()  # blocks released by their request
 
     def __bool__(self) -> bool:
         return bool(self.copies)
 
     @property
     def are_draining(self) -> bool:
-        """Whether there is room soon: blocks without a request, whose copies end before long."""
+        """Whether blocks without a request will soon be free, once their copies end."""
         return bool(self.left)
 
     def hold(self, blocks: abc.Sequence[int]) -> None:
-        """A copy of each of them begins."""
+        """A copy of each of these blocks begins."""
         self._pool.hold(blocks)
         self.copies.update(blocks)
 
     def release_request(self, blocks: abc.Sequence[int]) -> None:
-        """Their request lets them go. Those that copies hold are soon free."""
+        """Their request releases them. Those with copies under way will soon be free."""
         self.left.update(block for block in blocks if block in self.copies)
 
     def copied(self, blocks: abc.Sequence[int]) -> None:
@@ -62,16 +62,16 @@ CallsTool = Callable[[abc.Sequence[int]], bool]
 """Whether an answer of these tokens calls a tool."""
 
 
-_PREFILL: Final = 64  # tokens: a step of so many says how fast prefill is
-_LOOK_AHEAD: Final = 0.05  # seconds between lookups while no seat is free: they take milliseconds, but start fetching
+_PREFILL: Final = 64  # tokens: a step of so many measures prefill
+_LOOK_AHEAD: Final = 0.05  # seconds between lookups while no seat is free: they cost milliseconds, but start prefetches
 
 
 class Scheduler:
-    """Who computes what, in which blocks.
+    """Decides which requests compute what, in which blocks.
 
-    Per step: `schedule` → the runner → `postprocess`; `fail` instead if the runner raised. Nothing is named in L1
-    before it was computed or loaded: a request whose next block another one is computing waits for it instead.
-    Under pressure the latest request that runs is preempted; an answer under way goes before a new prompt.
+    Per step: `schedule` → the runner → `postprocess`; `fail` instead if the runner raised. No block is named in L1
+    before it was computed or loaded: a request whose next block is being computed by another waits for it instead.
+    Under pressure the latest running request is preempted; an answer under way precedes a new prompt.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class Scheduler:
         self.loading: dict[str, Sequence] = {}
         self.running: list[Sequence] = []  # by admission
         self.stats: Counter[str] = Counter()
-        self.segment_stats: Counter[str] = Counter()  # what the same came to of segments, which are nobody's requests
+        self.segment_stats: Counter[str] = Counter()  # the same for segments, which are not users' requests
         self.live: dict[str, Sequence] = {}
-        self.orphans: dict[str, list[int]] = {}  # aborted request → blocks its load is still writing to
+        self.orphans: dict[str, list[int]] = {}  # aborted request → blocks that its load still writes to
         self._config = config
         self._token_budget = config.token_budget
         self._pool = pool
@@ -97,9 +97,9 @@ class Scheduler:
         self.waiting = self._admission.waiting  # by arrival
         self._held = HeldBlocks(pool)
         self._look_ahead_at = 0.0
-        self._ended: list[Output] = []  # aborts not told yet
-        self.calls_tool: CallsTool | None = None  # reads an answer's tokens; None: nobody here knows its text
-        self.reasoning: Reasoning | None = None  # what of answers no later turn has, so that it is not kept
+        self._ended: list[Output] = []  # aborts not reported yet
+        self.calls_tool: CallsTool | None = None  # detects a tool call in an answer's tokens; None: unknown
+        self.reasoning: Reasoning | None = None  # the part of answers that no later turn has, so that it is not stored
 
     @property
     def has_unfinished(self) -> bool:
@@ -110,7 +110,7 @@ class Scheduler:
         return bool(self.loading or self._held or self.orphans)
 
     def add(self, sequence: Sequence, *, is_segment: bool = False) -> None:
-        """Queue it. `is_segment`: a segment by itself, nobody's request."""
+        """Queue it. `is_segment`: a segment by itself, not a user's request."""
         sequence.stats = self.segment_stats if is_segment else self.stats
         if self.reasoning is not None and self.reasoning.is_open(sequence.token_ids):
             self._lasts(sequence, sequence.num_tokens)
@@ -118,7 +118,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self, report: WorkerReport) -> Batch:
-        """Apply which copies have ended; choose what the step computes, loads and stores."""
+        """Apply ended copies; choose what the step computes, loads and stores."""
         if report.finished or report.failed or self._connector.released:
             self.apply(report)
         num_preempted = self.stats["preempted"]
@@ -137,11 +137,11 @@ class Scheduler:
         return Batch(chunks, self._token_budget - budget, self.flush(), self._admission.copies)
 
     def postprocess(self, batch: Batch, samples: Iterable[SampledToken]) -> list[Output]:
-        """Apply what the step computed; `samples` holds one for each chunk that samples, in order."""
+        """Apply the step's results; `samples` has one for each chunk that samples, in order."""
         outputs, self._ended = self._ended, []
         if self._admission.copies:
             self._admission.release_sources()
-        if batch.num_tokens >= _PREFILL and not batch.plan.loads and not batch.has_blended:  # these hold a step up
+        if batch.num_tokens >= _PREFILL and not batch.plan.loads and not batch.has_blended:  # these slow a step down
             self._connector.computed(batch.num_tokens, time.perf_counter() - batch.started, batch.position)
         left = iter(samples)
         for chunk in batch.chunks:
@@ -160,7 +160,7 @@ class Scheduler:
         return outputs
 
     def fail(self, batch: Batch, unstarted: tuple[int, ...]) -> None:
-        """The step raised: nothing it computed counts, its requests wait again. `unstarted`: copies nobody reports."""
+        """The step raised: its results are dropped, its requests wait again. `unstarted`: copies without a report."""
         if self._admission.copies:
             self._admission.release_sources()
         for chunk in batch.chunks:
@@ -169,22 +169,22 @@ class Scheduler:
             else:
                 self._requeue(chunk.sequence)
         self._connector.drop_late()
-        self.apply(WorkerReport(failed=unstarted))  # whoever awaits its load by now computes instead
+        self.apply(WorkerReport(failed=unstarted))  # requests that wait for these loads compute instead
 
     def flush(self) -> StepPlan:
-        """The copies that were to go with the next step, for an engine that makes none."""
+        """The copies due with the next step, for an engine that makes none."""
         plan = self._connector.build_plan()
         if self._connector.writing:
             self._held.hold(self._connector.writing)
         return plan
 
     def compute_exactly(self, sequence: Sequence) -> None:
-        """Nothing is reused any more of what an admitted request was to reuse: it is computed like any other."""
+        """Compute an admitted request like any other, without its segment reuse."""
         sequence.num_exact = ALL
         sequence.num_shareable = self._admission.num_shareable(sequence)
 
     def abort(self, request_id: str) -> bool:
-        """End a request in whatever state it is; the next step's outputs tell it. False: there is no such request."""
+        """Abort a request in any state; the next step's outputs report it. False: there is no such request."""
         if (sequence := self.live.get(request_id)) is None:
             return False
         if sequence.state is SequenceState.WAITING:
@@ -199,7 +199,7 @@ class Scheduler:
         return True
 
     def apply(self, report: WorkerReport) -> None:
-        """Act on ended copies: loaded requests run, released blocks lose the reference their store held."""
+        """Apply ended copies: loaded requests run, released blocks lose their store's reference."""
         update: ConnectorUpdate = self._connector.update(report)
         for request_id in update.loaded:
             self._loaded(request_id, None)
@@ -208,10 +208,10 @@ class Scheduler:
         if update.released:
             self._held.copied(update.released)
 
-    # Running: every sequence computes its next tokens, answers before prompts.
+    # running: every sequence computes its next tokens, answers before prompts
 
     def _continue(self) -> tuple[list[Chunk], int]:
-        """The chunks, and how many tokens the step may still compute."""
+        """The chunks, and the step's remaining budget of tokens."""
         budget = self._token_budget
         chunks: list[Chunk] = []
         answers = [each for each in self.running if each.num_tokens - each.num_computed <= 1]
@@ -222,14 +222,14 @@ class Scheduler:
         return chunks, budget
 
     def _compute(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
-        """Add what it computes in this step, of `budget` tokens at most. Returns how many: 0 if its back is awaited."""
+        """Add its chunk of this step, of `budget` tokens at most. Returns its tokens; 0 if it waits for a load."""
         if sequence.is_in_pieces and self._takes_piece(sequence):
             return 0
         end = self._meet(sequence) if sequence.request_id in self._connector.overlapped else sequence.num_tokens
         start = sequence.num_computed
         if sequence.reuse is not None and sequence.reuse.is_due:
             end = min(end, sequence.num_exact)
-            if start == end:  # what follows is the blend's, all but the last token
+            if start == end:  # the rest is the blend's, except the last token
                 if blends := sequence.reuse.claim(sequence, budget):
                     chunks.append(Chunk(sequence, sequence.num_tokens - 1, sequence.num_tokens, True, blends))
                 return blends
@@ -239,7 +239,7 @@ class Scheduler:
         return end - start
 
     def _meet(self, sequence: Sequence) -> int:
-        """Apply what was loaded behind a front. Returns up to which token it may compute in this step."""
+        """Apply what an overlapped load has loaded. Returns up to which token the request may compute in this step."""
         back = self._connector.overlapped[sequence.request_id]
         if (reached := back.reach(sequence.num_computed)) > sequence.num_computed:
             self._store(sequence, min(sequence.num_computed, sequence.num_shareable) // self._config.block_size)
@@ -256,17 +256,17 @@ class Scheduler:
         return min(back.limit(sequence.num_computed, alone=self._connector.computes_alone), sequence.num_tokens)
 
     def _end_overlapped(self, sequence: Sequence) -> None:
-        """It has all of its blocks, or none any more."""
+        """It has all of its blocks, or loses them."""
         self.stats["skipped_tokens"] += self._connector.end_overlapped(sequence.request_id) * self._config.block_size
 
     def _grow(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
-        """Have a block for every token, preempting the latest request that is not in `chunks`. False: not this step."""
+        """Allocate missing blocks, preempting the latest request that is not in `chunks`. False: not in this step."""
         if not (num_missing := -(-sequence.num_tokens // self._config.block_size) - len(sequence.block_table)):
             return True
         scheduled = {chunk.sequence.request_id for chunk in chunks}
         while (blocks := self._pool.allocate(num_missing)) is None:
             self._connector.drop_late(short_only=True)
-            if self._held.are_draining:  # their copies end soon, and then there is room
+            if self._held.are_draining:  # there is room once their copies end
                 return False
             victim = next(other for other in reversed(self.running) if other.request_id not in scheduled)
             self._preempt(victim)
@@ -288,10 +288,10 @@ class Scheduler:
         sequence.state = SequenceState.WAITING
         self._admission.put_back(sequence)
 
-    # Admission: the longest cached prefix first, unless an earlier request was passed over too often.
+    # admission: the longest cached prefix first, unless an earlier request was passed over too often
 
     def _admit(self, budget: int) -> tuple[list[Chunk], int]:
-        """The chunks of new requests, and what is left of the step's `budget` of tokens."""
+        """The chunks of new requests, and the step's remaining `budget` of tokens."""
         chunks: list[Chunk] = []
         num_seats = self._config.max_num_seqs - len(self.running) - len(self.loading)
         now = time.perf_counter()
@@ -301,20 +301,20 @@ class Scheduler:
         for candidate in self._admission.rank(num_seats):
             if not budget:
                 break
-            room_to_grow = len(self.running) + len(self.loading)  # a block for each, lest they preempt it at once
+            room_to_grow = len(self.running) + len(self.loading)  # a block for each, or they would preempt it at once
             seated = self._admission.seat(candidate, room_to_grow) if num_seats > 0 else None
             if seated is None:
                 self._connector.drop_late(short_only=True)
                 if budget == self._token_budget and not self.has_copies:
                     self._make_way()
-                break  # nobody overtakes a request because it is large
+                break  # a large request is not overtaken
             if seated:
                 num_seats -= 1
                 budget -= self._begin(candidate.sequence, budget, chunks)
         return chunks, budget
 
     def _make_way(self) -> None:
-        """Nothing moves, and somebody waits for room or a seat: whoever awaits its segments starts over behind them."""
+        """Nothing progresses, and a request waits for room or a seat: preempt one that waits for its segments."""
         early = [each for each in self.running if each.reuse is not None and each.reuse.is_early]
         if early:
             self._preempt(early[-1])
@@ -323,7 +323,7 @@ class Scheduler:
         """A request has its blocks: it computes in this step unless it loads. Returns how many tokens."""
         num_l1, loading, request_id = sequence.num_named, sequence.num_loading, sequence.request_id
         if num_l1:
-            self._store(sequence, num_l1)  # the tiers below may have lost or refused what L1 holds
+            self._store(sequence, num_l1)  # lower tiers may have evicted or refused L1's blocks
         sequence.num_stored = num_l1 + loading // self._config.block_size
         if not sequence.num_preempted:
             sequence.num_l1_tokens = sequence.num_computed
@@ -337,13 +337,13 @@ class Scheduler:
         self.running.append(sequence)
         num_tokens = self._compute(sequence, budget, chunks)
         if not num_tokens and sequence.num_loading:
-            self._await_load(sequence)  # it waits for its back: no compute of its own for the load
+            self._await_load(sequence)  # it waits for an overlapped load: no compute of its own in this step
         return num_tokens
 
-    # Loads.
+    # loads
 
     def _loaded(self, request_id: str, first_failed: int | None) -> None:
-        """A load has ended; from block `first_failed` on, the request computes."""
+        """A load has ended; the request computes from block `first_failed` on."""
         if (orphaned := self.orphans.pop(request_id, None)) is not None:
             self._pool.free(orphaned)
             return
@@ -370,7 +370,7 @@ class Scheduler:
         sequence.num_loading = 0
 
     def _takes_piece(self, sequence: Sequence) -> bool:
-        """Whether more of what is held is on its way to a request that L2 cannot take as a whole."""
+        """Whether the next piece is being loaded for a request whose blocks exceed what L2 can load at once."""
         answer = self._connector.lookup(sequence, sequence.num_computed)
         if isinstance(answer, Pending):
             return True
@@ -383,16 +383,16 @@ class Scheduler:
         return bool(answer)
 
     def _await_load(self, sequence: Sequence) -> None:
-        """A layerwise load did not arrive in time: its request waits for the report like any other load."""
+        """A layerwise load was late: its request waits for the report like any other load."""
         self.running.remove(sequence)
         sequence.num_computed = min(sequence.num_computed, sequence.num_named * self._config.block_size)
         sequence.state, sequence.cache = SequenceState.LOADING, None
         self.loading[sequence.request_id] = sequence
 
-    # A block's way: computed or loaded → named in L1 → stored; released at the end.
+    # a block's life: computed or loaded → named in L1 → stored; released at the end
 
     def _name(self, sequence: Sequence) -> None:
-        """Offer the blocks that have become full to others: only those whose KV is exact, maybe only the prompt's."""
+        """Publish blocks that became full: only exact ones, perhaps only the prompt's."""
         start, end = sequence.num_named, min(sequence.num_computed, sequence.num_shareable) // self._config.block_size
         if end <= start:
             return
@@ -404,7 +404,7 @@ class Scheduler:
         self._forget(sequence, hashes)
 
     def _forget(self, sequence: Sequence, hashes: Iterable[ChainHash]) -> None:
-        """These blocks of it are in L1 now, or will not be."""
+        """These blocks are in L1 now, or will not be."""
         computing = self._admission.computing
         for chain_hash in hashes:
             if computing.get(chain_hash) == sequence.request_id:
@@ -444,7 +444,7 @@ class Scheduler:
         return Output(sequence.request_id, sample.token_id, reason, sample.logits, sample.logprobs)
 
     def _lasts(self, sequence: Sequence, num_tokens: int) -> None:
-        """So many leading tokens are the next turn's, too. The block in which they end is kept if parts are found."""
+        """The next turn shares so many leading tokens. With partial blocks, the block they end in is kept, too."""
         size = self._config.block_size
         num_lasting = -(-num_tokens // size) * size if self._pool.partial_blocks else num_tokens
         self._admission.lasting.setdefault(sequence.request_id, num_lasting)
@@ -456,11 +456,11 @@ class Scheduler:
             assert self.reasoning is not None
             if self.reasoning.lasts_in_calls and _is_call(
                 sequence, self.calls_tool
-            ):  # then it is found, reasoning and all
+            ):  # then the next turn has the reasoning, too
                 sequence.num_shareable = self._admission.num_shareable(sequence)
                 self._name(sequence)
                 self._store(sequence, min(sequence.num_computed, sequence.num_shareable) // self._config.block_size)
-        if sequence.num_loading and sequence.block_table:  # a copy is still writing: the blocks stay until it ends
+        if sequence.num_loading and sequence.block_table:  # a copy still writes: the blocks stay until it ends
             self.orphans[sequence.request_id], sequence.block_table = sequence.block_table, []
         elif self._pool.partial_blocks and sequence.block_table:
             self._keep_partial(sequence)
@@ -470,7 +470,7 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
 
     def _keep_partial(self, sequence: Sequence) -> None:
-        """The next turn of a conversation begins in this request's unfinished last block."""
+        """Keep the partial last block, in which a conversation's next turn begins."""
         num_kept = min(sequence.num_computed, sequence.num_shareable)
         tail = sequence.chain.tail(num_kept) if num_kept // self._config.block_size == sequence.num_named else None
         if tail is None:
@@ -496,7 +496,7 @@ class Scheduler:
 
 
 def answered_of(sequence: Sequence, reason: FinishReason, calls_tool: CallsTool | None) -> Answered | None:
-    """What a request came to; None for one without an answer. One that was cut off calls nothing: nobody runs it."""
+    """A request's outcome; None without an answer. An answer that was cut off calls no tool."""
     if not sequence.num_generated:
         return None
     hint, is_derived = sequence.params.hint, False
@@ -507,5 +507,5 @@ def answered_of(sequence: Sequence, reason: FinishReason, calls_tool: CallsTool 
 
 
 def _is_call(sequence: Sequence, calls_tool: CallsTool | None) -> bool:
-    """Whether an answer that ended by itself calls a tool."""
+    """Whether a finished answer calls a tool."""
     return sequence.params.is_call or (calls_tool is not None and calls_tool(sequence.generated))

@@ -1,4 +1,4 @@
-"""Segment reuse in the engine: missing segments come to L1, requests hold and blend them, outcomes are counted.
+"""Segment reuse in the engine: missing segments are loaded or computed into L1, then blended into requests.
 
 No torch: the scheduler calls this.
 """
@@ -41,8 +41,8 @@ class HeldSegment:
 
     segment: Segment
     hashes: tuple[ChainHash, ...]  # names of its full blocks, in its own chain
-    child: Sequence | None  # that brings it to L1
-    blocks: list[int] | None = None  # referenced; None: not there yet, or let go
+    child: Sequence | None  # the request that loads or computes it
+    blocks: list[int] | None = None  # referenced; None: not in L1 yet, or released
 
     @property
     def is_coming(self) -> bool:
@@ -51,30 +51,30 @@ class HeldSegment:
 
 @dataclass(slots=True)
 class SegmentReuse:
-    """What one request reuses. The blocks of segments that it holds are let go when the request releases its own.
+    """One request's reuse. It references segments' blocks until the request releases its own.
 
-    Its children bring missing segments → it is admitted and holds blocks of segments (`allocate`, `resolve`) → it is
-    blended, step by step (`claim`) → `release`. With a check pass it may be admitted while children still load, once: a
-    check needs no segment. It holds the others as they come (`take`).
+    Its children load missing segments → it is admitted and references segments' blocks (`allocate`, `resolve`) → it is
+    blended, step by step (`claim`) → `release`. With a check pass it may be admitted once while children still load,
+    since a check needs no segment. It references the others as they arrive (`take`).
     """
 
     repair: Repair
     wanted: tuple[HeldSegment, ...]
     block_size: int
-    stats: Counter[str]  # counts segments that were not in L1 when their request was to hold them
+    stats: Counter[str]  # counts segments missing from L1 when their request needed them
     blender: Blender
     pool: BlockPool
     blend: "Blend | None" = None  # under way
-    num_reused: int = 0  # tokens of the prompt, for the first one of the answer
-    num_repaired: int = 0  # of these: computed anew
+    num_reused: int = 0  # tokens of the prompt, when the first token was computed
+    num_repaired: int = 0  # of these: recomputed
     _parts: list[ReusedPart] = field(default_factory=list)  # to be copied when the request is blended; then empty
-    _awaits: bool = False  # it was admitted before its segments were there
+    _awaits: bool = False  # it was admitted before its segments arrived
     _may_be_early: bool = True
-    _reach: tuple[int, int] = (0, 0)  # tokens that were cached when it was admitted, and all but the last
+    _reach: tuple[int, int] = (0, 0)  # tokens cached at admission, and all tokens but the last
 
     @property
     def children(self) -> list[Sequence]:
-        """Those that are not done yet."""
+        """Unfinished children."""
         return [wanted.child for wanted in self.wanted if wanted.child is not None and wanted.is_coming]
 
     @property
@@ -97,27 +97,27 @@ class SegmentReuse:
         return self._may_be_early and is_checked and num_queued < num_seats
 
     def allocate(self, num_blocks: int, leaving: int) -> list[int] | None:
-        """The request's own blocks, as `BlockPool.allocate`, while those of its segments are held.
+        """The request's own blocks, as `BlockPool.allocate`, with references on those of its segments.
 
-        Where both do not fit, the request's own go first, and what that leaves of the segments is reused. A request
-        whose segments are still to come leaves room for them.
+        If both do not fit, the request's own take precedence, and the remaining segments are reused. A request whose
+        segments are still loading leaves room for them.
         """
-        self._hold()
+        self._reference()
         coming = [child for child in self.children if child.state is SequenceState.WAITING]
         leaving += sum(-(-child.num_tokens // self.block_size) for child in coming)
         fresh = self.pool.allocate(num_blocks, leaving=leaving)
         if fresh is None and not self.is_waiting and any(wanted.blocks for wanted in self.wanted):
             self.release()
             if (fresh := self.pool.allocate(num_blocks, leaving=leaving)) is not None:
-                self._hold()
+                self._reference()
         if fresh is None:
             self.release()
         return fresh
 
     def resolve(self, num_cached: int, num_tokens: int) -> int | None:
-        """Decide what is reused behind `num_cached` tokens; returns where that begins at the earliest.
+        """Decide what is reused after `num_cached` tokens; returns where that begins at the earliest.
 
-        None: nothing is. The last token is never reused: it brings the next one.
+        None: nothing is. The last token is never reused, since its logits are needed.
         """
         self._reach = (num_cached, num_tokens - 1)
         self._parts = []
@@ -131,7 +131,7 @@ class SegmentReuse:
         return min((part.start for part in self._parts + expected), default=None)
 
     def take(self) -> bool:
-        """Hold the segments that came since the request was admitted. False: none of all is left to be reused."""
+        """Reference segments that arrived since admission. False: nothing is left to reuse."""
         for wanted in self.wanted if self._awaits else ():
             if wanted.blocks is None and not wanted.is_coming:
                 wanted.blocks = self.pool.match(wanted.hashes)
@@ -148,18 +148,18 @@ class SegmentReuse:
         return min(budget, self.blend.num_tokens_left)
 
     def release_sources(self) -> None:
-        """Give the segments' blocks back: they were copied, or are not going to be."""
+        """Release the segments' blocks: they were copied, or will not be."""
         for wanted in self.wanted:
-            held, wanted.blocks = wanted.blocks, None
-            if held:
-                self.pool.free(held)
+            blocks, wanted.blocks = wanted.blocks, None
+            if blocks:
+                self.pool.free(blocks)
 
     def release(self) -> None:
         self.release_sources()
         self.blend, self._parts, self._awaits = None, [], False
 
-    def _hold(self) -> None:
-        """What is there; that of segments that are still to come waits for all of them."""
+    def _reference(self) -> None:
+        """Reference the blocks in L1; those of loading segments only once they are complete."""
         for wanted in self.wanted:
             wanted.blocks = None if wanted.is_coming else self.pool.match(wanted.hashes)
 
@@ -169,7 +169,7 @@ class SegmentReuse:
             self._parts.append(part)
 
     def _part(self, wanted: HeldSegment, num_blocks: int) -> ReusedPart | None:
-        """What is reused of a segment of which so many blocks are there, if anything is."""
+        """The part of a segment that is reused if so many of its blocks are there; None: none."""
         origin, (num_cached, most) = wanted.segment.start, self._reach
         start, end = max(origin, num_cached), min(origin + num_blocks * self.block_size, most)
         return ReusedPart(start, end, origin, tuple(wanted.blocks or ())) if start < end else None
@@ -182,14 +182,14 @@ _BLENDED: Final = ("llama", "mistral", "qwen2", "qwen3")  # model kinds whose de
 
 
 class SegmentRequests:
-    """Segments of one engine's requests. ConfigError at the start if the model's KV cannot be moved.
+    """Segments of one engine's requests. ConfigError at start if the model's KV cannot be moved.
 
-    A segment that L1 lacks becomes a request of its own, a child, which finds or computes ordinary prefix blocks.
+    For a segment that L1 lacks it queues a request, a child, which loads or computes ordinary prefix blocks.
     """
 
     def __init__(self, model: Model, pool: BlockPool, scheduler: Scheduler, config: EngineConfig) -> None:
         self.stats: Counter[str] = Counter()
-        # Requests by the upper bound of what was left unrepaired, and the sum of it.
+        # Requests by the upper bound of the unrepaired tokens' deviation, and its sum.
         self.deviations: Counter[float] = Counter(dict.fromkeys(DEVIATION_BOUNDS, 0))
         self.deviation_sum = 0.0
         self._model = model
@@ -199,18 +199,18 @@ class SegmentRequests:
         if (kind := model.kind) not in _BLENDED:
             known = ", ".join(_BLENDED)
             raise ConfigError(
-                f'segments "on": model kind {kind!r}: a blend knows the layers of {known}; set them "off"'
+                f'segments "on": model kind {kind!r}: a blend supports the layers of {known}; set them "off"'
             )
         self._blender = Blender(model.module, pool.tensor, require_rotatable(model.module), config.token_budget)
         self._children: dict[str, Sequence] = {}
 
     @property
     def figures(self) -> abc.Mapping[str, int]:
-        """Counts since the start: tokens from segments, those of them computed anew, blends, segments by outcome."""
+        """Counts since the start: tokens from segments, recomputed ones among them, blends, segments by outcome."""
         return {**dict.fromkeys(COUNTED, 0), **self.stats}
 
     def wanted(self, segments: abc.Sequence[Segment], repair: Repair | None, num_tokens: int) -> WantedReuse:
-        """What a request asks for; RequestError for what this model or mode cannot do."""
+        """A request's reuse, validated; RequestError if this model or mode does not support it."""
         if self._config.exact:
             raise RequestError('segments: their reuse is approximate, and this engine is "exact"; leave them out')
         default = Repair(self._config.repair_rule, self._config.repair_share)
@@ -220,7 +220,7 @@ class SegmentRequests:
     def open(
         self, request_id: str, prompt: NamedPrompt, wanted: WantedReuse, order: abc.Iterator[int]
     ) -> SegmentReuse | None:
-        """What a new request is to reuse, its children queued; None: nothing. Call it before the request is queued."""
+        """A new request's reuse, its children queued; None: none. Call it before the request is queued."""
         kept: list[HeldSegment] = []
         for segment in wanted.segments:
             chain = self._chain_of(prompt, segment)
@@ -237,9 +237,9 @@ class SegmentRequests:
         return SegmentReuse(wanted.repair, tuple(kept), size, self.stats, self._blender, self._pool) if kept else None
 
     def advance(self) -> None:
-        """End the children that have all their blocks: the token that follows is nobody's.
+        """End children that have all their blocks; their next token is not needed.
 
-        A request that was admitted before its segments were there holds those that are there now.
+        Requests admitted before their segments arrived reference those that are there now.
         """
         for child in [child for child in self._children.values() if child.state is SequenceState.RUNNING]:
             if child.num_named >= child.num_prompt_tokens // self._config.block_size:
@@ -251,7 +251,7 @@ class SegmentRequests:
                 self._scheduler.compute_exactly(sequence)
 
     def blend(self, batch: Batch) -> None:
-        """Blend what the batch has tokens for. Behind a blend that ends in this step, the batch has the last token."""
+        """Blend as far as the batch has tokens for. After a blend that ends now, the batch has the last token."""
         blends = [
             (chunk, chunk.sequence.reuse, chunk.sequence.reuse.blend)
             for chunk in batch.chunks
@@ -275,10 +275,10 @@ class SegmentRequests:
                 unfinished.append(chunk)
         batch.blended(unfinished)
         if not batch.chunks:
-            self._blender.synchronize()  # nobody else waits for this step's work
+            self._blender.synchronize()  # no sampling waits for this step's work
 
     def takes(self, output: Output) -> bool:
-        """Whether an output is a child's, which nobody is told."""
+        """Whether an output is a child's, which is not delivered."""
         child = self._children.get(output.request_id)
         if child is None:
             return False
@@ -289,13 +289,13 @@ class SegmentRequests:
         return True
 
     def abort(self, sequence: Sequence) -> None:
-        """End what a request waits for: whoever else wants the same segments has children of their own."""
+        """Abort a request's children; other requests with the same segments have their own."""
         for child in sequence.reuse.children if isinstance(sequence.reuse, SegmentReuse) else ():
             if child.state is not SequenceState.FINISHED:
                 self._scheduler.abort(child.request_id)
 
     def _child(self, name: str, prompt: NamedPrompt, segment: Segment, order: int) -> Sequence:
-        """Queue the segment alone: its full blocks, and one token more, since a last one is never loaded."""
+        """Queue the segment alone: its full blocks and one more token, since a last token is never loaded."""
         size = self._config.block_size
         num_tokens = (segment.end - segment.start) // size * size
         tokens = prompt.token_ids[segment.start : segment.start + num_tokens]
@@ -318,12 +318,12 @@ class SegmentRequests:
 
     def _count_child(self, child: Sequence) -> None:
         num_tokens = child.num_prompt_tokens - 1
-        had = {"held": child.num_l1_tokens, "loaded": child.num_l1_tokens + child.num_external_tokens}
-        outcome = next((way for way, number in had.items() if number >= num_tokens), "computed")
+        found = {"held": child.num_l1_tokens, "loaded": child.num_l1_tokens + child.num_external_tokens}
+        outcome = next((way for way, number in found.items() if number >= num_tokens), "computed")
         self.stats[f"segments_{outcome}"] += 1
 
     def _count(self, sequence: Sequence, reuse: SegmentReuse, result: BlendResult) -> None:
-        if not sequence.num_generated:  # what its first token saw; a blend that had to be made again counts once
+        if not sequence.num_generated:  # as of its first token; a repeated blend counts once
             self.stats["segment_tokens"] += result.num_reused - reuse.num_reused
             self.stats["repaired_tokens"] += result.num_repaired - reuse.num_repaired
             reuse.num_reused, reuse.num_repaired = result.num_reused, result.num_repaired
@@ -338,7 +338,7 @@ class SegmentRequests:
 def wanted_reuse(
     segments: abc.Sequence[Segment], repair: Repair | None, num_tokens: int, reuse: SegmentRequests | None
 ) -> WantedReuse | None:
-    """What a request asks for, checked; None: nothing. `reuse` is the engine's, None where segments are off."""
+    """A request's reuse, validated; None: none. `reuse` is the engine's, None if segments are off."""
     if not segments:
         return None
     if reuse is None:
@@ -352,7 +352,7 @@ def wanted_by_each(
     prompts: abc.Sequence[abc.Sequence[int]],
     reuse: SegmentRequests | None,
 ) -> list[WantedReuse | None]:
-    """The same for several requests, of which each has a list of segments."""
+    """The same for several requests, each with a list of segments."""
     if segments is None:
         return [None] * len(prompts)
     if len(segments) != len(prompts):

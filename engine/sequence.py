@@ -6,7 +6,7 @@ import time
 from collections import Counter, abc
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,54 +17,50 @@ from kvtier.tiers import L1, L2, TIERS, ChainHash
 from kvtier.tiers.naming import TokenChain
 from kvtier.tiers.pool import Causes
 
-if TYPE_CHECKING:
-    pass
-
-
 ALL: Final = sys.maxsize  # tokens: more than any sequence has
 
 
 class SequenceState(Enum):
     """WAITING → (LOADING →) RUNNING → FINISHED; preemption leads back to WAITING, an abort to FINISHED."""
 
-    WAITING = "waiting"  # holds no block
-    LOADING = "loading"  # holds its blocks; a copy from L2 is under way
-    RUNNING = "running"  # holds its blocks; computed chunk by chunk, then token by token
-    FINISHED = "finished"  # holds no block
+    WAITING = "waiting"  # has no block
+    LOADING = "loading"  # has its blocks; a copy from L2 is under way
+    RUNNING = "running"  # has its blocks; computed chunk by chunk, then token by token
+    FINISHED = "finished"  # has no block
 
 
 class Reuse(Protocol):
-    """KV that a sequence takes from elsewhere than its own prefix, as the scheduler sees it: `SegmentReuse`."""
+    """KV that a sequence reuses from elsewhere than its own prefix, as the scheduler sees it: `SegmentReuse`."""
 
-    num_reused: int  # tokens of the prompt, for the first one of the answer
-    num_repaired: int  # of these: computed anew
+    num_reused: int  # tokens of the prompt, when the first token was computed
+    num_repaired: int  # of these: recomputed
 
     @property
     def is_waiting(self) -> bool:
-        """Whether what it reuses is still being loaded or computed."""
+        """Whether its segments are still being loaded or computed."""
 
     @property
     def is_due(self) -> bool:
-        """Whether it is to be blended: behind its exact tokens, up to the last one."""
+        """Whether it is to be blended: after its exact tokens, up to the last one."""
 
     @property
     def is_early(self) -> bool:
-        """Whether it was admitted, and some of its segments are still to come."""
+        """Whether it was admitted while some of its segments are still missing."""
 
     def may_start(self, num_seats: int) -> bool:
-        """Whether it may be admitted now; before its segments are there only once, and if they have seats, too."""
+        """Whether it may be admitted now; before its segments arrive only once, and if they get seats, too."""
 
     def allocate(self, num_blocks: int, leaving: int) -> list[int] | None:
-        """The sequence's own blocks, as `BlockPool.allocate`; holds what it is going to copy until `release`."""
+        """The sequence's own blocks, as `BlockPool.allocate`; references the blocks to copy until `release`."""
 
     def resolve(self, num_cached: int, num_tokens: int) -> int | None:
-        """Decide what is reused behind `num_cached` tokens; returns where that begins, None if nothing is."""
+        """Decide what is reused after `num_cached` tokens; returns where that begins, None if nothing is."""
 
     def claim(self, sequence: "Sequence", budget: int) -> int:
-        """How many of the step's tokens its blend takes, the last token with it; 0: it waits for segments."""
+        """How many of the step's tokens its blend takes, including the last token; 0: it waits for segments."""
 
     def release(self) -> None:
-        """Give back what it holds, and drop its blend. Idempotent."""
+        """Release its blocks, and drop its blend. Idempotent."""
 
 
 class Sequence:
@@ -84,8 +80,8 @@ class Sequence:
         self.num_generated = 0  # tokens of the answer so far
         self.is_named = chain is not None
         if chain is not None:
-            self.chain = chain  # the hashes of its tokens so far; only where something is cached
-        # Chain hashes of its full blocks, which the chain itself extends; empty where nothing is cached.
+            self.chain = chain  # the hashes of its tokens so far; only with prefix caching
+        # Chain hashes of its full blocks, extended by the chain itself; empty without prefix caching.
         self.hashes: abc.Sequence[ChainHash] = () if chain is None else chain.hashes
         self.state = SequenceState.WAITING
         self.block_table: list[int] = []
@@ -93,26 +89,26 @@ class Sequence:
         self.num_named = 0  # leading blocks offered to L1's index
         self.num_stored = 0  # leading blocks handed to the connector, or that came from it
         self.num_loading = 0  # tokens of the load under way
-        self.is_in_pieces = False  # more is held than L2 takes at once: the rest is loaded behind it
-        self.num_exact = ALL  # leading tokens whose KV is exact: of the others nothing is named
-        self.num_shareable = ALL  # leading tokens of which others may find the blocks
+        self.is_in_pieces = False  # L2 cannot load all of it at once: the rest is loaded next
+        self.num_exact = ALL  # leading tokens whose KV is exact: later blocks are not named
+        self.num_shareable = ALL  # leading tokens whose blocks other requests may find
         self.looks_up = params.prompt_logprobs is None  # else every token of its prompt is computed, and scored
         self.num_passed_over = 0  # later requests admitted before this one
         self.num_preempted = 0
-        self.num_l1_tokens = 0  # cached tokens at the first admission, by where they were
+        self.num_l1_tokens = 0  # cached tokens at the first admission, by source
         self.num_external_tokens = 0
-        self.lookup: ConnectedRequest | None = None  # what the tiers below L1 had of it then
+        self.lookup: ConnectedRequest | None = None  # the lower tiers' lookup then
         self.arrived = time.monotonic()
         self.ttft: float | None = None  # seconds from arrival to the first token
-        self.stats: Counter[str] = Counter()  # what it counts in: the scheduler's own, or that of segments
-        self.reuse: Reuse | None = None  # of segments
-        self.cache: Any = None  # transformers' own, while it runs: of a model that has one for each sequence
+        self.stats: Counter[str] = Counter()  # the scheduler's counters for requests, or those for segments
+        self.reuse: Reuse | None = None  # segment reuse
+        self.cache: Any = None  # transformers' cache while it runs, if the model has one per sequence
         seed = secrets.randbelow(SEED_RANGE) if params.seed is None else params.seed
         self.sampling = Sampling(seed, None if params.prompt_logprobs is None else {})
 
     @property
     def cached_tokens(self) -> dict[str, int]:
-        """Prompt tokens that were not computed, by the tier they came from; what was found and not loaded was computed.
+        """Prompt tokens that were not computed, by the tier they came from; found but not loaded ones were computed.
 
         Valid once it has a token.
         """
@@ -124,7 +120,7 @@ class Sequence:
             num_found = 0 if found is None else found[tier] * self.chain.block_size
             cached[tier] = min(left, num_found)
             left -= cached[tier]
-        cached[L2] += left  # came to L2 meanwhile: whatever is loaded comes from there
+        cached[L2] += left  # moved to L2 meanwhile: a load is always from there
         if tier_in_part:
             cached[tier_in_part] += in_part
         return {TIERS[tier].label: num_tokens for tier, num_tokens in cached.items()}
@@ -135,7 +131,7 @@ class Sequence:
 
     @property
     def causes(self) -> Causes:
-        """Why blocks of it were in no tier at its first admission."""
+        """Why blocks of it were missing in all tiers at its first admission."""
         return {} if self.lookup is None else self.lookup.missed
 
 
@@ -146,48 +142,48 @@ class Chunk:
     sequence: Sequence
     start: int
     end: int
-    samples: bool  # whether its last row brings the next token
-    blends: int = 0  # of the step's tokens that it has for a blend before it; that fills what is left up to `start`
+    samples: bool  # whether its last row samples the next token
+    blends: int = 0  # of the step's tokens: those for its blend, which fills the KV up to `start`
 
 
 @dataclass(slots=True)
 class Batch:
-    """One step's work. Empty where everybody waits."""
+    """One step's work. Empty if all requests wait."""
 
     chunks: list[Chunk]
     num_tokens: int  # that the step computes
     plan: StepPlan
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks of L1, source and target, before it computes
     started: float = field(default_factory=time.perf_counter)
-    has_blended: bool = False  # what it took says nothing of its tokens
-    arrived: bool = True  # set by the runner: False where a layerwise load failed or was late
+    has_blended: bool = False  # its duration does not measure prefill
+    arrived: bool = True  # set by the runner: False if a layerwise load failed or was late
 
     def blended(self, unfinished: abc.Collection[Chunk]) -> None:
-        """Blends took their part of the step; what stands behind one that goes on in another step is not computed."""
+        """Blends used their part of the step; drop chunks after a blend that is not finished."""
         self.has_blended = True
         self.chunks = [chunk for chunk in self.chunks if chunk not in unfinished]
         self.num_tokens = sum(chunk.end - chunk.start for chunk in self.chunks)
 
     @property
     def position(self) -> float:
-        """How many tokens those that it computes follow, on average."""
+        """How many tokens precede the computed ones, on average."""
         seen = sum((chunk.start + chunk.end) / 2 * (chunk.end - chunk.start) for chunk in self.chunks)
         return seen / max(1, self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished answer. Reused segments are approximate, and so beside the cached tokens, never among them."""
+    """A finished answer. Tokens from reused segments are approximate, and not counted as cached."""
 
     request_id: str
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    logits: list[NDArray[np.float32]] = field(default_factory=list, repr=False)  # one row per token, if asked for
-    logprobs: list[TokenLogprobs] = field(default_factory=list, repr=False)  # one for each token, if asked for
+    logits: list[NDArray[np.float32]] = field(default_factory=list, repr=False)  # one row per token, if requested
+    logprobs: list[TokenLogprobs] = field(default_factory=list, repr=False)  # one for each token, if requested
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, repr=False)  # from the second token on, likewise
     num_prompt_tokens: int = 0
     num_l1_tokens: int = 0  # of the prompt: found in L1
     num_external_tokens: int = 0  # of the prompt: loaded from the tiers below
     num_segment_tokens: int = 0  # of the prompt: taken from segments
-    num_repaired_tokens: int = 0  # of those from segments: computed anew
+    num_repaired_tokens: int = 0  # of those from segments: recomputed
     ttft: float | None = None  # seconds from arrival to the first token

@@ -1,4 +1,4 @@
-"""Recurrent states of an engine's requests: borders where a state is kept, and the scheduler that goes on from them."""
+"""Recurrent states of an engine's requests: borders with stored states, and the scheduler that continues from them."""
 
 from collections import Counter, abc
 from collections.abc import Callable, Iterator
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from kvtier.tiers.copies import BlockPool
 
 
-_NEAR: Final = 32  # borders that are looked at, from the last one backwards; before them only powers of two
-_ATTEMPTS: Final = 4  # borders that turned out to be lost, before a request asks the tiers no more
-_SHORTEST: Final = 512  # tokens before the first of the states that a long prompt leaves at powers of two
+_NEAR: Final = 32  # borders that are tried, from the last one backwards; before them only powers of two
+_ATTEMPTS: Final = 4  # lost borders, before a request stops claiming
+_SHORTEST: Final = 512  # tokens before the first state that a long prompt stores at a power of two
 
 TakenState = Any
-"""A copy of one sequence's states, as bytes on the model's device: a tensor, which this module only hands on."""
+"""A copy of one sequence's states, as bytes on the model's device: a tensor, which this module only passes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateTraits:
-    """What the scheduler has to know of a model with recurrent states."""
+    """The scheduler's parameters of a model with recurrent states."""
 
-    num_pieces: int  # blocks of L1 that hold the states at one border
-    keeps_blocks: bool  # it keeps K and V, too
+    num_pieces: int  # blocks of L1 for the states at one border
+    keeps_blocks: bool  # it has K and V, too
     in_pieces: bool  # several tokens at once may follow a state; if not, one at a time
-    by_steps: bool  # a state that an answer leaves is what a whole prompt would leave
+    by_steps: bool  # a state after an answer equals that after a whole prompt
     step_cost: int  # tokens of a prompt that take about as long as one token by itself
 
 
@@ -44,48 +44,48 @@ class StateKeeper(Protocol):
 
     @property
     def traits(self) -> StateTraits:
-        """What its model is like."""
+        """Its model's traits."""
 
     def go_on(self, sequence: Sequence, num_tokens: int, pieces: abc.Sequence[int]) -> None:
-        """Give a sequence its cache of so many tokens: rows from its blocks, states from L1's blocks `pieces`."""
+        """Set a sequence's cache of so many tokens: rows from its blocks, states from L1's blocks `pieces`."""
 
     def take(self, sequence: Sequence) -> TakenState:
-        """A copy of the states behind what the sequence has."""
+        """A copy of the sequence's current states."""
 
     def put(self, state: TakenState, pieces: abc.Sequence[int]) -> None:
-        """Write what was taken to L1's blocks `pieces`."""
+        """Write a taken state to L1's blocks `pieces`."""
 
 
 @dataclass(slots=True)
 class BorderRequest:
-    """What a lookup asks for: a request's blocks up to a border, and the states there. All of it, or nothing."""
+    """The target of a lookup: a request's blocks up to a border, and the states there. All of it, or nothing."""
 
     request_id: str
     chain: ClosedChain
 
     @property
     def num_tokens(self) -> int:
-        """As if a token stood behind the states: all of them may be promised."""
+        """One more than the records have: all of them may be promised."""
         return len(self.chain.hashes) * self.chain.block_size + 1
 
 
 @dataclass(slots=True)
 class RequestStates:
-    """What was asked and taken for one request, until it loses its blocks."""
+    """The lookups and states of one request, until it loses its blocks."""
 
-    closed: BorderRequest | None = None  # what the tiers were asked for
-    has_guessed: bool = False  # its last border was asked for, though no tier of this node has it
-    num_lost: int = 0  # borders that were promised and not there
-    limit: int | None = None  # the last border that may still be asked for
-    is_short: bool = False  # less was loaded than it needs
-    due: abc.Sequence[int] = ()  # borders at which it keeps its state
+    closed: BorderRequest | None = None  # the tiers' current claim
+    has_guessed: bool = False  # its last border was claimed, though no tier of this node has it
+    num_lost: int = 0  # borders that were promised and lost
+    limit: int | None = None  # the last border that may still be claimed
+    is_short: bool = False  # less was loaded than needed
+    due: abc.Sequence[int] = ()  # borders at which its state is stored
     latest: tuple[int, TakenState] | None = None  # the last border of its answer so far, and the state there
 
 
 class StateBorders:
-    """Finds and keeps states as blocks of L1 behind the blocks they belong to, under the names that `KVTier` gives.
+    """Finds and stores states as blocks of L1 after the blocks they belong to, with the same names as in `KVTier`.
 
-    A border counts only if all blocks before it and all pieces of its state are held.
+    A border counts only if all blocks before it and all pieces of its state are there.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class StateBorders:
         self._keeper = keeper
         self.of: dict[str, RequestStates] = {}  # by request, while it lives
 
-    # Looking.
+    # lookups
 
     def find(self, sequence: Sequence, usable: list[ChainHash]) -> tuple[int, int] | Pending:
-        """Blocks in L1, and tokens beyond them that can be loaded: up to a state. PENDING: ask again."""
+        """Blocks in L1, and tokens after them that can be loaded: up to a state. PENDING: retry later."""
         num_l1 = self._pool.lookup(usable) if self.traits.keeps_blocks else len(usable)
         least = self._least(sequence.num_tokens)
         here = self._last(num_l1, least, lambda border: self._is_in_l1(sequence, border))
@@ -118,10 +118,10 @@ class StateBorders:
         if isinstance(connector, NoOffload):
             return here, 0
         if states.num_lost >= _ATTEMPTS or not self._fits(sequence):
-            connector.know_as(sequence)  # it stores all the same
+            connector.know_as(sequence)  # it only stores
             return here, 0
         if states.closed is None or states.closed.chain.border <= here:
-            states.closed = self._asked(sequence, usable, num_l1, max(here + 1, least))
+            states.closed = self._claimed(sequence, usable, num_l1, max(here + 1, least))
         if (closed := states.closed) is None:
             return here, 0
         border, chain = closed.chain.border, closed.chain
@@ -139,7 +139,7 @@ class StateBorders:
         return self.find(sequence, usable)
 
     def allocated(self, sequence: Sequence, num_l1: int, table: abc.Sequence[int], pieces: abc.Sequence[int]) -> bool:
-        """The request got its blocks, and some for its states: load what was promised. False: it is gone."""
+        """The request got its blocks, and some for its states: load what was promised. False: the promise is gone."""
         states, connector = self.of[sequence.request_id], self._connector
         closed = states.closed
         assert closed is not None
@@ -155,14 +155,14 @@ class StateBorders:
         return bool(loading)
 
     def lost(self, sequence: Sequence, border: int) -> None:
-        """What a border needs is not there: ask for earlier ones, a few times."""
+        """A border's blocks or states are gone: claim earlier ones, a few times."""
         states = self.of[sequence.request_id]
         states.closed = None
         states.num_lost += 1
         states.limit = border - 1
 
     def restore(self, sequence: Sequence, border: int) -> bool:
-        """Have a sequence go on from a border in L1. False: a piece is gone by now, or no room on the device."""
+        """Have a sequence continue from a border in L1. False: a piece was evicted, or the device has no room."""
         pieces = self._pieces(sequence, border)
         blocks: list[int] = self._pool.match(pieces.hashes)
         is_whole = len(blocks) == self.traits.num_pieces
@@ -172,13 +172,13 @@ class StateBorders:
                     self._keeper.go_on(sequence, border * self._size, blocks)
                 except RuntimeError:
                     return False
-                self._store(sequence, pieces, blocks)  # the tiers below may have lost or refused it
+                self._store(sequence, pieces, blocks)  # lower tiers may have evicted or refused it
         finally:
             self._pool.free(blocks)
         return is_whole
 
     def resume(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Have a sequence go on from what was loaded: a state's pieces end its table. False: no room on the device."""
+        """Have a sequence continue from a loaded state, the last blocks of its table. False: no room on the device."""
         try:
             self._keeper.go_on(sequence, num_tokens, sequence.block_table[-self.traits.num_pieces :])
         except RuntimeError:
@@ -186,18 +186,18 @@ class StateBorders:
         return True
 
     def loaded(self, sequence: Sequence) -> None:
-        """The sequence runs, and the pieces that it went on from are ordinary blocks of L1."""
+        """The sequence runs; the pieces it continued from become ordinary blocks of L1."""
         split = len(sequence.block_table) - self.traits.num_pieces
         sequence.block_table, blocks = sequence.block_table[:split], sequence.block_table[split:]
         self._name(self._pieces(sequence, sequence.num_computed // self._size), blocks)
         self._pool.free(blocks)
 
-    # Keeping.
+    # storing
 
     def choose_borders(self, sequence: Sequence, usable: list[ChainHash], border: int) -> None:
-        """Choose at which borders behind the one it goes on from a request that was admitted keeps its states.
+        """Choose the borders, after the one it continues from, at which an admitted request's states are stored.
 
-        As `KVTier` does: at the last one before its last token, where known blocks end, and at powers of two.
+        As in `KVTier`: the last one before its last token, the end of known blocks, and powers of two.
         """
         last = (sequence.num_tokens - 1) // self._size
         if not self._config.enable_prefix_caching or border >= last:
@@ -216,9 +216,9 @@ class StateBorders:
         )
 
     def stop(self, sequence: Sequence, budget: int) -> int:
-        """Up to which token a request may compute in this step, of `budget` tokens at most.
+        """The token up to which a request may compute in this step, of `budget` tokens at most.
 
-        A model that takes only one token behind a state computes its prompt at once, whatever the budget.
+        A model that takes only one token after a state computes its prompt at once, whatever the budget.
         """
         start, end = sequence.num_computed, sequence.num_tokens
         borders = (border * self._size for border in self.of[sequence.request_id].due)
@@ -226,11 +226,11 @@ class StateBorders:
         if not start and not self.traits.in_pieces:
             return due
         if not self.traits.by_steps and start < sequence.num_prompt_tokens:
-            end = min(end, sequence.num_prompt_tokens)  # what it answered is computed as it was computed first
+            end = min(end, sequence.num_prompt_tokens)  # its answer is recomputed the same way as before
         return min(due, end, start + budget)
 
     def reached(self, sequence: Sequence) -> None:
-        """A request has computed as far as it says: take its state if that is where one is kept."""
+        """A request has computed its chunk: take its state if one is stored at this border."""
         border, rest = divmod(sequence.num_computed, self._size)
         if rest or not border or sequence.cache is None or sequence.num_computed > sequence.num_shareable:
             return
@@ -239,7 +239,7 @@ class StateBorders:
             return
         try:
             state = self._keeper.take(sequence)
-        except RuntimeError:  # no room on the device: what the step computed counts all the same
+        except RuntimeError:  # no room on the device: the step's results are valid anyway
             self._stats["unkept_states"] += 1
             return
         if is_due:
@@ -275,20 +275,20 @@ class StateBorders:
     def _name(self, pieces: StatePieces, blocks: abc.Sequence[int]) -> None:
         records = []
         if self._pool.wants_records:
-            told = [(name, pieces.parent(i), pieces.block_tokens(i)) for i, name in enumerate(pieces.hashes)]
-            records = [BlockRecord(name, parent, tokens, 0) for name, parent, tokens in told]
+            parts = [(name, pieces.parent(i), pieces.block_tokens(i)) for i, name in enumerate(pieces.hashes)]
+            records = [BlockRecord(name, parent, tokens, 0) for name, parent, tokens in parts]
         self._pool.publish(blocks, pieces.hashes, pieces.root, records)
 
     def _store(self, sequence: Sequence, pieces: StatePieces, blocks: abc.Sequence[int]) -> None:
-        """Copy a state to the tiers below; its blocks stay until that has ended."""
+        """Copy a state to the lower tiers; its blocks stay until that has ended."""
         if isinstance(self._connector, NoOffload):
             return
         self._held.hold(blocks)
         self._held.release_request(blocks)
         self._connector.store_chain(sequence.request_id, pieces, blocks)
 
-    def _asked(self, sequence: Sequence, usable: list[ChainHash], num_l1: int, first: int) -> BorderRequest | None:
-        """The last border from `first` on that tiers of this node have; once, if there is none, a prompt's last one."""
+    def _claimed(self, sequence: Sequence, usable: list[ChainHash], num_l1: int, first: int) -> BorderRequest | None:
+        """The last border from `first` on that this node's tiers have; if there is none, once the prompt's last one."""
         connector, states = self._connector, self.of[sequence.request_id]
         assert not isinstance(connector, NoOffload)
         connector.know_as(sequence)
@@ -301,22 +301,22 @@ class StateBorders:
         border = self._last(
             min(run, last), first, lambda border: not tiers.locate(self._pieces(sequence, border).hashes, 0.0).miss
         )
-        if not border and not states.has_guessed and last >= first:  # perhaps tiers that nodes share have it
+        if not border and not states.has_guessed and last >= first:  # a shared tier may have it
             states.has_guessed, border = True, last
         if not border:
             return None
         groups = range(self.traits.num_pieces)
         chain = ClosedChain(sequence.chain, border, groups, keeps_blocks=self.traits.keeps_blocks)
         if not self.traits.keeps_blocks:
-            chain.block_size = border * self._size  # what a piece saves
+            chain.block_size = border * self._size  # the tokens that a piece saves
         return BorderRequest(sequence.request_id, chain)
 
     def _in_all(self, closed: BorderRequest, start: int) -> int:
-        """How many tokens a whole promise is, behind `start` blocks of L1."""
+        """The tokens of a complete promise, after `start` blocks of L1."""
         return (len(closed.chain.hashes) - start) * closed.chain.block_size
 
     def _parted(self, usable: list[ChainHash]) -> int:
-        """How many leading blocks are held: there another prompt went on in another way."""
+        """How many leading blocks are stored: there the prompt diverges from earlier ones."""
         if not self.traits.keeps_blocks or not usable:
             return 0
         num_l1 = self._pool.lookup(usable)
@@ -326,23 +326,23 @@ class StateBorders:
         return num_l1 + found.blocks - found.miss
 
     def _least(self, num_tokens: int) -> int:
-        """The first border from which going on is worth it."""
+        """The first border from which continuing is worth it."""
         if self.traits.in_pieces:
             return 1
         return max(1, -(-(num_tokens - num_tokens // self.traits.step_cost) // self._size))
 
     def _fits(self, sequence: Sequence) -> bool:
-        """Whether L1 could hold a request's blocks and the states that are loaded for it."""
+        """Whether L1 has room for a request's blocks and its loaded states."""
         num_blocks = -(-sequence.num_tokens // self._size) if self.traits.keeps_blocks else 0
         return num_blocks + self.traits.num_pieces <= self._pool.num_blocks
 
-    def _last(self, last: int, first: int, is_held: Callable[[int], bool]) -> int:
-        """The last border in `first … last` that is held, of those where states are likely; 0: none."""
-        return next((border for border in _likely(last, first) if is_held(border)), 0)
+    def _last(self, last: int, first: int, has_state: Callable[[int], bool]) -> int:
+        """The last border in `first … last` with a state, of those where states are likely; 0: none."""
+        return next((border for border in _likely(last, first) if has_state(border)), 0)
 
 
 def _likely(last: int, first: int) -> Iterator[int]:
-    """Borders where states may be: near the end of what is held, and at powers of two."""
+    """Likely borders of states: near the end of the stored blocks, and at powers of two."""
     border = last
     while border >= first:
         yield border
@@ -352,7 +352,7 @@ def _likely(last: int, first: int) -> Iterator[int]:
 
 
 class StateAdmission(Admission):
-    """As `Admission`; a cached prefix ends where a state is held. Loads are waited for."""
+    """`Admission` in which a cached prefix ends at a stored state. Loads are waited for."""
 
     def __init__(
         self, config: EngineConfig, pool: "BlockPool", connector: "SchedulerSide | NoOffload", states: StateBorders
@@ -380,7 +380,7 @@ class StateAdmission(Admission):
         if self._is_computed_now(usable):
             return False
         matched: list[int] = self._pool.match(usable[:num_l1]) if num_l1 and traits.keeps_blocks else []
-        if traits.keeps_blocks and len(matched) != num_l1:  # an admission before this one took some of them
+        if traits.keeps_blocks and len(matched) != num_l1:  # an earlier admission evicted some of them
             self._pool.free(matched)
             return False
         num_fresh = -(-sequence.num_tokens // self._config.block_size) - num_l1 if traits.keeps_blocks else 0
@@ -397,7 +397,7 @@ class StateAdmission(Admission):
                 is_there = self._states.allocated(sequence, num_l1, table, pieces)
             else:
                 is_there = not num_l1 or self._states.restore(sequence, num_l1)
-        finally:  # also where the device has no room: then it waits, and the caller of the step decides
+        finally:  # also if the device has no room: then it waits, and the caller of the step decides
             if not is_there:
                 sequence.block_table = []
                 self._pool.free([*table, *pieces])
@@ -411,12 +411,12 @@ class StateAdmission(Admission):
         return True
 
     def _is_computed_now(self, usable: list[ChainHash]) -> bool:
-        """Whether another request computes this very prompt: soon its state is in L1."""
+        """Whether another request computes the same prompt: its state will soon be in L1."""
         return bool(usable) and usable[-1] in self.computing
 
 
 class StateScheduler(Scheduler):
-    """As `Scheduler`, for one model with recurrent states."""
+    """`Scheduler` for a model with recurrent states."""
 
     def __init__(
         self,
@@ -447,7 +447,7 @@ class StateScheduler(Scheduler):
         num_tokens = super()._begin(sequence, budget, chunks)
         known = sequence.lookup if sequence.num_loading and not sequence.num_preempted else None
         if not self._states.traits.keeps_blocks and known is not None and known.found is not None:
-            # Of the pieces, which stand for all tokens. L2, if they came there since they were first asked for.
+            # The pieces' tier counts for all tokens; L2 if they arrived there since the first lookup.
             farthest = max(known.found.by_tier, key=list(TIERS).index, default=L2)
             num_blocks = sequence.num_loading // self._config.block_size
             known.causes, known.found = known.missed, Attribution(num_blocks, **{farthest: num_blocks})
@@ -463,7 +463,7 @@ class StateScheduler(Scheduler):
             super()._loaded(request_id, None)
             self._states.loaded(sequence)
             return
-        del self.loading[request_id]  # blocks without the state behind them are of no use
+        del self.loading[request_id]  # blocks without the state after them are useless
         self.stats["failed_loads"] += 1
         self._release(sequence)
         self._states.lost(sequence, end // self._config.block_size)
@@ -487,7 +487,7 @@ class StateScheduler(Scheduler):
     def _preempt(self, sequence: Sequence) -> None:
         latest = self._states.of[sequence.request_id].latest
         super()._preempt(sequence)
-        if latest is not None:  # it goes on from there, if blocks and state are still held then
+        if latest is not None:  # it continues from there, if blocks and state are still there then
             self._states.keep(sequence, *latest)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:

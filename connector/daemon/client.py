@@ -1,4 +1,4 @@
-"""The node's daemon as the tiers below L1: the same questions and promises, over its socket; bytes never cross it."""
+"""The daemon's client: the tiers below L1 over its socket. Block bytes never cross it: they are in shared memory."""
 
 import os
 import time
@@ -49,14 +49,14 @@ from kvtier.tiers.pool import Causes, Lease, Reservation, lease_type
 from kvtier.tiers.reuse import RequestEnd
 
 _ANSWER: Final = 0.25  # seconds
-_LATE: Final = 0.5  # seconds an answer may come after the time the daemon itself was given
+_LATE: Final = 0.5  # seconds an answer may take beyond the daemon's own deadline
 _RESET: Final = 10.0
 _CHECK: Final = 30.0
-_LOOK: Final = 0.02  # seconds between two looks, should another thread have read our answer
-_ASK_AGAIN: Final = 0.05  # seconds an answer that nothing is held is good for: asking costs a message
-_ALONE_FROM: Final = 256  # blocks: so long a question is worth a message of its own
-_TRUE, _WHOLE = Raw(b"\xc3"), Raw(b"\xa0")  # answers: true, and no text of what is broken
-_NONE: Final[list[int]] = []  # nobody changes it
+_LOOK: Final = 0.02  # seconds between two checks whether another thread has read our answer
+_ASK_AGAIN: Final = 0.05  # seconds before a lookup that missed may be repeated: it costs a message
+_ALONE_FROM: Final = 256  # blocks: a lookup of so many is sent at once
+_TRUE, _WHOLE = Raw(b"\xc3"), Raw(b"\xa0")  # answers: true, and the empty text
+_NONE: Final[list[int]] = []  # never mutated
 
 
 @dataclass(eq=False, slots=True)
@@ -66,11 +66,11 @@ class RemoteReservation(Reservation):
 
 
 class RemoteTiers:
-    """`CacheTiers` behind a Unix socket. Thread-safe; nothing raises for a daemon that is gone, slow or mad.
+    """`CacheTiers` behind a Unix socket. Thread-safe; nothing raises if the daemon is gone, slow or sends garbage.
 
-    Without a daemon every question is a miss and every store is dropped, counted as `breaker_open`. What was promised,
-    leased and reserved on a connection is void with it; ending it is harmless. Operations that need no answer are
-    sent with the next one that does, or by `tick`. A question goes with the next message, which others may share.
+    Without a daemon every lookup is a miss and every store is dropped, counted as `breaker_open`. Promises, leases and
+    reservations are void once their connection is lost; releasing them is harmless. Operations that need no answer are
+    sent with the next one that does, or by `tick`. Lookups are batched into the next message.
     Lock: `_lock` guards everything; never held while waiting for the daemon.
     """
 
@@ -85,23 +85,23 @@ class RemoteTiers:
     ) -> None:
         """Attach; see `Attachment.start` for the errors. A claim without an answer for `patience` seconds is a miss.
 
-        An answer from the daemon's memory may take `deadline` seconds: later than that it is as good as gone.
+        An answer from the daemon's memory may take `deadline` seconds; then the daemon counts as unavailable.
         """
         self.metrics = Metrics()
         self._clock = clock
         self._patience = patience
         self._deadline = deadline
         self._lock = Lock()
-        self._waiting_call = Lock()  # the daemon does one operation that waits at a time for each client
+        self._waiting_call = Lock()  # the daemon runs one waiting operation per client at a time
         self._attachment = Attachment(path, hello, clock)
-        self._numbers = count(1)  # of claims, reservations and requests; under the lock, so that several are in a row
-        self._dropped: deque[Callable[[], None]] = deque()  # left by `__del__`, which may run anywhere
+        self._numbers = count(1)  # of claims, reservations and requests; under the lock, so that a batch is consecutive
+        self._dropped: deque[Callable[[], None]] = deque()  # added by `__del__`, which may run in any thread
         self._lease = lease_type()
         self._closed = False
         self.region: HostRegion | None = None
-        """L2's memory, the daemon's: another one once it was restarted."""
+        """The daemon's L2 memory: a new one after it restarted."""
         self.epoch = 0
-        """Counts resets, and each time the daemon was found again."""
+        """Counts resets and reconnections."""
         self.is_late, self.is_short, self.sends_later = False, False, True
         self._pid = os.getpid()
         self._attachment.start()
@@ -117,17 +117,17 @@ class RemoteTiers:
 
     @property
     def member(self) -> tuple[str, bytes] | None:
-        """The socket, and what the daemon calls us: for `join`. None while there is no link."""
+        """The socket and the daemon's id of this client: for `join`. None without a link."""
         link = self._attachment.link
         return (str(self._attachment.path.absolute()), link.welcome.client) if link is not None else None
 
     @property
     def wanting(self) -> dict[str, str]:
-        """The daemon, while it is away."""
+        """The daemon, while it is unavailable → why."""
         away = self._attachment.away
         return {} if away is None else {"daemon": away}
 
-    # a request's question and promise
+    # claims
 
     def ask(
         self,
@@ -138,17 +138,17 @@ class RemoteTiers:
         block_size: int = 0,
         ends: Ends = Ends.FRONT,
     ) -> Claim:
-        """Leave the question to the next message; the answer is news for a later `poll`."""
+        """Add the lookup to the next message; a later `poll` has the answer."""
         claim = RemoteClaim(list(hashes), parent, num_l1, block_size, ends=ends)
         with self._lock:
             self._ask(claim, self._attachment.link or self._pump())
         return claim
 
     def poll(self, claim: Claim) -> int | Pending:
-        """What the daemon has said so far, without asking it; renews the promise now and then.
+        """What the daemon has sent so far; renews the promise when necessary.
 
-        A promise is good for half of its deadline since it was last renewed. One that was lost, with its link or
-        because a step took longer than that, says nothing about the blocks: they are asked for anew, once.
+        A promise is valid for half of its deadline after its last renewal. If it was lost, with its link or because a
+        step took longer than that, its blocks are claimed once more.
         """
         assert isinstance(claim, RemoteClaim)
         with self._lock:
@@ -160,7 +160,7 @@ class RemoteTiers:
             if claim.link is None and not claim.answered:
                 if not self._ask(claim, link):
                     return PENDING
-                claim.polled = True  # the step it was asked in is over
+                claim.polled = True  # its step is over
             if claim.answered and not claim.slots:
                 claim.told = True
                 return 0
@@ -170,7 +170,7 @@ class RemoteTiers:
             if not claim.answered:
                 if claim.polled and link.unsent:
                     if any(type(each) is Ask and each.claim == claim.number for each in link.unsent):
-                        claim.asked_at = claim.renewed_at = now  # nobody was asked before
+                        claim.asked_at = claim.renewed_at = now  # it was not sent before
                     link.send()
                 claim.polled = True
                 if now - claim.asked_at < self._patience and not link.is_silent(now, self._deadline):
@@ -185,16 +185,16 @@ class RemoteTiers:
             return len(claim.slots)
 
     def take(self, claim: Claim) -> Lease:
-        """The promised blocks' lease; empty where the promise lapsed or the daemon is gone.
+        """The lease of the promised blocks; empty if the promise expired or the daemon is gone.
 
-        The daemon has our word in its socket before half of the deadline is over, and reads that before it lets a
-        promise lapse: so it never gives away slots that are copied from.
+        The `Take` is in the daemon's socket before half of the deadline has passed, and the daemon reads its socket
+        before it expires promises. So it never reuses slots that are copied from.
         """
         assert isinstance(claim, RemoteClaim)
         with self._lock:
             link, slots = self._attachment.link, claim.slots
             if not slots:
-                self._cancel(claim)  # not answered yet: the daemon must not keep a promise that nobody will take
+                self._cancel(claim)  # not answered yet: the daemon must not keep a promise that is never taken
             elif link is None or claim.link is not link:
                 self._given_up(claim, Outcome.BREAKER_OPEN)
             elif (
@@ -214,13 +214,13 @@ class RemoteTiers:
         return Lease([], _NONE, _NONE, _forget)
 
     def cancel(self, claim: Claim) -> None:
-        """The daemon hears of it with the next message. Idempotent."""
+        """Sent with the next message. Idempotent."""
         assert isinstance(claim, RemoteClaim)
         with self._lock:
             self._cancel(claim)
 
     def count(self, found: Attribution, missing: Outcome | None = Outcome.ABSENT, causes: Causes | None = None) -> None:
-        """Into this client's own metrics. What became of blocks, the daemon counts."""
+        """Counted in this client's own metrics; the daemon counts causes."""
         if missing is not None and self._attachment.link is None:
             missing = Outcome.BREAKER_OPEN
         self.metrics.looked_up(found, missing)
@@ -228,9 +228,9 @@ class RemoteTiers:
     # storing
 
     def reserve(self, wanted: Sequence[Wanted], *, may_retry: bool = False) -> list[Reservation | None]:
-        """One round trip, with all that was left unsent. If it takes too long, nothing gets a slot (`is_late`).
+        """One round trip, with everything unsent. If it takes too long, nothing gets a slot (`is_late`).
 
-        While such an answer is still due the next steps store nothing, and wait for nothing.
+        While that answer is due the next steps store nothing, and do not wait.
         """
         if not wanted:
             return []
@@ -249,27 +249,27 @@ class RemoteTiers:
         link, answers = self._call(Reserve.of(first, heads), self._deadline)
         with self._lock:
             if answers is None and link is not None and link is self._attachment.link:
-                # It may answer yet: nobody fills what it grants then.
+                # It may still answer: release the slots it grants.
                 link.put(Abandon(Outcome.TIMEOUT, list(range(first, first + len(heads)))))
             grants: list[Granted | None] | None = None
             if link is not None and answers is not None and link is self._attachment.link:
                 try:
                     (answer,) = answers
                     grants = unpack_grants(answer, [len(each.hashes) for each in heads], link.welcome.num_slots)
-                except (ValueError, FormatError) as error:  # other than one answer, or none of ours
+                except (ValueError, FormatError) as error:  # not one answer, or not one of this client's
                     self._attachment.cut(error)
             if grants is None or link is None:
                 self.is_late = answers is None and link is not None and not self._closed
                 reason = Outcome.CLOSED if self._closed else Outcome.BREAKER_OPEN if link is None else Outcome.TIMEOUT
                 return self._refused(wanted, None if self.is_late and may_retry else reason)
             reservations = self._reserved(link, first, heads, grants)
-        looked_at = sum([len(head.hashes) for head, each in zip(heads, reservations, strict=True) if each is not None])
-        if missing := sum([len(each.hashes) for each in wanted]) - looked_at:
+        handled = sum([len(head.hashes) for head, each in zip(heads, reservations, strict=True) if each is not None])
+        if missing := sum([len(each.hashes) for each in wanted]) - handled:
             self.metrics.dropped(L2, Outcome.NO_SLOT, missing)
         return [*reservations, *[None] * (len(wanted) - len(heads))]
 
     def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
-        """The daemon hashes and publishes the blocks when it hears of it."""
+        """The daemon hashes and publishes the blocks once it has the message."""
         self.seal_each([(reservation, [record.tokens for record in records], epoch)])
 
     def seal_each(self, stores: Sequence[Filled]) -> None:
@@ -301,11 +301,11 @@ class RemoteTiers:
             self._abandon(reservation, reason)
 
     def quarantine(self, reservation: Reservation, reason: Outcome) -> None:
-        """The daemon is not told: it keeps what we hold until our process has ended."""
+        """The daemon is not told: it keeps this client's slots until the process has ended."""
         assert isinstance(reservation, RemoteReservation)
         with self._lock:
             if reservation.num_open:
-                reservation.num_open = 0  # but its number stays among those held
+                reservation.num_open = 0  # but its number stays in `link.held`
                 self.metrics.dropped(L2, reason, len(reservation))
                 self._attachment.goes_silently = True
 
@@ -315,7 +315,7 @@ class RemoteTiers:
                 link.put(Computed(num_tokens, seconds, int(position)))
 
     def ended(self, end: RequestEnd) -> None:
-        """Goes with the next message."""
+        """Sent with the next message."""
         with self._lock:
             if (link := self._attachment.link) is not None:
                 link.put(RequestEnded.of(end))
@@ -323,7 +323,7 @@ class RemoteTiers:
     # the rest
 
     def locate(self, hashes: Sequence[ChainHash], timeout: float) -> Attribution:
-        """Waits for the daemon: `timeout` is what it has for the tiers nodes share."""
+        """Waits for the daemon, which has `timeout` seconds for shared tiers."""
         names = hashes[:MAX_HASHES]
         answers = self._call_waiting(Lookup(b"".join(names), timeout), timeout)
         found = Attribution(len(names), miss=len(names))
@@ -338,14 +338,14 @@ class RemoteTiers:
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
         """A round trip."""
         _, answers = self._call(Holds(b"".join(hashes[:MAX_HASHES])), self._deadline)
-        held = b""
+        flags = b""
         if answers:
             with suppress(FormatError):
-                held = unpack_answer(answers[0], bytes)
-        return [bool(each) for each in held[: len(hashes)]] + [False] * (len(hashes) - len(held))
+                flags = unpack_answer(answers[0], bytes)
+        return [bool(each) for each in flags[: len(hashes)]] + [False] * (len(hashes) - len(flags))
 
     def wait_news(self, timeout: float) -> None:
-        """Wait for the daemon to say something, unless it has said something no `poll` has returned."""
+        """Wait for a message of the daemon; returns at once if an answer was not returned by `poll` yet."""
         with self._lock:
             link = self._attachment.link or self._pump()
             if link is not None:
@@ -361,14 +361,14 @@ class RemoteTiers:
             link.wait(timeout)
 
     def tick(self) -> None:
-        """Send what was left unsent, take in what has arrived, attach anew where it is time."""
+        """Send what is unsent, apply what has arrived, reconnect if it is due."""
         with self._lock:
             link = self._pump()
             if link is not None and link.unsent:
                 link.send()
 
     def reset(self) -> None:
-        """The daemon forgets everything: now, or before this client uses it again."""
+        """The daemon forgets everything: now, or when this client reconnects."""
         with self._lock:
             self._attachment.reset_owed(True)
             link, self.epoch = self._attachment.link, self._attachment.epoch
@@ -376,27 +376,27 @@ class RemoteTiers:
         with self._lock:
             if is_done:
                 self._attachment.reset_owed(False)
-            elif link is not None and self._attachment.link is link:  # the next link begins with it
+            elif link is not None and self._attachment.link is link:  # the next hello has it
                 self._attachment.cut(TimeoutError(f"no reset within {_RESET:g} s"))
 
     def drain(self, timeout: float, *, below: bool = True) -> bool:
-        """The daemon waits, for the stores of all its clients; False where it is not there."""
+        """The daemon waits for the stores of all its clients; False if it is unavailable."""
         return self._call_waiting(Drain(timeout, below), timeout) == [_TRUE]
 
     def stats(self) -> dict[str, float]:
-        """What this client has counted; the daemon tells its own by HTTP."""
+        """This client's counters; the daemon serves its own over HTTP."""
         return self.metrics.snapshot()
 
     def check(self) -> None:
-        """Have the daemon hold the laws of this model's tiers; nothing where it is not there."""
+        """Have the daemon check the laws of this model's tiers; does nothing if it is unavailable."""
         answers = self._call_waiting(Check(), _CHECK)
         if answers and answers[0] != _WHOLE:
             raise AssertionError(str(bytes(answers[0]), errors="replace"))
 
     def close(self, timeout: float = 5.0) -> None:
-        """Hand over what was sealed and hang up: the daemon goes on writing it. Unmaps; no copy is under way.
+        """Send what was sealed, and disconnect; the daemon continues to write it. Unmaps: no copy may be under way.
 
-        In a forked child there is nothing to close.
+        Does nothing in a forked child.
         """
         if self._pid != os.getpid():
             return
@@ -406,10 +406,10 @@ class RemoteTiers:
                 self._pump()
                 self._attachment.close(timeout)
 
-    # claims, under the lock. `link` is what there is now.
+    # claims, under the lock; `link` is the current one
 
     def _pump(self) -> Link | None:
-        """Take in what has arrived. Returns the link there is then."""
+        """Apply what has arrived. Returns the current link."""
         while self._dropped:
             self._dropped.popleft()()
         attachment = self._attachment
@@ -420,9 +420,9 @@ class RemoteTiers:
         return attachment.link
 
     def _ask(self, claim: RemoteClaim, link: Link | None) -> bool:
-        """Leave the question to the next message. False while the welcome is due.
+        """Add the lookup to the next message. False while a handshake is under way.
 
-        A second `poll` sends what is unsent, and puts the question where there was no welcome yet.
+        A second `poll` sends what is unsent, and a lookup that waited for the handshake.
         """
         if link is None and claim.hashes and self._is_attaching():
             return False
@@ -432,7 +432,7 @@ class RemoteTiers:
             missing = Outcome.TIMEOUT if is_silent else Outcome.BREAKER_OPEN
             if claim.found is None:
                 claim.missing = missing
-            else:  # asked for the second time, and counted as found at the first
+            else:  # the second lookup; the first counted them as found
                 self.metrics.missed(missing, claim.found.loadable)
         if link is None or is_silent or not claim.hashes:
             self._cancel(claim)
@@ -447,7 +447,7 @@ class RemoteTiers:
         return True
 
     def _apply(self, news: News) -> None:
-        """Note what the daemon said of a claim; one that was let go meanwhile is passed over."""
+        """Apply the answer to a claim; one of a cancelled claim is ignored."""
         link = self._attachment.link
         claim = link.claims.get(news.claim) if link is not None else None
         if link is None or claim is None:
@@ -457,21 +457,21 @@ class RemoteTiers:
             found = unpack_found(news.found)
             slots, generations = news.check(found)
             if found.blocks != num_asked or len(slots) > num_asked - claim.num_l1 or claim.answered:
-                raise FormatError("news of other blocks than those asked about")
+                raise FormatError("news of other blocks than the claim's")
             if slots and max(slots) >= link.welcome.num_slots:
-                raise FormatError("news of a slot that is none")
+                raise FormatError("news of a slot that does not exist")
             if any(len(child.tokens) > 4 * self._attachment.hello.block_size for child in news.children):
                 raise FormatError("news of a block with too many tokens")
         except FormatError as error:
             self._attachment.cut(error)
             return
         num_lost = claim.found.loadable - found.loadable if claim.found is not None else 0
-        if num_lost > 0:  # counted as found at the first asking
+        if num_lost > 0:  # the first lookup counted them as found
             self.metrics.missed(Outcome.EVICTED, num_lost)
         claim.found = found if len(claim.hashes) == num_asked else _widened(found, len(claim.hashes))
         claim.refusal, claim.answered, claim.slots, claim.generations = news.refusal, True, slots, generations
         claim.meeting, children = news.meeting, news.children
-        if len(claim.hashes) > num_asked:  # the daemon does not know which block comes next
+        if len(claim.hashes) > num_asked:  # the daemon was not sent the next block's name
             children = [child for child in children if child.chain_hash != claim.hashes[num_asked]]
         claim.behind = partial(_beginning_with, children) if children else None
         if news.refusal is Outcome.RECOMPUTE:
@@ -480,12 +480,12 @@ class RemoteTiers:
             claim.good_until = self._clock() + max(news.good_for, _ASK_AGAIN)
 
     def _is_attaching(self) -> bool:
-        """Whether the daemon was said hello to a moment ago: then its answer is worth waiting for."""
+        """Whether a hello was sent a moment ago: then its answer is worth waiting for."""
         since = self._attachment.attaching_since
         return since is not None and self._clock() - since < self._deadline
 
     def _lost(self, claim: RemoteClaim, link: Link | None, reason: Outcome) -> int | Pending:
-        """Ask once more, where there is somebody to ask; else nothing comes of it, for this reason."""
+        """Claim once more, if there is a daemon; else the claim fails for this reason."""
         if claim.again or (link is None and not self._is_attaching()):
             return self._given_up(claim, reason)
         self._withdraw(claim)
@@ -497,7 +497,7 @@ class RemoteTiers:
         return PENDING
 
     def _given_up(self, claim: RemoteClaim, reason: Outcome) -> int:
-        """Nothing comes of what was asked for or promised: count why."""
+        """The claim or promise failed: count why."""
         num_asked = len(claim.hashes) - claim.num_l1 if claim.found is None else claim.found.loadable
         self.metrics.missed(reason, len(claim.slots) or num_asked)
         if claim.found is None:
@@ -510,10 +510,10 @@ class RemoteTiers:
         link = claim.link
         was_open = link is not None and link.claims.pop(claim.number, None) is not None
         if link is self._attachment.link and link is not None and was_open and (claim.slots or not claim.answered):
-            link.put(Cancel([claim.number]))  # else it has forgotten it
+            link.put(Cancel([claim.number]))  # else the daemon has no such claim
 
     def _cancel(self, claim: RemoteClaim) -> None:
-        """Nothing (more) comes of it."""
+        """Withdraw the claim and mark it as answered with nothing."""
         self._withdraw(claim)
         if claim.found is None:
             claim.found = Attribution(len(claim.hashes), l1=claim.num_l1, miss=len(claim.hashes) - claim.num_l1)
@@ -524,7 +524,7 @@ class RemoteTiers:
     # stores, under the lock
 
     def _refused(self, wanted: Sequence[Wanted], reason: Outcome | None) -> list[Reservation | None]:
-        """Nothing gets a slot. With a `reason` all of it counts as dropped."""
+        """Nothing gets a slot. With a `reason` it is counted as dropped."""
         if reason is not None:
             self.metrics.dropped(L2, reason, sum(len(each.hashes) for each in wanted))
         return [None] * len(wanted)
@@ -532,7 +532,7 @@ class RemoteTiers:
     def _reserved(
         self, link: Link, first: int, wanted: Sequence[Wanted], granted: Sequence[Granted | None]
     ) -> list[Reservation | None]:
-        """The slots that were granted for what was wanted, held by the link under numbers from `first` on."""
+        """The granted slots as reservations, numbered from `first` on."""
         made: list[Reservation | None] = []
         for number, (each, grant) in enumerate(zip(wanted, granted, strict=True), first):
             if grant is None:
@@ -560,7 +560,7 @@ class RemoteTiers:
             self._give_back(reservation.link, reservation.number, Abandon(reason, [reservation.number]))
 
     def _give_back(self, link: Link, number: int, operation: Operation) -> None:
-        """With the next message; at once if nothing is asked or held any more, since the next may be hours away."""
+        """Sent with the next message; at once if nothing else is open, since the next may be hours away."""
         link.held.discard(number)
         if link is self._attachment.link:
             link.put(operation)
@@ -572,9 +572,9 @@ class RemoteTiers:
     def _call(
         self, operation: Operation, timeout: float, *, alone: bool = False
     ) -> tuple[Link | None, list[Raw] | None]:
-        """Send, and wait for the answer: (the link it was sent on, the answers). None if they did not come in time.
+        """Send, and wait for the answer: (the link it was sent on, the answers). None: no answer in time.
 
-        Of operations that wait there, `alone`, the daemon does one at a time: none is sent while another is due.
+        `alone`: the operation waits in the daemon, which runs one at a time: none is sent while another is due.
         """
         end = self._clock() + timeout
         with self._lock:
@@ -586,19 +586,19 @@ class RemoteTiers:
                 link.send()
             link.send([operation], number)
         while True:
-            left = end - self._clock()  # where none is left, a last look: it may have been us who slept, not the daemon
+            left = end - self._clock()  # a last check when none is left: this process may have slept, not the daemon
             link.wait(max(0.0, min(left, _LOOK)))
             with self._lock:
                 if self._pump() is not link:
                     return link, None
                 if number in link.answers:
                     return link, link.answers.pop(number)
-                if left <= 0:  # under the lock of the last look: another thread may read our answer behind it
+                if left <= 0:  # still under this lock: another thread could read our answer after it
                     self._attachment.give_up(link, number, aside=alone)
                     return link, None
 
     def _call_waiting(self, operation: Operation, timeout: float) -> list[Raw]:
-        """An operation that waits there, for `timeout` seconds or less."""
+        """An operation that waits in the daemon, for at most `timeout` seconds."""
         end = self._clock() + timeout + _LATE
         if not self._waiting_call.acquire(timeout=timeout + _LATE):
             return []
@@ -611,7 +611,7 @@ class RemoteTiers:
         finally:
             self._waiting_call.release()
 
-    # the ends of leases and reservations
+    # release of leases and reservations
 
     def _released(self, link: Link, number: int, lease: Lease, leaked: bool) -> None:
         if leaked:
@@ -633,7 +633,7 @@ class RemoteTiers:
 
 
 def seals_of(filled: Sequence[tuple[RemoteReservation, Sequence[bytes], int]]) -> list[Seal]:
-    """What tells the daemon of filled reservations, each with its tokens and epoch: mostly one message for all."""
+    """The messages for filled reservations with their tokens and epochs: usually one for all."""
     seals = [Seal(0, [], [], [])]
     for reservation, tokens, epoch in filled:
         seal = seals[-1]
@@ -646,7 +646,7 @@ def seals_of(filled: Sequence[tuple[RemoteReservation, Sequence[bytes], int]]) -
 
 
 def _heads(wanted: Sequence[Wanted]) -> list[Wanted]:
-    """As much of each as one message takes."""
+    """As much of each as fits into one message."""
     heads, room = [], MAX_HASHES
     for each in wanted:
         if (most := min(MAX_ITEMS, room)) < len(each.hashes):
@@ -657,13 +657,13 @@ def _heads(wanted: Sequence[Wanted]) -> list[Wanted]:
 
 
 def _widened(found: Attribution, num_blocks: int) -> Attribution:
-    """The same for a longer chain, of whose head alone the daemon was asked."""
+    """The same for a longer chain, of which only the head was looked up."""
     more = num_blocks - found.blocks
     return found if not more else Attribution(num_blocks, miss=found.miss + more, **found.by_tier)
 
 
 def _forget(lease: Lease, leaked: bool) -> None:
-    """The end of a lease of nothing."""
+    """`on_release` of an empty lease."""
     lease.on_release = None
 
 

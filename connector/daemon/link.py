@@ -1,4 +1,4 @@
-"""A client's tie to the daemon: its socket, attached, lost and attached again, with nothing worse than "not now"."""
+"""A client's connection to the daemon: it reconnects by itself, and failures are only ever "unavailable"."""
 
 import errno
 import logging
@@ -49,37 +49,37 @@ from kvtier.tiers.host import HostRegion
 _log = logging.getLogger(__name__)
 
 _PEER: Final = struct.Struct("3i")
-_SO_PEERPIDFD: Final = 77  # Linux 6.5, asm-generic/socket.h; Python has no name for it
+_SO_PEERPIDFD: Final = 77  # Linux 6.5, asm-generic/socket.h; not in Python's socket module
 _RECEIVE: Final = 256 << 10  # bytes read at once
-_MAX_OUTPUT: Final = 2 * MAX_FRAME  # bytes the other end may leave unread
-_WELCOME: Final = 30.0  # seconds for the daemon to open a slab; only at start anybody waits for it
-_MAX_UNSENT: Final = 512  # operations nobody waits for
-_FIRST_RETRY: Final = 0.1  # seconds after a failure; each further one in a row doubles it
+_MAX_OUTPUT: Final = 2 * MAX_FRAME  # bytes the daemon may leave unread
+_WELCOME: Final = 30.0  # seconds for the daemon to open a slab; waited for only at start
+_MAX_UNSENT: Final = 512  # buffered operations
+_FIRST_RETRY: Final = 0.1  # seconds after a failure; doubled by each further one in a row
 _LAST_RETRY: Final = 5.0
-_JOINED: Final = 5.0  # seconds a worker waits to be watched
-_SILENT: Final = 5.0  # seconds an answer that nobody waits for any more may still come
-_READ: Final = (1 << 63) - 1  # the request of questions: the daemon answers that it has read them, if it has no news
-_NOTHING: Final[list[Reply]] = []  # nobody changes it
+_JOINED: Final = 5.0  # seconds a worker waits for the answer to `Join`
+_SILENT: Final = 5.0  # seconds an overdue answer may still take before the link is cut
+_READ: Final = (1 << 63) - 1  # the request number of lookups: the daemon confirms that it read them
+_NOTHING: Final[list[Reply]] = []  # never mutated
 
 
 class Peer(NamedTuple):
-    """Who is at the other end, as the kernel says."""
+    """The process at the other end, from the kernel."""
 
-    pid: int  # 0: it lives in a pid namespace this process does not see
+    pid: int  # 0: in a pid namespace that this process cannot see
     uid: int
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """The process that connected; asked by a client, the one that listens."""
+    """The process that connected; for a client, the one that listens."""
     pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return Peer(pid, uid)
 
 
 def pidfd_of(connection: socket.socket, peer: Peer) -> int:
-    """A pidfd of the process that connected. OSError if it is gone, or nobody can watch it from here.
+    """A pidfd of the process that connected. OSError if it is gone or cannot be watched from here.
 
-    From Linux 6.5 on the socket itself has it. So it can't be another process that got the same pid since, and it may
-    live in a pid namespace this process does not see.
+    From Linux 6.5 on the socket provides it: so it cannot be another process that reused the pid, and it may be in a
+    pid namespace that this process cannot see.
     """
     try:
         return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
@@ -90,49 +90,49 @@ def pidfd_of(connection: socket.socket, peer: Peer) -> int:
 
 
 def is_trusted(uid: int) -> bool:
-    """Whether a user may have this one's blocks, or serve them."""
+    """Whether a user may read this one's blocks, or serve them."""
     return uid in (os.geteuid(), 0)
 
 
 @dataclass(eq=False)
 class RemoteClaim(Claim):
     number: int = 0
-    link: "Link | None" = None  # it was asked on; None where there was none
+    link: "Link | None" = None  # that it was sent on; None if there was none
     asked_at: float = 0.0
-    renewed_at: float = 0.0  # not after the daemon heard it last
+    renewed_at: float = 0.0  # no later than the last renewal that the daemon got
     answered: bool = False
-    polled: bool = False  # in vain: whoever polls again wants it sent
-    again: bool = False  # asked for the second time: the first answer was lost
+    polled: bool = False  # without an answer: the next poll sends the lookup
+    again: bool = False  # sent for the second time: the first answer was lost
     slots: list[int] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
 
 
 class Link:
-    """One connection, and once the daemon has welcomed us all that was said and is held by it.
+    """One connection; after the welcome also this client's operations, claims and leases on it.
 
-    What is held by a link that was lost is void: nobody knows what became of its slots. Not thread-safe, but for
+    Leases and reservations of a lost link are void, since the state of their slots is unknown. Not thread-safe, but for
     `wait`.
     """
 
     welcome: Welcome
     region: HostRegion
-    epoch_base: int  # the client's epoch less the daemon's
+    epoch_base: int  # the client's epoch minus the daemon's
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises OSError if nobody listens, ConfigError if another user does."""
-        self.claims: dict[int, RemoteClaim] = {}  # asked about, and not taken or cancelled
+        """Raises OSError if no process listens, ConfigError if another user's does."""
+        self.claims: dict[int, RemoteClaim] = {}  # open: neither taken nor cancelled
         self.held: set[int] = set()  # leases and reservations whose copies may be under way
         self.unsent: list[Operation] = []
-        self.num_unsent = 0  # operations, before those of a kind became one
-        self.answers: dict[int, list[Raw]] = {}  # request → what the daemon answered
-        self.overdue: dict[int, float] = {}  # requests given up → when, in that order; what they are answered is void
-        self.overdue_aside: dict[int, float] = {}  # likewise, of one that waits there: others are answered meanwhile
-        self.unheard_since: float | None = None  # when a question went out behind which nothing has come yet
-        self.error: Exception | None = None  # why nothing more can be sent
-        self.output = bytearray()  # what the socket did not take yet; `send` tries again
-        self.files: list[int] = []  # that came with the frames read so far; the code that takes one out closes it
-        self.early: list[Reply] = []  # that came with the welcome
-        self._has_question = False  # what is unsent has one
+        self.num_unsent = 0  # operations, counted before coalescing
+        self.answers: dict[int, list[Raw]] = {}  # request → its answers
+        self.overdue: dict[int, float] = {}  # requests that timed out → when, oldest first; their answers are ignored
+        self.overdue_aside: dict[int, float] = {}  # likewise, of operations that wait in the daemon
+        self.unheard_since: float | None = None  # when the oldest lookup without any later reply was sent
+        self.error: Exception | None = None  # why the link cannot send any more
+        self.output = bytearray()  # bytes that the socket did not accept yet; `send` retries
+        self.files: list[int] = []  # received with the frames read so far; the code that removes one closes it
+        self.early: list[Reply] = []  # received with the welcome
+        self._has_question = False  # whether `unsent` has a lookup
         self._clock = clock
         self._reader = FrameReader[Any](MAX_FRAME)
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -149,18 +149,13 @@ class Link:
             self.close()
             raise
 
-    @property
-    def late_since(self) -> float | None:
-        """When the first of the answers that are still due was given up."""
-        return next(iter(self.overdue.values()), None)
-
     def is_silent(self, now: float, seconds: float) -> bool:
-        """Whether the daemon has owed an answer for so long. It owes one to a question at once, also without news."""
+        """Whether an answer has been due for so long. The daemon confirms a lookup at once."""
         late, unheard = next(iter(self.overdue.values()), None), self.unheard_since
         return (late is not None and now - late >= seconds) or (unheard is not None and now - unheard >= seconds)
 
     def put(self, operation: Operation) -> None:
-        """Have it sent with the next message."""
+        """Send it with the next message."""
         self.num_unsent += 1
         if not (self.unsent and coalesce(self.unsent[-1], operation, MAX_ITEMS)):
             self.unsent.append(operation)
@@ -169,10 +164,10 @@ class Link:
             self.send()
 
     def send(self, operations: Sequence[Operation] = (), request: int = 0) -> bool:
-        """Send what was left unsent and these behind it, in one frame; True if all of it is on its way.
+        """Send everything unsent and then `operations`, in one frame; True if all of it was accepted.
 
-        What the socket does not take is kept for the next call. If the daemon is gone, or has not read for too long,
-        `error` says so.
+        Bytes that the socket does not accept are kept for the next call. `error` is set if the daemon is gone, or has
+        not read for too long.
         """
         if everything := [*self.unsent, *operations]:
             self.unsent, self.num_unsent = [], 0
@@ -184,7 +179,7 @@ class Link:
                 for first in range(0, len(everything) - MAX_ITEMS, MAX_ITEMS):
                     self.output += pack_request(0, everything[first : first + MAX_ITEMS])
                 self.output += pack_request(request, everything[-((len(everything) - 1) % MAX_ITEMS + 1) :])
-            except ValueError as error:  # nothing that fits into a frame
+            except ValueError as error:  # too large for a frame
                 self.error = error
         if self.output and self.error is None:
             try:
@@ -198,7 +193,7 @@ class Link:
         return not self.output and self.error is None
 
     def read(self, data: bytes) -> list[Reply]:
-        """What these bytes of the socket say, and those behind them. OSError if the daemon is gone, FormatError."""
+        """The replies in these bytes and in what follows in the socket. OSError if the daemon is gone, FormatError."""
         replies = list[Reply]()
         if not data:
             raise ConnectionResetError("the daemon has hung up")
@@ -210,10 +205,10 @@ class Link:
                 data = self.socket.recv(_RECEIVE)
             except BlockingIOError:
                 break
-        return replies  # an end is there again at the next call
+        return replies  # the next call reads an end of file again
 
     def receive_handshake(self, timeout: float) -> memoryview | None:
-        """The body of the first frame alone, within `timeout` seconds; None if there is none. Errors as `receive`."""
+        """The body of the first frame alone, within `timeout` seconds; None if there is none. Raises as `read`."""
         end = time.monotonic() + timeout
         while True:
             try:
@@ -224,7 +219,7 @@ class Link:
                 bodies: list[memoryview] = self._reader.feed(data)
                 if bodies:
                     self._reader.decoder = REPLIES
-                    for body in bodies[1:]:  # an epoch may be told at once
+                    for body in bodies[1:]:  # a reply with an epoch may follow at once
                         self.early += FrameReader(MAX_FRAME, REPLIES).feed(len(body).to_bytes(4, "little") + body)
                     return bodies[0]
             except BlockingIOError:
@@ -232,7 +227,7 @@ class Link:
                     return None
 
     def wait(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for something to receive. From any thread."""
+        """Wait up to `timeout` seconds for the socket to be readable. From any thread."""
         poll = select.poll()
         try:
             poll.register(self.socket.fileno(), select.POLLIN | (select.POLLOUT if self.output else 0))
@@ -241,7 +236,7 @@ class Link:
         return bool(poll.poll(timeout * 1000))
 
     def close(self) -> None:
-        """Hang up; idempotent."""
+        """Disconnect. Idempotent."""
         forget_descriptor(self.socket.fileno())
         self.socket.close()
         for fd in self.files:
@@ -250,41 +245,41 @@ class Link:
 
 
 class Attachment:
-    """At most one link at a time, made again by itself. Not thread-safe; no method but `start` and `close` waits.
+    """At most one link at a time, reconnected automatically. Not thread-safe; only `start` and `close` wait.
 
-    The region lives on while something copies from or to it; a daemon that was restarted has another one.
+    The region stays mapped while copies use it; a restarted daemon has a new one.
     """
 
     def __init__(self, path: Path, hello: Hello, clock: Callable[[], float]) -> None:
         self.link: Link | None = None
-        self.region: HostRegion | None = None  # the last one there was
-        self.epoch = 0  # counts resets, and every new link: who knows what happened in between
+        self.region: HostRegion | None = None  # the last one
+        self.epoch = 0  # counts resets and new links: what happened in between is unknown
         self.has_lower = False
         self.path = path
-        self.away: str | None = None  # why there is no link, once one was tried in vain; read by any thread
+        self.away: str | None = None  # why there is no link, after a failed attempt; read by any thread
         self.hello = hello
-        self.connecting: tuple[Link, Hello, float] | None = None  # not welcomed yet; until when we wait for that
+        self.connecting: tuple[Link, Hello, float] | None = None  # no welcome yet; its deadline
         self._clock = clock
-        self._version = VERSION  # that we speak, until a daemon answers in a lower one
-        self._former: list[Link] = []  # lost, and the daemon does not know yet that their copies have ended
+        self._version = VERSION  # lowered if a daemon answers in a lower one
+        self._former: list[Link] = []  # lost; the daemon has not been told that their copies have ended
         self._instance = b""
         self._retry, self._retry_at = _FIRST_RETRY, 0.0
         self._welcomed_at = 0.0
         self._warned = False
         self._owes_reset = False
         self._closed = False
-        self.goes_silently = False  # a copy may still run, for all that is known
+        self.goes_silently = False  # a copy may still run
 
     @property
     def attaching_since(self) -> float | None:
-        """When the hello was said that has no answer yet."""
+        """When the hello was sent that has no answer yet."""
         return self.connecting[2] - _WELCOME if self.connecting is not None else None
 
     def start(self) -> None:
-        """Attach, waiting for the daemon's answer; a daemon that is not there is a warning, and found later.
+        """Connect and wait for the welcome. If the daemon is not there, log a warning; it is found later.
 
-        So is one that says no, for want of memory say: an engine starts without the cache. ConfigError if another user
-        serves the socket. KVMismatch if the daemon has the KV of a model that computes something else.
+        The same if it refuses, e.g. for lack of memory: the engine starts without the cache. ConfigError if another
+        user serves the socket. KVMismatch if the daemon has the KV of another model.
         """
         try:
             link = self._say_hello()
@@ -306,10 +301,10 @@ class Attachment:
             self._failed(error)
             return
         link.close()
-        self.start()  # once more, as it speaks
+        self.start()  # again, in its version
 
     def receive(self) -> list[Reply]:
-        """Read what has arrived, and attach if there is no link and it is time to try. Never waits or raises."""
+        """Read what has arrived; if there is no link and a retry is due, connect. Never waits or raises."""
         link = self.link
         if link is None:
             self._attach()
@@ -333,7 +328,7 @@ class Attachment:
                 self._say_ended(link)
         except OSError as error:
             self.cut(error)
-            self._retry_at = self._welcomed_at + _FIRST_RETRY  # it may be there anew, long since: we said nothing
+            self._retry_at = self._welcomed_at + _FIRST_RETRY  # it may have restarted long ago
             self._attach()
             return _NOTHING
         except (FormatError, ValueError) as error:
@@ -354,34 +349,34 @@ class Attachment:
         return replies
 
     def give_up(self, link: Link, request: int, *, aside: bool = False) -> None:
-        """Nobody waits for this answer any longer. The daemon is there and slow, until it is silent for too long.
+        """The caller stops waiting for this answer. The daemon counts as slow, until it is silent for too long.
 
-        `aside`: of an operation that waits there, for other tiers. One that is late says nothing of the daemon.
+        `aside`: of an operation that waits in the daemon, for other tiers. If late, it says nothing about the daemon.
         """
         if link is self.link:
             (link.overdue_aside if aside else link.overdue)[request] = self._clock()
 
     def cut(self, why: Exception) -> None:
-        """Give the link up: everything held by it is void, and the daemon keeps it until it hears from us again."""
+        """Drop the link: its leases and reservations are void; the daemon keeps them until this client reconnects."""
         if self.link is not None:
             self.link.close()
             self.link.claims.clear()
             self.link.unsent.clear()
             self._former.append(self.link)
             self.link = None
-        self._version = VERSION  # the next daemon may be a later one
+        self._version = VERSION  # the next daemon may be of a later release
         self._failed(why)
 
     def reset_owed(self, owed: bool) -> None:
-        """Whether the daemon has to be told to forget everything before we use it again."""
+        """Whether the next hello asks the daemon to forget everything."""
         self._owes_reset = owed
         if owed:
             self.epoch += 1
 
     def close(self, timeout: float) -> None:
-        """Send `Bye`, which takes up to `timeout` seconds if the daemon is slow to read, and unmap. Idempotent.
+        """Send `Bye`, for up to `timeout` seconds if the daemon is slow to read, and unmap. Idempotent.
 
-        With `goes_silently` there is no `Bye`: the daemon keeps what is held until this process has ended.
+        With `goes_silently` no `Bye` is sent: the daemon keeps this client's slots until the process has ended.
         """
         self._closed = True
         deadline = self._clock() + timeout
@@ -415,7 +410,7 @@ class Attachment:
                     raise TimeoutError("the daemon does not answer")
                 return
             self.connecting = None
-            if self._owes_reset and not hello.reset:  # it came about after we had said hello
+            if self._owes_reset and not hello.reset:  # the reset came after the hello
                 link.close()
                 return
             try:
@@ -435,14 +430,14 @@ class Attachment:
     def _say_hello(self) -> Link:
         self.hello = replace(self.hello, reset=self._owes_reset)
         hello, version = self.hello, self._version
-        if not hello.size and version < SHARES_SINCE:  # it knows no shares, and gives as much as it is asked for
+        if not hello.size and version < SHARES_SINCE:  # it has no shares, and allocates the requested size
             hello = replace(hello, size=HostConfig().size)
         return _opened(self.path, pack_handshake(hello, version), self._clock)
 
     def _is_of_before(self, body: memoryview) -> bool:
-        """Whether the daemon has answered in a lower version than it was spoken to: then that is spoken from now on.
+        """Whether the daemon answered in a lower version than the hello's: that one is used from now on.
 
-        UnspokenVersion if it is too low, or if what we want needs a later one.
+        UnspokenVersion if it is too low, or if this client needs a later one.
         """
         spoken, self._version = self._version, version_of(body)
         if self._version < LOSSY_SINCE and self.hello.lossy is not None:
@@ -481,7 +476,7 @@ class Attachment:
             self._warned = False
 
     def _say_ended(self, link: Link) -> None:
-        """Tell the daemon of lost links whose copies have all ended, and let go of regions nothing copies to."""
+        """Report lost links whose copies have all ended, and unmap regions that no copy uses."""
         for former in [former for former in self._former if not former.held]:
             link.put(Ended(former.welcome.client))
             self._former.remove(former)
@@ -498,13 +493,13 @@ class Attachment:
 
 
 def join(path: Path, client: bytes) -> None:
-    """Say that this process copies for a client: what that one holds is held until this process has ended too.
+    """Register this process as a worker of a client, whose slots are then kept until this process has ended too.
 
-    Called by a worker before it maps the client's region. Raises TierUnavailable if the daemon does not watch it.
+    Called before the worker maps the client's region. TierUnavailable if the daemon does not watch the process.
     """
     try:
         reply, version = _joined(path, client, VERSION)
-        if version < VERSION:  # a daemon of before answers as it speaks
+        if version < VERSION:  # an older daemon answers in its own version
             reply, _ = _joined(path, client, version)
         if isinstance(reply, Refused):
             raise TierUnavailable(reply.why)
@@ -513,7 +508,7 @@ def join(path: Path, client: bytes) -> None:
 
 
 def _joined(path: Path, client: bytes, version: int) -> tuple[HandshakeReply, int]:
-    """What the daemon answers to a `Join` of this version, and in which."""
+    """The daemon's answer to a `Join` of this version, and the answer's version."""
     link = _opened(path, pack_handshake(Join(client), version))
     try:
         body = link.receive_handshake(_JOINED)
@@ -525,7 +520,7 @@ def _joined(path: Path, client: bytes, version: int) -> tuple[HandshakeReply, in
 
 
 def _opened(path: Path, handshake: bytes, clock: Callable[[], float] = time.monotonic) -> Link:
-    """A connection on which this was said. OSError; ConfigError as `Link`."""
+    """A connection with this handshake sent. OSError; ConfigError as `Link`."""
     link = Link(path, clock)
     link.output += handshake
     link.send()

@@ -1,12 +1,12 @@
 """The daemon's wire: frames of u32 length ‖ msgpack, and the messages in them, which msgspec decodes and checks in C.
 
 After the handshake a client's frame is `[number, [operation, …]]`, an operation `[code, *fields]`. The daemon's is
-`[number, epoch, answers, news]`: the client's number (0 if nobody waits for an answer), its epoch, the answers of those
-operations that have one, and news of claims. docs/format.md has the fields one by one.
+`[number, epoch, answers, news]`: the client's number (0 if no answer is expected), its epoch, the answers of those
+operations that have one, and news of claims. docs/format.md lists the fields.
 
-The first frame each way is `["kvtier", version, kind, *fields]`. The version stands before everything that may change
-with it. Each side takes the versions of two releases before its own, and answers in the one it was spoken to. A client
-that is refused in a lower one speaks that.
+The first frame each way is `["kvtier", version, kind, *fields]`. The version precedes everything that may change with
+it. Each side accepts the versions of the two releases before its own, and answers in the version of the other's frame.
+A client that is answered in a lower version uses that one.
 
 To add an operation: its class, its place in `Operation`, and the session's method for it.
 """
@@ -38,13 +38,13 @@ RELEASES: Final = {6: "0.1", 7: "0.2", 8: "0.2"}
 LOSSY_SINCE: Final = 7  # `Hello.lossy`
 SHARES_SINCE: Final = 7  # `Hello.size` 0
 
-MAX_HELLO: Final = 8 << 10  # bytes of a frame from a client that has not said yet who it is
+MAX_HELLO: Final = 8 << 10  # bytes of a frame before the handshake
 MAX_FRAME: Final = 16 << 20  # bytes of any other
 MAX_ITEMS: Final = 4096  # of one array
 MAX_HASHES: Final = 1 << 17  # names in one message
-MAX_ENDED: Final = 512  # names of an ended request, its last ones
+MAX_ENDED: Final = 512  # names of a finished request, its last ones
 MAX_REQUEST_ID: Final = 256  # characters
-MAX_CHILDREN_BYTES: Final = 1 << 20  # of the tokens of children that a client is told at once
+MAX_CHILDREN_BYTES: Final = 1 << 20  # of children's tokens in one reply
 MAX_BLOCK_SIZE: Final = 1 << 20  # tokens
 MAX_TEXT: Final = 1024  # characters of one text
 ID_BYTES: Final = 16  # of the random names of clients and of a namespace's opening
@@ -53,9 +53,9 @@ _MAGIC: Final = "kvtier"
 _LENGTH: Final = struct.Struct("<I")
 _HASH_BYTES: Final = 32
 _MAX_SLOTS: Final = 1 << 32
-_MAX_FOUND: Final = 1024  # answers of which the decoded form is kept: it is the same for most of a client's requests
-_FIELDS: Final[dict[int, dict[str, int]]] = {6: {"Hello": 6, "Refused": 1}, 7: {"Hello": 8}}  # where there were fewer
-_TIERS: Final[dict[int, tuple[str, ...]]] = {6: (L1, L2, "file", "redis")}  # that counts are of, where that was fewer
+_MAX_FOUND: Final = 1024  # decoded answers that are cached: most requests of a client have equal ones
+_FIELDS: Final[dict[int, dict[str, int]]] = {6: {"Hello": 6, "Refused": 1}, 7: {"Hello": 8}}  # where fewer
+_TIERS: Final[dict[int, tuple[str, ...]]] = {6: (L1, L2, "file", "redis")}  # of versions with fewer tiers
 
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Numbers: TypeAlias = Annotated[list[Number], Meta(max_length=MAX_ITEMS)]
@@ -73,14 +73,14 @@ Granted: TypeAlias = tuple[list[int], list[int], list[int]]
 
 
 class _Message(Struct, array_like=True, forbid_unknown_fields=True):
-    """Its fields in their order, as an array."""
+    """Encoded as an array of its fields in order."""
 
 
-# what clients say
+# from clients
 
 
 class Ask(_Message, tag=0):
-    """Where are these blocks, and may I have those beyond the first `num_l1`? News of the claim follows."""
+    """Look up these blocks and claim those beyond the first `num_l1`. News of the claim follows."""
 
     claim: Number
     parent: Hash  # of the first block
@@ -91,19 +91,19 @@ class Ask(_Message, tag=0):
 
 
 class Renew(_Message, tag=1):
-    """These claims are still wanted."""
+    """These claims are still in use."""
 
     claims: Numbers
 
 
 class Cancel(_Message, tag=2):
-    """These are not."""
+    """These claims are cancelled."""
 
     claims: Numbers
 
 
 class Take(_Message, tag=3):
-    """These become leases, of the same numbers."""
+    """These claims become leases with the same numbers."""
 
     claims: Numbers
 
@@ -115,9 +115,9 @@ class Release(_Message, tag=4):
 
 
 class Reserve(_Message, tag=5):
-    """Slots for what a step stores, column by column: a step's stores are many, and have a block each.
+    """Slots for what a step stores, column by column, since a step has many stores of one block each.
 
-    Answered by `pack_grants`. The reservations count up from `first`.
+    Answered by `pack_grants`. Reservations are numbered from `first`.
     """
 
     first: Number
@@ -125,7 +125,7 @@ class Reserve(_Message, tag=5):
     hashes: Hashes
     parents: Hashes
     tenants: Hashes
-    tails: Annotated[list[Number], Meta(max_length=MAX_ITEMS)]  # which of them are an unfinished last block
+    tails: Annotated[list[Number], Meta(max_length=MAX_ITEMS)]  # indices of partial blocks
 
     @classmethod
     def of(cls, first: int, wanted: Sequence[Wanted]) -> "Reserve":
@@ -139,7 +139,7 @@ class Reserve(_Message, tag=5):
         )
 
     def wanted(self) -> list[Wanted]:
-        """Inverse of `of`. FormatError if the columns do not fit."""
+        """Inverse of `of`. FormatError if the columns do not match."""
         counts = unpack_numbers(self.counts, MAX_HASHES + 1)
         names, num = unpack_hashes(self.hashes + self.parents + self.tenants), len(counts)
         if len(self.parents) != num * _HASH_BYTES or len(self.tenants) != num * _HASH_BYTES:
@@ -156,7 +156,7 @@ class Reserve(_Message, tag=5):
 
 
 class Seal(_Message, tag=6):
-    """These reservations' slots are filled; `tokens` of each block of theirs in turn."""
+    """These reservations' slots are filled; `tokens` has each of their blocks in turn."""
 
     epoch: Number
     reservations: Numbers
@@ -164,7 +164,7 @@ class Seal(_Message, tag=6):
     tokens: Annotated[list[Tokens], Meta(max_length=MAX_ITEMS)]
 
     def filled(self) -> list[tuple[int, list[bytes]]]:
-        """Each reservation with its blocks' tokens. FormatError if they do not fit."""
+        """Each reservation with its blocks' tokens. FormatError if they do not match."""
         if len(self.counts) != len(self.reservations) or sum(self.counts) != len(self.tokens):
             raise FormatError("seal: the counts are not those of the reservations' blocks")
         if any(length % 4 for length in set(map(len, self.tokens))):
@@ -189,20 +189,20 @@ class Computed(_Message, tag=8):
 
 
 class Holds(_Message, tag=9):
-    """Which of the blocks does L2 hold? Answered by a byte for each, 1 or 0."""
+    """Which of the blocks L2 holds. Answered by a byte for each, 1 or 0."""
 
     hashes: Hashes
 
 
 class Lookup(_Message, tag=10):
-    """Where are these blocks? Answered as `News.found` is told, within `timeout` seconds if nodes share a tier."""
+    """Where these blocks are. Answered as `News.found`, within `timeout` seconds if a tier is shared."""
 
     hashes: Hashes
     timeout: Seconds
 
 
 class Ended(_Message, tag=11):
-    """The copies of a client this process was before have ended: what that one still holds can go."""
+    """The copies of this process's former connection have ended: its slots can be released."""
 
     client: Id
 
@@ -212,7 +212,7 @@ class Bye(_Message, tag=12):
 
 
 class Reset(_Message, tag=13):
-    """Forget everything in every tier. Answered by true when it is done."""
+    """Forget everything in every tier. Answered by true when done."""
 
 
 class Drain(_Message, tag=14):
@@ -223,11 +223,11 @@ class Drain(_Message, tag=14):
 
 
 class Check(_Message, tag=15):
-    """Hold every conservation law. Answered by what is broken, "" if nothing is."""
+    """Check every conservation law. Answered by what is broken, "" if nothing is."""
 
 
 class RequestEnded(_Message, tag=16):
-    """A request has ended: a `RequestEnd`, with at most the last MAX_ENDED of its names."""
+    """A request has finished: a `RequestEnd`, with at most the last MAX_ENDED of its names."""
 
     hashes: Annotated[bytes, Meta(max_length=MAX_ENDED * _HASH_BYTES)]
     num_prompt: Number
@@ -242,7 +242,7 @@ class RequestEnded(_Message, tag=16):
 
     @classmethod
     def of(cls, end: RequestEnd) -> "RequestEnded":
-        """The names that count most: a prompt continues the last of another. Names before them are left out."""
+        """Keeps the last names, which matter most: a prompt continues the last of another's."""
         left_out = max(0, len(end.names) - MAX_ENDED)
         return cls(
             b"".join(end.names[left_out:]),
@@ -252,13 +252,13 @@ class RequestEnded(_Message, tag=16):
             end.client,
             end.is_derived,
             end.seconds,
-            end.request[:MAX_REQUEST_ID].encode(errors="replace").decode(),  # an engine may take anything for an id
+            end.request[:MAX_REQUEST_ID].encode(errors="replace").decode(),  # engines accept any string as an id
             end.num_prompt_tokens,
             end.ttft,
         )
 
     def end(self) -> RequestEnd:
-        """Inverse of `of`. FormatError for more names of a prompt than there are, or a hint that is none."""
+        """Inverse of `of`. FormatError for more prompt names than names, or an unknown hint."""
         names = unpack_hashes(self.hashes)
         if self.num_prompt > len(names):
             raise FormatError(f"request ended: {self.num_prompt} of {len(names)} names are its prompt's")
@@ -275,7 +275,7 @@ Operation: TypeAlias = (
 )  # fmt: skip
 OPERATIONS: Final[tuple[type[Operation], ...]] = get_args(Operation)
 
-# Which lists of an operation of a kind may stand behind those of the one before, and what must be equal for that.
+# Lists of an operation that may be appended to those of the previous one, and the field that must be equal for that.
 _LISTS: Final[dict[type[Any], tuple[str, ...]]] = {
     Seal: ("reservations", "counts", "tokens"),
     Abandon: ("reservations",),
@@ -286,9 +286,9 @@ _EQUAL: Final[dict[type[Any], str]] = {Seal: "epoch", Abandon: "reason"}
 
 
 def coalesce(before: Operation, operation: Operation, most: int) -> bool:
-    """Have the operation before do what this one would, if they are of a kind: what a step ends or seals is many.
+    """Append the operation to the previous one, if they are of a kind: a step ends or seals many.
 
-    Not if one of its lists would be longer than `most`. Both must be of those that have no answer.
+    Not if one of its lists would be longer than `most`. Both must be operations without an answer.
     """
     kind = type(before)
     if kind is not type(operation) or kind not in _LISTS:
@@ -303,23 +303,23 @@ def coalesce(before: Operation, operation: Operation, most: int) -> bool:
     return True
 
 
-# what the daemon says
+# from the daemon
 
 
 class News(_Message):
-    """What became of a claim, told once: the slots of the blocks promised, none if nothing is."""
+    """The outcome of a claim, sent once: the slots of the promised blocks, none without a promise."""
 
     claim: Number
     found: Found
     refusal: Outcome | None
-    good_for: Seconds  # before an answer that nothing is held can be another one
+    good_for: Seconds  # before a lookup that missed may be repeated
     slots: Column
     generations: Column
     children: Annotated[Sequence[ChildBlock], Meta(max_length=MAX_CHILDREN)]  # as `Claim.children`
     meeting: Meeting | None  # as `Claim.meeting`
 
     def check(self, found: Attribution) -> tuple[list[int], list[int]]:
-        """The slots and their generations. FormatError if a field does not fit the others."""
+        """The slots and their generations. FormatError if the fields contradict each other."""
         columns, num = self.slots + self.generations, len(self.slots) // 8
         numbers = unpack_numbers(columns, 1 << 62) if columns else []
         if len(numbers) != 2 * num or num > found.loadable:
@@ -334,16 +334,16 @@ class News(_Message):
 
 
 class Reply(_Message):
-    """What the daemon sends: answers to a request, news of claims, and the epoch now."""
+    """A reply: answers to a request, news of claims, and the current epoch."""
 
-    request: Number  # 0: nobody asked
+    request: Number  # 0: no request
     epoch: Number
     answers: Annotated[list[Raw], Meta(max_length=MAX_ITEMS)]  # of the operations that have one, in their order
     news: Annotated[list[News], Meta(max_length=MAX_ITEMS)]
 
 
 class Request(_Message):
-    """What a client sends: operations, and the number that their answers come under."""
+    """A request: operations, and the number for their answers."""
 
     number: Number
     operations: Annotated[list[Operation], Meta(max_length=MAX_ITEMS)]
@@ -353,48 +353,48 @@ class Request(_Message):
 
 
 class Hello(_Message):
-    """A client asks for the tiers of one model."""
+    """A client opens the tiers of one model."""
 
     fingerprint: Hash
     block_size: Annotated[int, Meta(gt=0, lt=1 << 20)]  # tokens
     block_bytes: Annotated[int, Meta(gt=0, lt=1 << 40)]
-    size: Number  # bytes of L2 it would like the model to have; 0: a share, as the daemon thinks right
-    reset: bool  # a reset the daemon was not told of: everything is to be forgotten first
-    # the fields that the fingerprint was made from, for people; none: not known
+    size: Number  # bytes of L2 requested for the model; 0: a share that the daemon chooses
+    reset: bool  # the daemon missed a reset: it forgets everything first
+    # the fingerprint's fields, shown to users; empty: unknown
     about: Annotated[tuple[tuple[Text, Text], ...], Meta(max_length=MAX_ITEMS)] = ()
-    lossy: Text | None = None  # how tiers that nodes share keep the blocks (`ModelIdentity.lossy`); None: as they are
-    # what the model computes of a few tokens, packed; None: it was not asked
+    lossy: Text | None = None  # the encoding of blocks in shared tiers (`ModelIdentity.lossy`); None: as they are
+    # the KV that the model computes for a few tokens, packed; None: not computed
     kv_probe: Annotated[bytes, Meta(max_length=PROBE_BYTES)] | None = None
-    takes_parts: bool = True  # promises may end inside a block: else it is told of no children
+    takes_parts: bool = True  # promises may end inside a block: else no children are sent
 
 
 class Join(_Message):
-    """A process that copies for a client says so: what the client holds is held until it has ended too."""
+    """A worker process of a client: the client's slots are kept until this process has ended too."""
 
     client: Id
 
 
 class Welcome(_Message):
-    """The tiers are open; the region's file descriptor comes with this frame."""
+    """The tiers are open; the region's file descriptor is attached to this frame."""
 
-    client: Id  # how the client is called
-    instance: Id  # names this opening of the tiers: equal means the same region
+    client: Id  # the client's id
+    instance: Id  # id of this opening of the tiers: equal means the same region
     num_slots: Annotated[int, Meta(ge=0, lt=_MAX_SLOTS)]
     slot_bytes: Annotated[int, Meta(ge=0, lt=1 << 40)]
     epoch: Number
     has_lower: bool
-    lease_deadline: Seconds  # a promise holds that nobody renews
+    lease_deadline: Seconds  # after which a promise without renewal expires
 
 
 class Joined(_Message):
-    """The process is watched from now on."""
+    """The daemon watches the process from now on."""
 
 
 class Refused(_Message):
-    """No, and why: one line for a person."""
+    """A refusal with a one-line reason."""
 
     why: Text
-    is_other_kv: bool = False  # the namespace has the KV of a model that computes something else: KVMismatch
+    is_other_kv: bool = False  # the namespace has the KV of another model: KVMismatch
 
 
 Handshake: TypeAlias = Hello | Join
@@ -402,14 +402,14 @@ HandshakeReply: TypeAlias = Welcome | Joined | Refused
 
 
 class UnspokenVersion(FormatError):
-    """The other side has a version of the protocol that this one does not speak."""
+    """The other side uses a protocol version that this one does not support."""
 
 
-# packing and unpacking: whatever is wrong with bytes is a FormatError
+# packing and unpacking: malformed bytes are a FormatError
 
 _ENCODER: Final = Encoder()
 REQUESTS: Final = Decoder(Request)
-"""Of frames behind the handshake; `REPLIES` those of the daemon."""
+"""For frames after the handshake; `REPLIES` for those of the daemon."""
 REPLIES: Final = Decoder(Reply)
 _GRANTS: Final = Decoder(Grants)
 _PARTS: Final = Decoder(Annotated[list[Raw], Meta(min_length=3, max_length=15)])  # of a handshake
@@ -420,7 +420,7 @@ _HANDSHAKE_REPLIES: Final = {kind.__name__: Decoder(kind) for kind in get_args(H
 
 
 def pack_request(request: int, operations: list[Operation]) -> bytes:
-    """A client's frame. `request` is 0 if nobody waits for an answer. ValueError as `pack_frame`."""
+    """A client's frame. `request` is 0 if no answer is expected. ValueError as `pack_frame`."""
     packed = _ENCODER.encode(Request(request, operations))
     if len(packed) > MAX_FRAME:
         raise ValueError(f"frame of {len(packed)} bytes: at most {MAX_FRAME}")
@@ -428,7 +428,7 @@ def pack_request(request: int, operations: list[Operation]) -> bytes:
 
 
 def pack_reply(request: int, epoch: int, answers: list[Any], news: list[News], room: int = MAX_CHILDREN_BYTES) -> bytes:
-    """The daemon's frame. Of a claim whose children's tokens take more than what is left of `room`, none are told."""
+    """The daemon's frame. Children whose tokens exceed what is left of `room` are left out, claim by claim."""
     for i, each in enumerate(news):
         if each.children:
             num_bytes = sum(len(child.tokens) for child in each.children)
@@ -441,7 +441,7 @@ def pack_reply(request: int, epoch: int, answers: list[Any], news: list[News], r
 
 
 def unpack_answer(answer: Raw, kind: Any) -> Any:
-    """An answer of that type. FormatError."""
+    """Decode an answer as that type. FormatError."""
     try:
         return decode(answer, type=kind)
     except ValueError as error:
@@ -449,7 +449,7 @@ def unpack_answer(answer: Raw, kind: Any) -> Any:
 
 
 def pack_frame(body: object) -> bytes:
-    """One frame. ValueError if it would be longer than any reader takes."""
+    """One frame. ValueError if it is longer than MAX_FRAME."""
     packed = _ENCODER.encode(body)
     if len(packed) > MAX_FRAME:
         raise ValueError(f"frame of {len(packed)} bytes: at most {MAX_FRAME}")
@@ -457,20 +457,20 @@ def pack_frame(body: object) -> bytes:
 
 
 class FrameReader(Generic[T]):
-    """Cuts a stream of bytes into frames, and decodes them. Holds less than `limit` bytes besides what it is fed."""
+    """Splits a stream of bytes into frames, and decodes them. Buffers less than `limit` bytes."""
 
     def __init__(self, limit: int, decoder: "Decoder[T] | None" = None) -> None:
-        """`limit`: bytes of one frame. Without a decoder `feed` returns bodies. Both may change between two calls."""
+        """`limit`: bytes of one frame. Without a decoder `feed` returns bodies. Both may be changed between calls."""
         self.limit = limit
         self.decoder = decoder
-        self._rest = bytearray()  # of the frame that is not whole yet
+        self._rest = bytearray()  # of the incomplete frame
         self.num_waiting = 0  # bytes of it
 
     def feed(self, data: bytes | memoryview) -> list[T]:
-        """What the frames say that these bytes complete: bodies are views of `data`, good until that changes.
+        """The frames completed by these bytes. Without a decoder: bodies, which are views valid until `data` changes.
 
-        Raises FormatError for a length over the limit, as soon as its four bytes are there, and for what the decoder
-        does not take. What a message's parts say of one another is for its methods, and for whoever unpacks answers.
+        FormatError for a length over the limit, as soon as its four bytes are there, and for what the decoder rejects.
+        Consistency between a message's fields is checked by its methods, and by the code that unpacks answers.
         """
         if self._rest:
             self._rest += data
@@ -486,7 +486,7 @@ class FrameReader(Generic[T]):
             body = stream[at + _LENGTH.size : end]
             try:
                 found.append(body if self.decoder is None else self.decoder.decode(body))
-            except (ValueError, RecursionError) as error:  # an answer may be an array of arrays, however deep
+            except (ValueError, RecursionError) as error:  # an answer may be a deeply nested array
                 raise _malformed(body, error) from None
             at = end
         if at or not self._rest:
@@ -496,15 +496,15 @@ class FrameReader(Generic[T]):
 
 
 def pack_handshake(handshake: Handshake | HandshakeReply, version: int = VERSION) -> bytes:
-    """Its frame. What a version has no field for is left out."""
+    """Its frame, without fields that the version lacks."""
     kind = type(handshake).__name__
     return pack_frame([_MAGIC, version, kind, *astuple(handshake)[: _FIELDS.get(version, {}).get(kind)]])
 
 
 def version_of(body: bytes | memoryview) -> int:
-    """Which version a handshake is of. UnspokenVersion names both, and what to upgrade, if this side does not speak it.
+    """The version of a handshake. UnspokenVersion, with both versions and what to upgrade, if it is not supported.
 
-    FormatError for what is no handshake.
+    FormatError if it is not a handshake.
     """
     return _parts(body)[0]
 
@@ -544,7 +544,7 @@ def _parts(body: bytes | memoryview) -> tuple[int, str, list[Raw]]:
             which = "this side" if spoken > VERSION else "the other side"
             raise UnspokenVersion(f"protocol version {spoken}, {ours}: upgrade {which}; daemons before their engines")
         return spoken, _TEXTS.decode(kind), fields
-    except (ValueError, RecursionError) as error:  # a part may be an array of arrays, however deep
+    except (ValueError, RecursionError) as error:  # a part may be a deeply nested array
         raise _malformed(body, error) from None
 
 
@@ -556,7 +556,7 @@ def _malformed(body: bytes | memoryview | Raw, error: Exception) -> FormatError:
 
 
 def unpack_hashes(data: bytes) -> list[ChainHash]:
-    """Names that stand back to back."""
+    """Concatenated names."""
     if len(data) % _HASH_BYTES:
         raise FormatError(f"names: not {_HASH_BYTES} bytes for each")
     hashes: list[ChainHash] = np.frombuffer(data, f"V{_HASH_BYTES}").tolist()
@@ -564,7 +564,7 @@ def unpack_hashes(data: bytes) -> list[ChainHash]:
 
 
 def unpack_numbers(data: bytes, below: int, *, least: int = 0) -> list[int]:
-    """i64 little-endian that stand back to back; each must be in [least, below)."""
+    """Concatenated i64, little-endian; each must be in [least, below)."""
     if len(data) % 8:
         raise FormatError("numbers: not eight bytes for each")
     numbers = array("q", data).tolist()
@@ -574,7 +574,7 @@ def unpack_numbers(data: bytes, below: int, *, least: int = 0) -> list[int]:
 
 
 def pack_grants(grants: Sequence[Granted | None]) -> Grants:
-    """The answer to a `Reserve`: how many slots each `Wanted` has, or -1, then the columns of all of them in a row."""
+    """The answer to a `Reserve`: the number of slots of each `Wanted`, or -1, then the concatenated columns of all."""
     counts, made = [-1 if grant is None else len(grant[0]) for grant in grants], [grant for grant in grants if grant]
     indices, slots, generations = (
         array("q", chain.from_iterable([grant[column] for grant in made])).tobytes() for column in range(3)
@@ -604,16 +604,16 @@ def unpack_grants(answer: Raw, num_wanted: Sequence[int], num_slots: int) -> lis
     for count, wanted in zip(how_many, num_wanted, strict=True):
         end = first + max(0, count)
         if count > 0 and not max(indices[first:end]) < wanted:
-            raise FormatError("a slot for a block that nobody asked for")
+            raise FormatError("a slot for a block that was not requested")
         grants.append(None if count < 0 else (indices[first:end], slots[first:end], generations[first:end]))
         first = end
     return grants
 
 
 def pack_found(found: Attribution, version: int = VERSION) -> tuple[int, ...]:
-    """Blocks, then how many of them in each tier of the version's table, nearest first, then the misses.
+    """Blocks, then their number in each tier of the version's table, nearest first, then the misses.
 
-    Blocks of tiers that a version does not know count as those of its last one.
+    Blocks of tiers that a version lacks count as those of its last one.
     """
     counts = [found.by_tier.get(tier, 0) for tier in _TIERS.get(version, TIERS)]
     counts[-1] += found.blocks - found.miss - sum(counts)
@@ -622,7 +622,7 @@ def pack_found(found: Attribution, version: int = VERSION) -> tuple[int, ...]:
 
 @lru_cache(_MAX_FOUND)
 def unpack_found(found: tuple[int, ...]) -> Attribution:
-    """Inverse of `pack_found`. FormatError if no version has so many tiers, or it does not sum."""
+    """Inverse of `pack_found`. FormatError if no version has so many tiers, or if the sum is wrong."""
     for tiers in (tuple(TIERS), *_TIERS.values()):
         if len(tiers) == len(found) - 2:
             blocks, *counts, miss = found
@@ -634,9 +634,9 @@ def unpack_found(found: tuple[int, ...]) -> Attribution:
 
 
 def check_children(children: Sequence[ChildBlock]) -> None:
-    """FormatError unless each is another one, with a name and a token or more."""
+    """FormatError unless all differ, and each has a name and at least one token."""
     for name, tokens in children:
         if len(name) != _HASH_BYTES or len(tokens) % 4 or len(tokens) > 4 * MAX_BLOCK_SIZE:
             raise FormatError("children: not names and the tokens of a block")
     if len({name for name, _ in children}) < len(children) or not all(tokens for _, tokens in children):
-        raise FormatError("children: one comes twice, or has no tokens")
+        raise FormatError("children: one is repeated, or has no tokens")

@@ -22,15 +22,15 @@ _log = logging.getLogger(__name__)
 
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")  # the first kind that exists
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
-_BLOB: Final = re.compile(r"[0-9a-f]{64}")  # how a hub's client calls a large file: by its SHA-256
+_BLOB: Final = re.compile(r"[0-9a-f]{64}")  # a large file's name in the hub's cache: its SHA-256
 _PIECE: Final = 4 << 20  # bytes read at a time
-_NUM_READERS: Final = 8  # files that are read at once
-_SLOW: Final = 5.0  # seconds between two log lines about a long read
-_TICK: Final = 2_000_000_000  # ns: two changes of a file within it may leave it with one time
-_MOST_KNOWN: Final = 4096  # files whose digests are kept
-_NUM_SAMPLES: Final = 16  # pieces of a file that are compared before its kept digest is used
+_NUM_READERS: Final = 8  # files read at once
+_SLOW: Final = 5.0  # seconds between two warnings about a long read
+_TICK: Final = 2_000_000_000  # ns: two changes within it may get the same timestamp
+_MOST_KNOWN: Final = 4096  # digests cached
+_NUM_SAMPLES: Final = 16  # pieces of a file compared before its cached digest is used
 _SAMPLE: Final = 4096  # bytes of each
-_ATTEMPTS: Final = 3  # at reading a file that changes meanwhile
+_ATTEMPTS: Final = 3  # at reading a file that changes during the read
 
 _NEEDED: Final = {
     "config.json": "name a local checkpoint directory",
@@ -40,7 +40,7 @@ _NEEDED: Final = {
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What tells without reading it that a file was replaced or written to, even if size and mtime were kept."""
+    """Detects without reading it that a file was replaced or written to, even if size and mtime were kept."""
 
     path: Path
     device: int
@@ -76,9 +76,9 @@ def name_of(path: Path) -> str:
 def revision_of(path: Path) -> str:
     """A name for the weights in a checkpoint directory, for `ModelIdentity.revision`.
 
-    It is made of the SHA-256 of each weight file, and of code and adapter settings beside them: equal files have one
-    name wherever they lie. The hub's client has named its files by that already; others are read, again only when
-    they change. Raises ConfigError if there are no weights or they are being written, OSError if they are unreadable.
+    It is computed from the SHA-256 of each weight file, and of code and adapter settings beside them: equal files have
+    one name wherever they are. Files in the hub's cache are already named by it; others are read, again only when they
+    change. Raises ConfigError if there are no weights or they are being written, OSError if they are unreadable.
     """
     path = path.resolve()
     weights, others = _named_files(path)
@@ -95,7 +95,7 @@ def revision_of(path: Path) -> str:
 
 
 def file_stamps(path: Path) -> tuple[FileStamp, ...]:
-    """The stamps of all files that name a checkpoint. Raises OSError if one goes meanwhile."""
+    """The stamps of all files that name a checkpoint. Raises OSError if one disappears meanwhile."""
     weights, others = _named_files(path)
     return tuple(map(FileStamp.of, [*weights, *others, *path.glob("config.json")]))
 
@@ -130,20 +130,20 @@ def config_of(path: Path) -> dict[str, Any]:
 
 
 class _Reading:
-    """Digests the files of one checkpoint, on any thread, and tells how far it is."""
+    """Digests the files of one checkpoint, on any thread, and logs its progress."""
 
     def __init__(self, path: Path, total: int) -> None:
         self._path = path
         self._total = total
         self._lock = threading.Lock()
-        self._read, self._told_at = 0, time.monotonic()
+        self._read, self._logged_at = 0, time.monotonic()
 
     def digest(self, file: Path) -> str:
-        """The file's SHA-256, in hex: by the name of a hub's blob, as known, or read."""
+        """The file's SHA-256, in hex: from the name of a hub's blob, from the cache, or by reading it."""
         blob = file.resolve()
         is_named = blob.parent.name == "blobs" and _BLOB.fullmatch(blob.name)
         if is_named and file.is_symlink() and FileStamp.of(blob).changed <= file.lstat().st_ctime_ns:
-            return blob.name  # nobody has touched it since its link was made
+            return blob.name  # unchanged since its link was made
         for _ in range(_ATTEMPTS):
             stamp, began = FileStamp.of(blob), time.time_ns()
             known = _KNOWN.get(blob)
@@ -169,21 +169,21 @@ class _Reading:
         with file.open("rb", buffering=0) as opened, memoryview(buffer) as view:
             while num_read := opened.readinto(buffer):
                 digest.update(view[:num_read])
-                self._tell(num_read)
+                self._log_progress(num_read)
         return digest.hexdigest()
 
-    def _tell(self, num_read: int) -> None:
+    def _log_progress(self, num_read: int) -> None:
         with self._lock:
             self._read += num_read
-            if time.monotonic() - self._told_at < _SLOW:
+            if time.monotonic() - self._logged_at < _SLOW:
                 return
-            self._told_at = time.monotonic()
+            self._logged_at = time.monotonic()
             read, total = format_size(self._read), format_size(self._total)
         _log.warning("naming the weights in %s: %s of %s read", self._path, read, total)
 
 
 def _samples(file: Path, size: int) -> int:
-    """A digest of some pieces: where a file system keeps no honest times, new weights still differ in these."""
+    """A digest of some pieces: if a file system's timestamps are unreliable, new weights still differ in these."""
     digest = xxhash.xxh3_64()
     with file.open("rb", buffering=0) as opened:
         for number in range(_NUM_SAMPLES):

@@ -1,4 +1,4 @@
-"""What computes a live model's KV beside a checkpoint's weights: adapters, weights changed in place, foreign code."""
+"""Names what a live model computes beside its checkpoint: adapters, weights changed in place, foreign code."""
 
 import functools
 import hashlib
@@ -29,24 +29,24 @@ from kvtier.tiers import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Packages that compute what a checkpoint's weights and configuration say, or what is named here (PEFT). The code that a
-# checkpoint brings along (`transformers_modules`) is part of its revision.
+# Packages whose code computes only what a checkpoint's weights and configuration define, or what is named here (PEFT).
+# A checkpoint's own code (`transformers_modules`) is part of its revision.
 _KNOWN: Final = frozenset(
     {"torch", "transformers", "transformers_modules", "kvtier", "peft", "accelerate"}
     | {"aqlm", "auto_gptq", "awq", "bitsandbytes", "compressed_tensors", "eetq", "fbgemm_gpu", "gptqmodel", "hqq"}
     | {"kernels", "optimum", "quark", "spqr_quant", "torchao", "vptq"}
     | {"causal_conv1d", "fla", "flash_attn", "mamba_ssm"}
-    | {"einops", "huggingface_hub", "numpy", "safetensors", "scipy", "timm"}  # what their files import
-    | sys.stdlib_module_names - {"unittest"}  # … and what wraps functions; a mock is no known code
+    | {"einops", "huggingface_hub", "numpy", "safetensors", "scipy", "timm"}  # imported by their files
+    | sys.stdlib_module_names - {"unittest"}  # … which also wraps functions; but a mock is not known code
 )
-# Adapters whose KV of a token follows from the tokens up to it and from the adapter's weights and settings.
+# Adapters with which a token's KV depends only on the tokens up to it and the adapter's weights and settings.
 _TUNERS: Final = frozenset(
     {"adalora", "boft", "c3a", "fourierft", "hra", "ia3", "ln_tuning", "loha", "lokr", "lora", "miss", "mixed", "oft"}
     | {"randlora", "road", "shira", "trainable_tokens", "vblora", "vera", "waveft"}
     | {"tuners_utils", "_buffer_dict", "lycoris_utils"}
 )
-_THROUGH: Final = ("base_layer", "original_module", "token_adapter")  # where an adapter has what it was put before
-_INTO: Final = ("base_model", "model")  # … and where PEFT's models have theirs
+_THROUGH: Final = ("base_layer", "original_module", "token_adapter")  # where an adapter layer has the wrapped layer
+_INTO: Final = ("base_model", "model")  # … and where PEFT's models have the wrapped model
 _NOT_SETTINGS: Final = frozenset({*vars(torch.nn.Module()), "kwargs", "merged_adapters"})
 _DROPOUT: Final = torch.nn.modules.dropout._DropoutNd
 _BATCH_NORM: Final = torch.nn.modules.batchnorm._BatchNorm
@@ -54,23 +54,23 @@ _Plain = bool | int | float | str | None
 
 
 class UnnamedModelError(Exception):
-    """What a model computes has no name: why, and the way out."""
+    """The model's KV has no name: the reason, and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
     """One module of a model."""
 
-    path: str  # as in the checkpoint, without what adapters put in between; "" or ending in "."
+    path: str  # as in the checkpoint, without adapters' levels; "" or ending in "."
     module: torch.nn.Module
-    adapter: torch.nn.Module | None  # the adapter layer, or PEFT's model, that it belongs to. None: the model's own
+    adapter: torch.nn.Module | None  # its adapter layer or PEFT model. None: the model's own
 
 
 class LiveModel:
-    """A model as it computes now, against how it was named when this was made. One thread at a time.
+    """A model as it computes now, compared with its state when this was made. One thread at a time.
 
-    `refusal` is why its KV has no name now, with the way out; None if it has one. `variant` is 32 bytes that tell it
-    from the model it was named as: another name for the same tokens. None: it computes what that model does.
+    `refusal` is why its KV has no name now, with the fix; None if it has one. `variant`: 32 bytes that distinguish it
+    from the model it was named as. None: it computes the same.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class LiveModel:
         label: str | None = None,
         settled: Collection[str] = (),
     ) -> None:
-        """`named` reads the model's own weights and names them. It is called now, and whenever they may have changed.
+        """`named` reads and names the model's own weights. It is called now, and whenever they may have changed.
 
         `label`: the caller's name for what foreign code in the model computes. Without one such a model is refused.
-        `settled`: settings of modules that the caller changed, in a way that changes no KV.
+        `settled`: settings of modules that the caller changed without an effect on KV.
         """
         self.model: Any = model
         self._named = named
@@ -97,22 +97,22 @@ class LiveModel:
         if self._modules is not None:
             revision = f"sha256:{hashlib.sha256(f'{revision} {self._modules}'.encode()).hexdigest()}"
         self.weights_name = revision, digest
-        """`revision` and `config_digest` of its own weights when this was made, and of what is odd in its modules."""
+        """`revision` and `config_digest` of its own weights at creation, including deviations in its modules."""
         self._merged = _merged(parts)
-        self._own: bytes | None = None  # a name that stands for these weights, until they change
+        self._own: bytes | None = None  # a random name for these weights, until they change
         self.refusal: str | None = None
         self.variant: bytes | None = None
         self._look(parts)
 
     def holds(self, *, in_pass: bool = False) -> bool:
-        """Whether nothing shows that the model computes anything else than when it was last looked at.
+        """Whether nothing shows that the model computes anything else than at the last check.
 
-        Looks at structure alone, in microseconds; see `ModelWatch`. `in_pass`: waits for no device.
+        Checks only structure, in microseconds; see `ModelWatch`. `in_pass`: does not wait for a device.
         """
         return self.watch.holds(in_pass=in_pass)
 
     def look(self) -> None:
-        """Find out what the model computes now. Reads its weights if they may have changed."""
+        """Determine what the model computes now. Reads its weights if they may have changed."""
         parts = list(parts_of(self.model))
         base, merged = base_tensors(parts), _merged(parts)
         watch = self.watch.base
@@ -131,11 +131,11 @@ class LiveModel:
         self.refusal = self.refusal or unreadable
 
     def refuse(self, why: str) -> None:
-        """What it computes has no name, until it is looked at anew."""
+        """Refuse the model until the next `look`."""
         self.refusal = why
 
     def renew(self) -> None:
-        """The weights may be others now, whether that shows or not: have them a name that nothing had. Reads none."""
+        """Give the weights a new random name, since they may have changed unnoticed. Reads none."""
         self._own = secrets.token_bytes(32)
         parts = list(parts_of(self.model))
         self._merged = _merged(parts)
@@ -161,32 +161,32 @@ class LiveModel:
             for now, was in zip((self._weights, self._modules), self._named_as, strict=True)
         )
         label = None if self._label is None else self._label.encode()
-        told = (self._own or weights, modules, adapters, label)
-        if any(each is not None for each in told):
-            self.variant = hashlib.sha256(b"kvtier-variant-v1" + repr(told).encode()).digest()
+        named = (self._own or weights, modules, adapters, label)
+        if any(each is not None for each in named):
+            self.variant = hashlib.sha256(b"kvtier-variant-v1" + repr(named).encode()).digest()
 
 
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """While it is open, the model computes what its own weights do. What is merged into them stays.
+    """Inside the context, the model computes without adapters. Merged ones stay.
 
-    What its modules note down meanwhile is undone.
+    State that its modules change meanwhile is restored.
     """
     modules: list[Any] = list(model.modules())
-    held: list[Any] = list(map(vars, modules))
-    were = list(map(dict, held))
+    states: list[Any] = list(map(vars, modules))
+    were = list(map(dict, states))
     try:
         for each in modules:
             if "_active_adapter" in vars(each) and not each.merged_adapters:
                 each._disable_adapters = True
         yield
     finally:
-        for now, was in zip(held, were, strict=True):
+        for now, was in zip(states, were, strict=True):
             now.update(was)
 
 
 def parts_of(model: torch.nn.Module) -> Iterator[ModelPart]:
-    """Every module of a model, under the paths of its checkpoint. Adapters' own modules have their layer's path."""
+    """Every module of a model, by its checkpoint path. Adapters' own modules have their layer's path."""
     yield from _parts(model, "", None)
 
 
@@ -210,7 +210,7 @@ def _own_modules(parts: Iterable[ModelPart]) -> dict[str, torch.nn.Module]:
 
 
 def base_tensors(parts: Iterable[ModelPart]) -> dict[str, torch.Tensor]:
-    """The model's own parameters and saved buffers, without adapters', by their names in the checkpoint."""
+    """The model's own parameters and persistent buffers, without adapters', by their names in the checkpoint."""
     tensors: dict[str, torch.Tensor] = {}
     for part in parts:
         if part.adapter is None:
@@ -234,10 +234,10 @@ def base_state(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def adapters_of(parts: Iterable[ModelPart]) -> bytes | None:
-    """32 bytes over all that active adapters compute with: weights, scaling, settings, order. None: none is active.
+    """32 bytes over everything that active adapters compute with: weights, scaling, settings, order. None: none active.
 
-    Their names are labels, and left out. UnnamedModelError for a kind whose KV may depend on later tokens, and where
-    PEFT's next pass is going to change the model's weights.
+    Their names are labels, and left out. UnnamedModelError for a kind whose KV may depend on later tokens, and if
+    PEFT's next pass will change the model's weights.
     """
     owned: dict[int, list[ModelPart]] = {}
     for part in parts:
@@ -253,20 +253,20 @@ def adapters_of(parts: Iterable[ModelPart]) -> bytes | None:
             _digest_layer(digest, own, active, _names_in(own[0].module), settings=True)
     if not everywhere:
         return None
-    for own in models:  # what several layers share
+    for own in models:  # weights shared by several layers
         names = {name for layer in layers for name in _names_in(layer[0].module)}
         _digest_layer(digest, own, list(everywhere), names, settings=False)
     return digest.digest()
 
 
 def _active(part: ModelPart) -> list[str]:
-    """The adapters that an adapter layer adds to what it is put before, in their order. What is merged adds nothing."""
+    """The adapters that an adapter layer applies, in order. Merged ones are not applied."""
     layer: Any = part.module
     is_merged = bool(layer.merged_adapters)
     if layer._disable_adapters:
         if is_merged:
-            said = f"{part.path[:-1]}: an adapter is merged and disabled, so PEFT's next pass changes the weights"
-            raise UnnamedModelError(f"{said}; call unmerge_adapter() first")
+            problem = f"{part.path[:-1]}: an adapter is merged and disabled, so PEFT's next pass changes the weights"
+            raise UnnamedModelError(f"{problem}; call unmerge_adapter() first")
         return []
     active = [layer._active_adapter] if isinstance(layer._active_adapter, str) else list(layer._active_adapter)
     names = _names_in(layer)
@@ -274,38 +274,38 @@ def _active(part: ModelPart) -> list[str]:
 
 
 def _names_in(layer: Any) -> set[str]:
-    """All adapters that a layer has."""
+    """All adapters of a layer."""
     names = set[str]()
     for attribute in (*layer.adapter_layer_names, *layer.other_param_names):
         try:
-            held = functools.reduce(getattr, attribute.split("."), layer)
+            found = functools.reduce(getattr, attribute.split("."), layer)
         except AttributeError:
             continue
-        if isinstance(held, Mapping | torch.nn.ModuleDict | torch.nn.ParameterDict):
-            names.update(held.keys())
+        if isinstance(found, Mapping | torch.nn.ModuleDict | torch.nn.ParameterDict):
+            names.update(found.keys())
     return names
 
 
 def _digest_layer(digest: Any, own: list[ModelPart], active: list[str], names: set[str], *, settings: bool) -> None:
-    """What the active ones of the adapters `names` compute with here, whatever they are called."""
+    """Digest the weights and settings of the active ones of the adapters `names`, whatever their names."""
     start = own[0].path
     digest.update(f"layer {start} {len(active)}".encode())
     numbers = {name: f"#{number}" for number, name in enumerate(active)}
 
-    def told(steps: str) -> str | None:
+    def renamed(steps: str) -> str | None:
         each = [step for step in steps.split(".") if step]
         if any(step in names and step not in numbers for step in each):
             return None
         return ".".join(numbers.get(step, step) for step in each)
 
     for part in own:
-        place = told(part.path[len(start) :])
+        place = renamed(part.path[len(start) :])
         if place is None:
             continue
         kind = type(part.module)
         digest.update(f"{place} {kind.__module__}.{kind.__qualname__}".encode())
         for name, tensor in [*part.module._parameters.items(), *part.module._buffers.items()]:
-            if tensor is not None and (label := told(name)) is not None:
+            if tensor is not None and (label := renamed(name)) is not None:
                 digest.update(f"{label} {tensor.dtype} {tuple(tensor.shape)}".encode())
                 digest.update(bytes_of(tensor))
         if settings:
@@ -315,13 +315,13 @@ def _digest_layer(digest: Any, own: list[ModelPart], active: list[str], names: s
 
 
 def _setting(value: Any, names: set[str], numbers: Mapping[str, str]) -> str:
-    """A value as text: of a mapping by adapters those of the active ones; of anything but plain values, their class."""
+    """A value as text: of a mapping by adapters only the active ones; of anything but plain values the class."""
     if isinstance(value, Mapping):
         chosen = {numbers.get(key, key): each for key, each in value.items() if key not in names or key in numbers}
         return repr(sorted((str(key), _setting(each, names, numbers)) for key, each in chosen.items()))
     if isinstance(value, list | tuple | set | frozenset):
-        told = [_setting(each, names, numbers) for each in value]
-        return repr(sorted(told) if isinstance(value, set | frozenset) else told)
+        items = [_setting(each, names, numbers) for each in value]
+        return repr(sorted(items) if isinstance(value, set | frozenset) else items)
     if isinstance(value, _Plain):
         return repr(value)
     if isinstance(value, torch.Tensor):
@@ -330,7 +330,7 @@ def _setting(value: Any, names: set[str], numbers: Mapping[str, str]) -> str:
 
 
 def _merged(parts: Iterable[ModelPart]) -> list[list[str]]:
-    """Which adapters are in the weights of each adapter layer."""
+    """The merged adapters of each adapter layer."""
     return [list(part.module.merged_adapters) for part in parts if hasattr(part.module, "merged_adapters")]  # type: ignore[arg-type]
 
 
@@ -338,22 +338,22 @@ def _require_known_tuner(part: ModelPart) -> None:
     kind = type(part.module)
     where = kind.__module__.split(".")
     if where[:2] == ["peft", "tuners"] and where[2] not in _TUNERS:
-        said = f"adapter of kind {where[2]!r}: a token's KV may depend on more than the tokens before it"
-        raise UnnamedModelError(f"{said}; merge or unload it, or leave kvtier out")
+        problem = f"adapter of kind {where[2]!r}: a token's KV may depend on more than the tokens before it"
+        raise UnnamedModelError(f"{problem}; merge or unload it, or leave kvtier out")
     variants: Any = getattr(part.module, "lora_variant", None)
     if isinstance(variants, Mapping) and any(type(each).__name__.startswith("ALora") for each in variants.values()):
-        said = "adapter of kind 'alora': a token's KV depends on where a later token switches it on"
-        raise UnnamedModelError(f"{said}; unload it, or leave kvtier out")
+        problem = "adapter of kind 'alora': a token's KV depends on where a later token switches it on"
+        raise UnnamedModelError(f"{problem}; unload it, or leave kvtier out")
 
 
 # code
 
 
 def _require_alike(device: torch.device, parts: Iterable[ModelPart]) -> None:
-    """UnnamedModelError where two passes over one text differ: in another dtype, or by dropout."""
+    """UnnamedModelError if two passes over one text may differ: in dtype, or by dropout."""
     if (cast := cast_to(device.type)) is not None:
-        said = f"torch.autocast computes in {cast} what the model has in another dtype"
-        raise UnnamedModelError(f"{said}; leave it off, or load the model in the dtype that you want")
+        problem = f"torch.autocast computes in {cast} what the model has in another dtype"
+        raise UnnamedModelError(f"{problem}; leave it off, or load the model in the dtype that you want")
     for part in parts:
         if part.module.training and (why := _varies(part.module)) is not None:
             place = part.path[:-1] or type(part.module).__name__
@@ -361,7 +361,7 @@ def _require_alike(device: torch.device, parts: Iterable[ModelPart]) -> None:
 
 
 def _varies(module: torch.nn.Module) -> str | None:
-    """What of a module in training mode is another one at each pass, or by what else is in the batch."""
+    """What in a module in training mode varies between passes, or with the rest of the batch."""
     if isinstance(module, _BATCH_NORM):
         return "batch norm"
     for name, value in vars(module).items():
@@ -372,9 +372,9 @@ def _varies(module: torch.nn.Module) -> str | None:
 
 
 def require_known_code(model: torch.nn.Module, parts: Iterable[ModelPart]) -> None:
-    """UnnamedModelError if anything but known packages' own code computes in the model: it names the first such place.
+    """UnnamedModelError, with the first place, if code of other than known packages computes in the model.
 
-    Hooks and functions of others may compute something else at the next call, and nothing of the model would show it.
+    Foreign hooks and functions may compute something else at the next call, without any trace in the model.
     """
     for table in (_torch_modules._global_forward_hooks, _torch_modules._global_forward_pre_hooks):
         for hook in table.values():
@@ -399,7 +399,7 @@ def require_known_code(model: torch.nn.Module, parts: Iterable[ModelPart]) -> No
 
 
 def _require_own_methods(place: str, module: torch.nn.Module) -> None:
-    """Of methods that a module has for itself alone, in place of its class's."""
+    """Check methods that a module has as its own attributes, in place of its class's."""
     own = vars(module)
     for name, value in own.items():
         if name == "generate" or not isinstance(value, FunctionType | MethodType | functools.partial):
@@ -409,7 +409,7 @@ def _require_own_methods(place: str, module: torch.nn.Module) -> None:
 
 
 def _require_known_functions(model: torch.nn.Module, kinds: Iterable[type]) -> None:
-    """Of functions that the modules' code finds by name: in its file, in torch, among transformers' interfaces."""
+    """Check functions that the modules' code finds by name: in its file, in torch, in transformers' interfaces."""
     names = code_files(kinds)
     for name in names:
         for label, value in vars(sys.modules[name]).items():
@@ -427,7 +427,7 @@ def _require_known_functions(model: torch.nn.Module, kinds: Iterable[type]) -> N
 
 
 def is_known(value: Any) -> bool:
-    """Whether a function, with all that it is wrapped around, or a class or callable is a known package's."""
+    """Whether a function with all its wrapped functions, a class or a callable is from a known package."""
     while True:
         if isinstance(value, functools.partial):
             value = value.func

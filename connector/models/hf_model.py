@@ -1,4 +1,4 @@
-"""Reads from a transformers model what its KV depends on: its identity."""
+"""The identity of a transformers model: everything its KV depends on."""
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -31,12 +31,12 @@ def identity_of(
     epoch: int,
     exact_rows: int | None = None,
 ) -> ModelIdentity:
-    """All that a model's KV depends on, of texts within `rope_limit`, but its `variant`. Reads all weights.
+    """Everything a model's KV depends on, for texts within `rope_limit`, except its `variant`. Reads all weights.
 
     ConfigError for unknown RoPE, and as `weights_of`.
 
-    A model that still equals its checkpoint directory is named after that, as by every engine. Any other model is named
-    after its own weights. `exact_rows` names the engine's exact mode, whose KV differs in the last bits.
+    A model that equals its checkpoint directory is named after that, the same in every engine. Any other is named after
+    its own weights. `exact_rows`: the engine's exact mode, whose KV differs in the last bits.
     """
     live = model if isinstance(model, LiveModel) else live_model(model)
     revision, digest = live.weights_name
@@ -58,12 +58,12 @@ def identity_of(
 
 
 def live_model(model: "PreTrainedModel", label: str | None = None, settled: Collection[str] = ()) -> LiveModel:
-    """The model as it computes now, by its weights' name. Reads all weights. The rest as in `LiveModel`."""
+    """The model as it computes now, with its weights' name. Reads all weights. Arguments as `LiveModel`."""
     return LiveModel(model, lambda: weights_name(model), label, settled)
 
 
 def weights_name(model: "PreTrainedModel") -> tuple[str, str]:
-    """`revision` and `config_digest` of the model's own weights as they are now, without adapters. Reads them all."""
+    """`revision` and `config_digest` of the model's own weights as they are now, without adapters. Reads all."""
     names = _names_of_checkpoint(model)
     if names is not None:
         return names
@@ -71,9 +71,9 @@ def weights_name(model: "PreTrainedModel") -> tuple[str, str]:
 
 
 def _names_of_checkpoint(model: "PreTrainedModel") -> tuple[str, str] | None:
-    """Revision and configuration's digest of the directory that it was loaded from; None if it is not that, or changes.
+    """Revision and configuration digest of the directory it was loaded from; None if it differs from that, or changes.
 
-    What is compared and what is named has to be one state of the files, though nobody keeps others from writing there.
+    The files must not change between comparison and naming, though nothing prevents other processes from writing.
     """
     path = Path(model.name_or_path) if model.name_or_path else None
     if path is None or not path.is_dir():
@@ -112,13 +112,13 @@ def is_checkpoint(model: "PreTrainedModel", path: Path) -> bool:
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """All weights and buffers but adapters', by name, each with bytes of its own to read. Reads none.
+    """All weights and buffers except adapters', by name, each as a plain tensor. Reads none.
 
-    ConfigError names the first that has none: offloaded ones, and what a quantiser put there instead of a tensor.
+    ConfigError names the first without plain bytes: offloaded ones, and a quantiser's replacements of tensors.
     """
     try:
         weights = base_state(model)
-    except Exception as error:  # of some module's own making
+    except Exception as error:  # raised by any module's own code
         why = f"state_dict() raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ConfigError(f"{why}; {_UNQUANTISED}") from error
     return {name: _readable(name, weight) for name, weight in weights.items()}
@@ -138,7 +138,7 @@ def _readable(name: str, weight: object) -> torch.Tensor:
 
 
 def _plain(weight: object) -> torch.Tensor | None:
-    """The weight as a tensor of torch's own class; None if it is of another, whose bytes may be other numbers."""
+    """The weight as a plain torch.Tensor; None if it is of another class, whose bytes may have another meaning."""
     if not isinstance(weight, torch.Tensor):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Notices from a model's structure alone that it may not compute what it did, in microseconds: asked at every call."""
+"""Detects from a model's structure that it may compute something else than before; microseconds, at every call."""
 
 import ctypes
 import gc
@@ -13,10 +13,10 @@ from torch.nn.modules import module as _torch_modules
 
 from kvtier.connector.models.ordinary import is_by_length
 
-PASSES: Final = ("forward", "__call__", "_call_impl")  # what a module's class is run by
+PASSES: Final = ("forward", "__call__", "_call_impl")  # the methods that run a module
 TORCH: Final = ("addmm", "baddbmm", "bmm", "cat", "einsum", "matmul", "mm", "rsqrt", "softmax", "where")
 OF_TORCH: Final = attrgetter(*TORCH)
-"""Functions that models call by torch's own name; those of `torch.nn.functional` are all looked at."""
+"""Functions that models call by torch's own name; those of `torch.nn.functional` are all checked."""
 _VERSION: Final = attrgetter("_version")
 _OF_CLASS: Final = attrgetter(*PASSES)
 _PLACE: Final = torch.Tensor.data_ptr
@@ -26,18 +26,17 @@ _KEPT: Final = frozenset(vars(torch.nn.Module()))  # dicts of every module
 
 
 class TensorWatch:
-    """Whether tensors may have other values than when this was made. It keeps the tensors, not memory they gave up.
+    """Detects whether tensors may have changed since this was made. Keeps the tensors, not memory they gave up.
 
-    Version counters count every change in place. What goes past them through `.data` is looked for in each tensor:
-    whether its memory is another, and whether the element in its middle has another value. On other devices than the
-    CPU that waits for the device.
+    Version counters count every change in place. Changes through `.data` bypass them: for those this compares each
+    tensor's address and the value of its middle element. On other devices than the CPU that waits for the device.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, with_first: bool = False) -> None:
-        """`tensors` by their names. `with_first`: look at their first elements, too, on the CPU."""
+        """`tensors` by name. `with_first`: compare their first elements, too, on the CPU."""
         self.tensors = dict(tensors)
         each_once = list({id(each): each for each in tensors.values()}.values())
-        self._counted = [each for each in each_once if not each.is_inference()]  # inference tensors count nothing
+        self._counted = [each for each in each_once if not each.is_inference()]  # inference tensors have no counters
         self._num_changes = sum(map(_VERSION, self._counted))
         self._placed = [each for each in each_once if _has_memory(each)]
         self._places = list(map(_PLACE, self._placed))
@@ -48,19 +47,19 @@ class TensorWatch:
         self._far_found = self._far_values()
 
     def holds(self, *, in_pass: bool = False) -> bool:
-        """Whether nothing shows a change. RuntimeError if a tensor has lost its memory.
+        """Whether no change is visible. RuntimeError if a tensor has lost its memory.
 
-        `in_pass`: wait for no device.
+        `in_pass`: do not wait for a device.
         """
         return (
             sum(map(_VERSION, self._counted)) == self._num_changes
-            and list(map(_PLACE, self._placed)) == self._places  # so the elements are where they were
+            and list(map(_PLACE, self._placed)) == self._places  # so the elements are still at their addresses
             and list(map(_VALUE, self._values)) == self._found
             and (in_pass or not self._far or self._far_values() == self._far_found)
         )
 
     def same_tensors(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether these are the very tensors watched, under the same names."""
+        """Whether these are the watched tensors themselves, under the same names."""
         return tensors.keys() == self.tensors.keys() and all(
             self.tensors[name] is each for name, each in tensors.items()
         )
@@ -71,14 +70,14 @@ class TensorWatch:
 
 
 class ModelWatch:
-    """Whether all that a model computes by is what it was when this was made.
+    """Detects whether everything that determines a model's computation is as it was when this was made.
 
     That is: modules, classes, hooks, tensors, adapters, attributes of modules and configurations, functions in the
-    files of its code and in torch, transformers' ways of attention, autocast.
+    files of its code and in torch, transformers' attention functions, autocast.
     """
 
     def __init__(self, model: torch.nn.Module, base: Mapping[str, torch.Tensor]) -> None:
-        """`base`: the model's own weights by name; all other tensors in it are adapters'."""
+        """`base`: the model's own weights by name; all others are adapters'."""
         modules = list(model.modules())
         self._modules, self._classes = modules, list(map(type, modules))
         self._kinds = list(dict.fromkeys(self._classes))
@@ -86,18 +85,18 @@ class ModelWatch:
         self._around = [cast_to(self._device), OF_TORCH(torch), *map(_OF_CLASS, self._kinds)]
         self._tables = tuple(_tables(modules, self._kinds))
         self._entries = gc.get_referents(*self._tables)
-        # a tensor of one element is compared by value where it lies in a list, and must be the very same one
+        # lists compare one-element tensors by value, but they must be identical
         self._single = [i for i, each in enumerate(self._entries) if torch.is_tensor(each) and each.numel() == 1]
         self._attributes = tuple(_attributes(model, modules))
         self._values = gc.get_referents(*self._attributes)
         self.base = TensorWatch(base)
         own = {id(each) for each in base.values()}
         kept = [each for each in self._entries if torch.is_tensor(each) and id(each) not in own]  # settings of adapters
-        # an adapter may be put into larger tensors, which have zeros in the middle
+        # an adapter may be part of a larger tensor with zeros in the middle
         self.others = TensorWatch({str(number): each for number, each in enumerate(kept)}, with_first=True)
 
     def holds(self, *, in_pass: bool = False) -> bool:
-        """Whether nothing shows a change. Values of tensors are hardly looked at: see `TensorWatch`."""
+        """Whether no change is visible. Tensors' values are only sampled: see `TensorWatch`."""
         try:
             entries = gc.get_referents(*self._tables)
             return (
@@ -109,16 +108,16 @@ class ModelWatch:
                 and self.base.holds(in_pass=in_pass)
                 and (not self.others.tensors or self.others.holds(in_pass=in_pass))
             )
-        except (RuntimeError, TypeError, ValueError, LookupError):  # two tensors compared: one took another's place
+        except (RuntimeError, TypeError, ValueError, LookupError):  # two tensors were compared, so one replaced another
             return False
 
     def _same_attributes(self) -> bool:
-        """Whether they are. Tensors in them that no table has count for nothing: some hold what a text left there."""
+        """Whether attributes are unchanged. Tensors in no table are ignored: some hold state of the last text."""
         values = gc.get_referents(*self._attributes)
         try:
             if values == self._values:
                 return True
-        except RuntimeError:  # tensors compared
+        except RuntimeError:  # tensors were compared
             pass
         if list(filter(_counts, values)) != list(filter(_counts, self._values)):
             return False
@@ -127,14 +126,14 @@ class ModelWatch:
 
 
 def _tables(modules: Iterable[torch.nn.Module], kinds: list[type]) -> Iterator[Mapping[Any, Any]]:
-    """Where a model's hooks, tensors, modules and adapters stand, and the functions that its code calls by name."""
+    """The dicts of a model's hooks, tensors, modules and adapters, and of the functions that its code calls by name."""
     for module in modules:
         yield module._forward_hooks
         yield module._forward_pre_hooks
         buffers = None if is_by_length(module) else module._buffers
         yield from filter(None, (module._parameters, buffers, module._modules))
-        if "_active_adapter" in (held := vars(module)):
-            yield from _containers(held)
+        if "_active_adapter" in (own := vars(module)):
+            yield from _containers(own)
     yield _torch_modules._global_forward_hooks
     yield _torch_modules._global_forward_pre_hooks
     for kind in kinds:
@@ -147,14 +146,14 @@ def _tables(modules: Iterable[torch.nn.Module], kinds: list[type]) -> Iterator[M
 
 
 def _attributes(model: Any, modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
-    """The attributes of modules and of configurations, and what they hold in lists and dicts."""
+    """The attributes of modules and of configurations, and the lists and dicts in them."""
     for each in (*modules, *configs_of(model)):
         yield vars(each)
         yield from _containers(vars(each))
 
 
-def _containers(held: Mapping[str, Any]) -> Iterator[Any]:
-    return (each for name, each in held.items() if name not in _KEPT and isinstance(each, dict | list | set))
+def _containers(attributes: Mapping[str, Any]) -> Iterator[Any]:
+    return (each for name, each in attributes.items() if name not in _KEPT and isinstance(each, dict | list | set))
 
 
 def _counts(value: object) -> bool:
@@ -162,20 +161,20 @@ def _counts(value: object) -> bool:
 
 
 def cast_to(device_type: str) -> torch.dtype | None:
-    """The dtype in which torch.autocast has this thread compute; None without it."""
+    """The dtype to which torch.autocast casts in this thread; None without it."""
     kind = device_type if torch.amp.is_autocast_available(device_type) else "cpu"
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def code_files(kinds: Iterable[type]) -> list[str]:
-    """The Python modules in whose namespaces the code of these classes finds what it calls."""
+    """The Python modules in whose namespaces the code of these classes looks up functions."""
     names = dict.fromkeys(kind.__module__ for kind in kinds)
     ours = [name for name in names if name.startswith("transformers.") and name in sys.modules]
     return [*ours, "torch.nn.functional"]
 
 
 def interfaces(files: Iterable[str]) -> list[Any]:
-    """transformers' tables of ways to compute attention, masks and the like that these files use, by name."""
+    """transformers' tables of attention functions, masks and the like that these files use."""
     found = [each for name in (*files, *_INTERFACES) for each in vars(sys.modules.get(name, sys)).values()]
     tables = {id(each): each for each in found if isinstance(each, Mapping) and hasattr(each, "_global_mapping")}
     return list(tables.values())
@@ -189,18 +188,18 @@ def configs_of(model: Any) -> list[Any]:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether it has numbers of its own that can be looked at."""
+    """Whether it has plain numbers of its own."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     return is_plain and not tensor.is_quantized and tensor.numel() > 0 and tensor.device.type != "meta"
 
 
 def _middle(tensor: torch.Tensor) -> int:
-    """How many elements behind its first one, in memory, the one in its middle lies."""
+    """The offset of its middle element from its first one, in elements."""
     return sum(size // 2 * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _alike(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], list[int]]]:
-    """Those of one device and dtype together, and where in its memory each has its middle."""
+    """Tensors grouped by device and dtype, with the storage offset of each one's middle."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for each in tensors:
         groups.setdefault((each.device, each.dtype), []).append(each)
@@ -209,12 +208,12 @@ def _alike(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor]
 
 
 def _single(tensors: list[torch.Tensor], places: list[int]) -> list[torch.Tensor]:
-    """Of each tensor the element at this place of its memory."""
+    """Each tensor's element at this storage offset."""
     taken = list(map(torch.Tensor.as_strided, tensors, repeat((1,)), repeat((1,)), places))
     return [each.view(torch.uint8) for each in taken] if tensors[0].element_size() == 1 else taken
 
 
 def _element(tensor: torch.Tensor, at: int) -> Any:
-    """The bytes of an element where they lie, as a whole number of ctypes. Good while the tensor has this memory."""
+    """An element's bytes in place, as a ctypes integer. Valid while the tensor has this memory."""
     kind = {1: ctypes.c_int8, 2: ctypes.c_int16, 4: ctypes.c_int32}.get(tensor.element_size(), ctypes.c_int64)
     return kind.from_address(tensor.data_ptr() + at * tensor.element_size())

@@ -15,7 +15,7 @@ from kvtier.connector.segments.progress import Blend, BlendResult, Positions, Wo
 from kvtier.connector.segments.rope import PIECE, rotated
 from kvtier.connector.segments.segment import BlendRequest, ReusedPart
 
-_ROWS: Final = 256  # of one call: a group of rows needs no key behind its last
+_ROWS: Final = 256  # rows per call: a group of rows needs no key after its last
 
 
 @dataclass(slots=True)
@@ -26,17 +26,17 @@ class BlendSpan:
     slots: torch.Tensor  # where their K goes
     blocks: torch.Tensor
     masks: dict[int | None, list[torch.Tensor]] = field(default_factory=dict)  # by window, one for each group of rows
-    attended: torch.Tensor | None = None  # where wanted: the attention every key gets, over heads, layers and rows
-    asking_from: int = 0  # … from this position on
+    attended: torch.Tensor | None = None  # if requested: each key's attention, summed over heads, layers and rows
+    asking_from: int = 0  # … of rows from this position on
 
     @property
     def length(self) -> int:
-        """Keys that the last row sees."""
+        """Keys visible to the last row."""
         return int(self.positions[-1]) + 1
 
 
 class BlendAttention:
-    """Attention of a blend's rows: writes their K and V, then each sees every key up to its own place."""
+    """Attention of a blend's rows: writes their K and V, then each row attends to all keys up to its position."""
 
     def __init__(self, kv: PagedKV, spans: list[BlendSpan]) -> None:
         self._kv = kv
@@ -57,7 +57,7 @@ class BlendAttention:
     def _span(
         self, layer: int, span: BlendSpan, query: torch.Tensor, scaling: float, window: int | None
     ) -> torch.Tensor:
-        """`query` is [heads, rows, head dim], and so is what is returned."""
+        """`query` and the result are [heads, rows, head dim]."""
         keys, values = (states.transpose(0, 1) for states in self._kv.gather(layer, span.blocks, span.length))
         grouped = query.reshape(keys.shape[0], -1, *query.shape[1:])
         outs = []
@@ -73,7 +73,7 @@ class BlendAttention:
         return torch.cat(outs, 2).flatten(0, 1)
 
     def _masks(self, span: BlendSpan, window: int | None) -> list[torch.Tensor]:
-        """Who sees whom, True: sees; [rows of a group, keys up to its last]. Built once per blend and window."""
+        """Masks, True: visible; [rows of a group, keys up to its last]. Built once per blend and window."""
         if window not in span.masks:
             keys = torch.arange(span.length, device=span.positions.device)
             groups = []
@@ -88,7 +88,7 @@ class BlendAttention:
 def _collect(
     attended: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, scaling: float
 ) -> None:
-    """Add what each key gets of these rows' attention."""
+    """Add the attention that each key gets from these rows."""
     scores = torch.einsum("kgtd,ksd->kgts", query.float(), keys.float()) * scaling
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
     attended[: keys.shape[1]] += weights.sum((0, 1, 2))
@@ -96,7 +96,7 @@ def _collect(
 
 @dataclass(slots=True)
 class _BlendRows:
-    """Rows of one request on their way through the layers; at most as many as a step computes."""
+    """Rows of one request between layers; at most as many as a step computes."""
 
     blend: Blend
     positions: Positions
@@ -110,11 +110,11 @@ class _BlendRows:
 class Blender:
     """Blends over one model, whose attention is `PAGED_ATTENTION`, and a paged tensor, as `PagedKV` takes it.
 
-    Writes the requests' own blocks alone. `blend` does all of it at once; `begin` and `advance` do it in pieces.
+    Writes only the requests' own blocks. `blend` does everything at once; `begin` and `advance` do it in pieces.
     """
 
     def __init__(self, module: PreTrainedModel, tensor: torch.Tensor, inv_freq: torch.Tensor, max_rows: int) -> None:
-        """`max_rows` go through a layer at once: that bounds the memory a long prompt takes."""
+        """`max_rows` pass a layer at once, which bounds the memory of a long prompt."""
         decoder: Any = module.model
         self._decoder = decoder
         self._device = module.device
@@ -126,7 +126,7 @@ class Blender:
         self._max_rows = max_rows
 
     def blend(self, requests: abc.Sequence[BlendRequest]) -> list[BlendResult]:
-        """Fill the KV of all their tokens but the last, all of them in the same passes."""
+        """Fill the KV of all their tokens but the last, all requests in the same passes."""
         blends = [self.begin(request) for request in requests]
         results = [blend.result for blend in blends]
         while None in results:
@@ -135,15 +135,15 @@ class Blender:
         return [result for result in results if result is not None]
 
     def begin(self, request: BlendRequest) -> Blend:
-        """A blend of which nothing is done yet. Computes nothing."""
+        """A new blend. Computes nothing."""
         return Blend(request, self._num_layers, self._kv.slots(request.block_table, 0, len(request.token_ids)))
 
     @torch.inference_mode()
     def advance(self, pieces: abc.Sequence[tuple[Blend, int]]) -> list[int]:
-        """Do of each blend what so many tokens pay for, all of them in the same passes; returns what is left of these.
+        """Do as much of each blend as so many tokens pay for, in shared passes; returns the unspent tokens of each.
 
-        At least one, and a blend that does not wait comes forward. After an exception none of them may go on. Work is
-        enqueued on a device: until that is done, no other stream may write what a blend reads.
+        With at least one token, a blend that does not wait advances. After an exception none of them may continue. The
+        work is only enqueued on a device: until it is done, no other stream may write what a blend reads.
         """
         purses = [tokens * blend.unit for blend, tokens in pieces]
         while True:
@@ -157,12 +157,12 @@ class Blender:
                 _keep(each)
 
     def synchronize(self) -> None:
-        """Wait until all of it is done: from then on others may write the blocks it read."""
+        """Wait until all work is done: then others may write the blocks it read."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
     def _prepare(self, blend: Blend, units: int, rows: list[_BlendRows]) -> int:
-        """Do what needs no layer, up to the next `rows` of it, which are added. Returns what that costs."""
+        """Do the work that needs no layer, up to the next `rows`, which are added. Returns its cost."""
         spent = 0
         while (work := blend.work) not in (Work.WAIT, Work.NOTHING):
             if work is Work.CHOOSE:
@@ -185,7 +185,7 @@ class Blender:
         return spent
 
     def _copy(self, blend: Blend, part: ReusedPart) -> None:
-        """A part's KV into the request's own blocks, its keys rotated from the segment's places to the request's."""
+        """Copy a part's KV to the request's own blocks, its keys rotated to the request's positions."""
         size, layers = self._block_size, slice(blend.num_kept_layers, None)
         blocks, own = uploaded([np.array(part.blocks, np.int64), self._own(blend, part.end)], self._device)
         for start in range(part.start, part.end, PIECE):
@@ -197,7 +197,7 @@ class Blender:
             self._tensor[own_block, layers, 1, own_offset] = self._tensor[block, layers, 1, offset]
 
     def _compare(self, blend: Blend, places: Positions) -> None:
-        """How far these copied tokens' K and V are from computed ones, and how large they are, both squared."""
+        """Squared differences of these copied tokens' K and V from computed ones, and their squared norms."""
         assert blend.states is not None
         layer, size = blend.num_kept_layers, self._block_size
         positions, own = uploaded([places, self._own(blend, int(places[-1]) + 1)], self._device)
@@ -212,7 +212,7 @@ class Blender:
         blend.compared.append(torch.stack(apart + sizes))
 
     def _rows(self, blend: Blend, work: Work, places: Positions) -> _BlendRows:
-        """These places before the first layer of this work."""
+        """These positions' rows before the first layer of this work."""
         token_ids = np.array([blend.request.token_ids[place] for place in places.tolist()], np.int64)
         numbers = [places, blend.slots[places], token_ids, self._own(blend, int(places[-1]) + 1)]
         positions, slots, tokens, own = uploaded(numbers, self._device)
@@ -232,11 +232,11 @@ class Blender:
         return _BlendRows(blend, places, span, states, turns, first_layer, until)
 
     def _own(self, blend: Blend, num_tokens: int) -> NDArray[np.int64]:
-        """The request's blocks of its first tokens."""
+        """The request's blocks with its first tokens."""
         return np.array(blend.request.block_table[: -(-num_tokens // self._block_size)], np.int64)
 
     def _run(self, rows: list[_BlendRows]) -> None:
-        """Take all rows from their layer to where each of them stops, packed; a request's own in order."""
+        """Run all rows from their layer to where each stops, packed; a request's rows stay in order."""
         for number in range(self._num_layers):
             pack: list[_BlendRows] = []
             for each in rows:
@@ -271,7 +271,7 @@ def _pieces(places: Positions, size: int) -> list[Positions]:
 
 
 def _keep(rows: _BlendRows) -> None:
-    """The states of rows that were checked: one tensor for all of the blend's, so that no pack stays behind them."""
+    """Keep the states of checked rows in one tensor for the whole blend, so that no pack stays in memory."""
     blend = rows.blend
     if rows.until != blend.num_kept_layers:
         return

@@ -1,4 +1,4 @@
-"""A transformers model's attention over a paged tensor: one registered function, how a layer scores, one step's."""
+"""Attention of a transformers model over a paged tensor: a registered function, a layer's scoring, a step's spans."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +12,9 @@ from transformers import AttentionInterface
 
 
 def uploaded(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
-    """The arrays, each of one dimension, as tensors on the device. Work enqueued behind the call sees them.
+    """The 1-D arrays as tensors on the device. Work enqueued after the call sees them.
 
-    A GPU takes them from pinned memory: any other copy waits until it has done all that it was given before.
+    To a GPU they are copied from pinned memory: any other copy waits for all earlier work.
     """
     numbers = torch.from_numpy(np.concatenate(arrays))
     if device.type == "cuda":
@@ -26,22 +26,22 @@ def uploaded(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scoring:
-    """What a layer's attention depends on beside Q, K and V."""
+    """A layer's attention parameters beside Q, K and V."""
 
     scaling: float
-    window: int | None = None  # tokens: a row sees so many, its own included
-    chunk: int | None = None  # tokens: a row sees those of its own chunk, which begin at multiples of this
-    softcap: float | None = None  # scores are bent below it by a tanh
-    sinks: torch.Tensor | None = None  # [heads]: the score of a key that is not there
+    window: int | None = None  # tokens that a row sees, including its own
+    chunk: int | None = None  # tokens of a chunk: a row sees only its own chunk
+    softcap: float | None = None  # bounds scores by a tanh
+    sinks: torch.Tensor | None = None  # [heads]: the score of a virtual key
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        """What decides who sees whom."""
+        """The parameters of the mask."""
         return self.window, self.chunk
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch's own attention does all of it."""
+        """Whether torch's own attention supports it."""
         return self.softcap is None and self.sinks is None
 
     def lowest(self, position: int) -> int:
@@ -50,7 +50,7 @@ class Scoring:
         return first if self.chunk is None else max(first, position // self.chunk * self.chunk)
 
     def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """True where the row at position `queries` sees the key at position `keys`; the two are broadcast."""
+        """Whether the row at position `queries` sees the key at position `keys`; the two are broadcast."""
         sees = keys <= queries
         if self.window is not None:
             sees &= keys > queries - self.window
@@ -61,8 +61,7 @@ class Scoring:
     ) -> torch.Tensor:
         """Attention by hand, `[batch, kv heads, rows, head dim]` each; for layers that are not plain.
 
-        Rows are those of the heads of one group below each other, `rows_a_head` of each. Without a mask each row sees
-        every key.
+        The rows of a group's heads are concatenated, `rows_a_head` of each. Without a mask each row sees every key.
         """
         scores = query @ key.transpose(-2, -1) * self.scaling
         if self.softcap is not None:
@@ -79,7 +78,7 @@ class Scoring:
 
 
 PAGED_ATTENTION: Final = "kvtier-paged"
-"""Its name among transformers' attention functions."""
+"""The function's name among transformers' attention functions."""
 
 
 class Attention(Protocol):
@@ -99,14 +98,14 @@ def _paged_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every layer; `paged` came with the forward's keyword arguments."""
+    """Called by transformers in every layer; `paged` is one of the forward's keyword arguments."""
     layer, config = module.layer_idx, module.config
     paged: Attention = options["paged"]
     kinds: Any = getattr(config, "layer_types", None)
-    if getattr(module, "is_kv_shared_layer", False):  # it attends to K and V of an earlier layer of its kind (Gemma 3n)
+    if getattr(module, "is_kv_shared_layer", False):  # it uses K and V of an earlier layer of its kind (Gemma 3n)
         modes = config.kv_sharing_modes
         layer = next(i for i in range(layer) if modes[i] == "store" and kinds[i] == kinds[layer])
-    # transformers knows the chunks that a layer stays in by its masks alone
+    # in transformers only the masks have a layer's chunks
     chunk = config.attention_chunk_size if kinds and kinds[layer] == "chunked_attention" else None
     window, softcap, sinks = options.get("sliding_window"), options.get("softcap"), options.get("s_aux")
     scoring = Scoring(options["scaling"], window, chunk, softcap, sinks)
@@ -118,7 +117,7 @@ AttentionInterface.register(PAGED_ATTENTION, _paged_attention)
 
 
 class PagedKV:
-    """The pool's tensor seen as rows, and the scratch its blocks are gathered into.
+    """The pool's tensor as rows, and the scratch memory that its blocks are gathered into.
 
     `tensor` is `[num_blocks, num_layers, num_kv, block_size, num_kv_heads, head_dim]`, contiguous; `num_kv` is 2 (K and
     V) or 1 (a latent).
@@ -137,18 +136,17 @@ class PagedKV:
         return blocks * (self.num_layers * self.num_kv * self.block_size) + position % self.block_size
 
     def write(self, layer: int, slots: torch.Tensor, *kv: torch.Tensor) -> None:
-        """Put the first `len(slots)` tokens of K and V, or of the latent, where `slots` says.
-
-        Each is `[1, kv heads, T, head dim]`.
+        """Write the first `len(slots)` tokens of K and V, or of the latent, to `slots`. Each is `[1, kv heads, T, head
+        dim]`.
         """
         for part, states in enumerate(kv):
             tokens = states[0, :, : len(slots)].transpose(0, 1).reshape(len(slots), -1)
             self._token_rows.index_copy_(0, slots + (layer * self.num_kv + part) * self.block_size, tokens)
 
     def gather(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """K and V of these blocks, or the latent, `[num_tokens, kv heads, head dim]` each; good until the next gather.
+        """K and V of these blocks, or the latent, `[num_tokens, kv heads, head dim]` each; valid until the next gather.
 
-        `num_tokens` may lie beyond the blocks: those rows hold rubbish.
+        `num_tokens` may exceed the blocks: those rows are undefined.
         """
         rows, width = -(-max(num_tokens, len(blocks) * self.block_size) // self.block_size), self._block_rows.shape[1]
         if len(self._scratch[0]) < rows:
@@ -163,7 +161,7 @@ class PagedKV:
 
 @dataclass(slots=True)
 class AttentionSpan:
-    """One chunk's rows in the packed batch, `first … last`, and where its context lies."""
+    """One chunk's rows in the packed batch, `first … last`, and its context."""
 
     first: int
     last: int
@@ -174,14 +172,14 @@ class AttentionSpan:
 
 
 class PackedAttention:
-    """One step's attention: every chunk by itself, so that no bit depends on what it is packed with."""
+    """One step's attention: each chunk by itself, so that no bit depends on the other chunks."""
 
-    writes: ClassVar[bool] = True  # else this step is in the pool before anybody attends
+    writes: ClassVar[bool] = True  # False: this step's K and V are already in the pool
 
     def __init__(
         self, kv: PagedKV, spans: list[AttentionSpan], slots: torch.Tensor, wait_layer: Callable[[int], bool] | None
     ) -> None:
-        """Without `wait_layer` nothing is being loaded in this step."""
+        """`wait_layer` None: nothing is loaded in this step."""
         self.kv = kv
         self.spans = spans
         self.arrived = True
@@ -204,13 +202,13 @@ class PackedAttention:
         return out
 
     def write(self, layer: int, *kv: torch.Tensor) -> None:
-        """Put this step's K and V, or its latents, into the pool, behind what is being loaded there."""
+        """Write this step's K and V, or latents, to the pool, after the layer's load."""
         if self._wait_layer is not None:
             self.arrived &= self._wait_layer(layer)
         self.kv.write(layer, self._slots, *kv)
 
     def context(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """K and V of these blocks, `[num_tokens, kv heads, head dim]` each; good until the next call."""
+        """K and V of these blocks, `[num_tokens, kv heads, head dim]` each; valid until the next call."""
         return self.kv.gather(layer, blocks, num_tokens)
 
     def _span(self, layer: int, span: AttentionSpan, fresh: tuple[torch.Tensor, ...], scoring: Scoring) -> torch.Tensor:
@@ -219,13 +217,13 @@ class PackedAttention:
         is_plain, lowest = scoring.softcap is None and scoring.sinks is None, 0
         if span.start:
             if scoring.window is not None or scoring.chunk is not None:
-                lowest = scoring.lowest(span.start)  # the first key anybody sees
+                lowest = scoring.lowest(span.start)  # the first visible key
             first_block = lowest // self.kv.block_size
             origin = first_block * self.kv.block_size
             key, value = self.context(layer, span.blocks[first_block:], span.end - origin)
             key, value = (states[lowest - origin :].transpose(0, 1) for states in (key, value))
         num_kv_heads, shape = len(key), (*query.shape[:2], value.shape[2])
-        if query.shape[1] == 1:  # the heads of a group become rows: one pass over their keys
+        if query.shape[1] == 1:  # a group's heads become rows: one pass over their keys
             grouped = query.view(1, num_kv_heads, -1, query.shape[2])
             if not is_plain:
                 return scoring.attend(grouped, key[None], value[None], None, 1).reshape(shape)
@@ -246,15 +244,15 @@ class PackedAttention:
 def for_each_head(states: torch.Tensor, group: int) -> torch.Tensor:
     """K or V, `[kv heads, T, head dim]`, for each head of a group: `[kv heads, group, T, head dim]`.
 
-    On a GPU it is a copy. Of strided ones torch's memory-efficient kernel (2.11, on an H200) makes wrong rows where
-    there are 64 n + 1 queries and a mask: what follows is another text.
+    On a GPU it is a copy. For strided ones torch's memory-efficient kernel (2.11, on an H200) computes wrong rows if
+    there are 64 n + 1 queries and a mask, which changes the text.
     """
     expanded = states[:, None].expand(-1, group, -1, -1)
     return expanded.contiguous() if states.is_cuda else expanded
 
 
 def _mask(span: AttentionSpan, scoring: Scoring, lowest: int, device: torch.device) -> torch.Tensor:
-    """Who sees whom, [T, keys from position `lowest`], True: sees. Built once per step and reach."""
+    """The mask [T, keys from position `lowest`], True: visible. Built once per step and reach."""
     mask = span.masks.get((scoring.reach, 0))
     if mask is None:
         queries = torch.arange(span.start, span.end, device=device)[:, None]

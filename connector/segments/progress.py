@@ -1,4 +1,4 @@
-"""How far one request's blend has come: which tokens it repairs, what it does next, and what that takes. No model."""
+"""The progress of one request's blend: which tokens it repairs, its next work, and its cost. Without the model."""
 
 from collections import abc, deque
 from collections.abc import Iterable
@@ -16,28 +16,28 @@ from kvtier.connector.segments.segment import BlendRequest, ReusedPart
 Positions = NDArray[np.int64]
 """Positions in a prompt, rising."""
 
-_SEED: Final = 5  # of "random": equal requests are repaired alike
+_SEED: Final = 5  # for "random": equal requests get equal repairs
 
 
 def highest(candidates: Positions, scores: NDArray[np.floating], share: float) -> Positions:
-    """The share of the candidates that scores highest; `scores` has one for each. Of equal ones, the earliest."""
+    """The share of the candidates with the highest scores (one for each). Among equal ones, the earliest."""
     chosen = np.argsort(-scores, kind="stable")[: count(share, len(candidates))]
     return np.sort(candidates[chosen])
 
 
 def drawn(candidates: Positions, share: float) -> Positions:
-    """A random share, the same for the same number of candidates."""
+    """A random share; it depends only on the number of candidates."""
     generator = np.random.default_rng((_SEED, len(candidates)))
     return np.sort(generator.choice(candidates, count(share, len(candidates)), replace=False))
 
 
 def first_of(parts: Iterable[Positions], share: float) -> Positions:
-    """The share of every part that it begins with."""
+    """The leading share of every part."""
     return np.concatenate([part[: count(share, len(part))] for part in parts])
 
 
 def borders_of(parts: Iterable[Positions], share: float) -> Positions:
-    """The share of every part, half of it at its beginning and half at its end."""
+    """A share of every part, half of it from each end."""
     return np.concatenate([_from_both_ends(part, count(share, len(part))) for part in parts])
 
 
@@ -46,70 +46,70 @@ def _from_both_ends(part: Positions, number: int) -> Positions:
 
 
 def count(share: float, number: int) -> int:
-    """How many of so many."""
+    """The rounded share of a number."""
     return round(share * number)
 
 
-_COPIES: Final = 16  # tokens are copied for the price of one that is computed; on a GPU it could be ten times as many
-_COMPARISONS: Final = 64  # … or compared: that takes K and V of one layer
-_TINY: Final = 1e-20  # keeps a division by nothing from raising
+_COPIES: Final = 16  # tokens copied for the price of one computed; on a GPU it could be ten times as many
+_COMPARISONS: Final = 64  # … or compared, which takes K and V of one layer
+_TINY: Final = 1e-20  # avoids a division by zero
 
 
 @dataclass(frozen=True, slots=True)
 class BlendResult:
-    """What one request's blend came to. `deviation` is of what was left unrepaired, None where nobody measured it."""
+    """The result of one request's blend. `deviation`: of the unrepaired tokens; None if not measured."""
 
     num_reused: int
     num_repaired: int  # of the reused
-    num_computed: int  # rows that went through all layers, the repaired ones among them
+    num_computed: int  # rows through all layers, including the repaired ones
     deviation: float | None = None
-    fell_back: bool = False  # it was too large: everything was computed
+    fell_back: bool = False  # the deviation was too large: everything was computed
 
 
 class Work(Enum):
-    """What a blend does next."""
+    """A blend's next work."""
 
-    COPY = "copy"  # what was brought, to its place
-    CHECK = "check"  # every row through the layers before the check layer: that needs no segment
-    COMPARE = "compare"  # K and V at the check layer with the copied ones
-    ASK = "ask"  # what was not copied through all layers, to see what the question attends to
-    CHOOSE = "choose"  # which rows are repaired
-    REPAIR = "repair"  # these, and what was not copied, through the layers that are left
-    WAIT = "wait"  # for segments that are still to be brought
-    NOTHING = "nothing"  # it is done
+    COPY = "copy"  # loaded segments, to the request's blocks
+    CHECK = "check"  # every row through the layers before the check layer; needs no segment
+    COMPARE = "compare"  # K and V at the check layer, with the copied ones
+    ASK = "ask"  # the uncopied rows through all layers, to measure what the question attends to
+    CHOOSE = "choose"  # the rows to repair
+    REPAIR = "repair"  # those and the uncopied rows, through the remaining layers
+    WAIT = "wait"  # for segments that are being loaded
+    NOTHING = "nothing"  # done
 
 
 class Blend:
-    """One request's blend, made by `Blender.begin`. Between two of its pieces anything may happen, or it is dropped.
+    """One request's blend, made by `Blender.begin`. It may be paused or dropped between two pieces.
 
-    Nobody else writes the blocks of its table, nor those of the parts until `has_copied`. It keeps hidden states: of
-    the rows that were checked, later of those that go on, so at most one row for each token. Work has a price: a row
-    through one layer costs `_COMPARISONS`, and `unit` is a token through all of them.
+    Nothing else may write the blocks of its table, nor those of the parts until `has_copied`. It keeps hidden states of
+    the checked rows, later of those that continue: at most one row per token. Work has a price: a row through one layer
+    costs `_COMPARISONS`, and `unit` is the price of a token through all of them.
     """
 
     def __init__(self, request: BlendRequest, num_layers: int, slots: NDArray[np.int64]) -> None:
-        """`slots`: where K of layer 0 goes, for each token."""
+        """`slots`: the row of K of layer 0 for each token."""
         self.request = request
         self.repair = repair = request.repair
         self.slots = slots
         self.unit = num_layers * _COMPARISONS
         self.first, self.end = request.num_computed, len(request.token_ids) - 1  # the last token is the next step's
-        self.is_checked = repair.rule == "deviation" and 0 < repair.share < 1  # compared before anything is chosen
+        self.is_checked = repair.rule == "deviation" and 0 < repair.share < 1  # compared before the choice
         self.asks = repair.rule == "question" and 0 < repair.share < 1
-        self.num_kept_layers = repair.check_layer if self.is_checked else 0  # first layers, that are never copied
+        self.num_kept_layers = repair.check_layer if self.is_checked else 0  # first layers, which are always computed
         self.states: torch.Tensor | None = None  # [rows, hidden] of `places(CHECK)`, later of `places(REPAIR)`
-        self.candidates: Positions = np.zeros(0, np.int64)  # tokens that are copied, once all of them are known
+        self.candidates: Positions = np.zeros(0, np.int64)  # copied tokens, once all are known
         self.compared: list[torch.Tensor] = []  # [4, candidates]: squared differences of K and V; squares of the copies
-        self.attended: torch.Tensor | None = None  # what each key gets of the question's attention
+        self.attended: torch.Tensor | None = None  # the question's attention to each key
         self._parts: list[ReusedPart] = []
-        self._copies: deque[ReusedPart] = deque()  # what is left to copy
-        self._is_whole = False  # no other part will be brought
+        self._copies: deque[ReusedPart] = deque()  # parts left to copy
+        self._is_whole = False  # no more parts will follow
         self._places: dict[Work, Positions] = {}
         if self.is_checked:
             self._places[Work.CHECK] = np.arange(self.first, self.end)
-        self._taken = dict.fromkeys(Work, 0)  # of these places
-        self._missing: Positions = self.candidates  # behind `first` and not copied
-        self._repaired: Positions | None = None  # of the candidates, once they are chosen
+        self._taken = dict.fromkeys(Work, 0)  # number of these places taken
+        self._missing: Positions = self.candidates  # after `first` and not copied
+        self._repaired: Positions | None = None  # of the candidates, once chosen
         self._deviation: float | None = None
         self._fell_back = False
         self._prices = {
@@ -136,19 +136,19 @@ class Blend:
 
     @property
     def has_copied(self) -> bool:
-        """Whether nobody needs the blocks of the parts any longer."""
+        """Whether the parts' blocks are no longer needed."""
         return self._is_whole and not self._copies
 
     @property
     def asks_from(self) -> int:
-        """Where the question begins: behind the last segment."""
+        """Where the question begins: after the last segment."""
         return max((part.end for part in self._parts), default=0)
 
     @property
     def num_tokens_left(self) -> int:
-        """The price of what is left, the last token's too, or of what can be done before other parts are brought.
+        """The price in tokens of the remaining work, or of what can be done without more parts.
 
-        A blend that falls back takes more.
+        The last token is included. A blend that falls back costs more.
         """
         units = sum(self._left(work) * price for work, price in self._prices.items())
         if self._is_whole and self._repaired is None:
@@ -158,14 +158,14 @@ class Blend:
 
     @property
     def result(self) -> BlendResult | None:
-        """What it came to, once it is done."""
+        """The result, once it is done."""
         if self._repaired is None or self.work is not Work.NOTHING:
             return None
         num_rows = len(self._places[Work.REPAIR])
         return BlendResult(len(self.candidates), len(self._repaired), num_rows, self._deviation, self._fell_back)
 
     def bring(self, parts: abc.Sequence[ReusedPart], *, whole: bool) -> None:
-        """All parts so far, those that were brought before first. `whole`: there will be no others."""
+        """Add parts: `parts` are all so far, earlier ones first. `whole`: no more will follow."""
         if self._is_whole:
             return
         self._copies += parts[len(self._parts) :]
@@ -185,18 +185,18 @@ class Blend:
             self._places[Work.ASK] = np.append(self._missing, self.end)
 
     def affordable(self, work: Work, units: int) -> tuple[int, int]:
-        """How many rows or tokens of this work so many units pay for, and what they cost."""
+        """How many rows or tokens of this work so many units pay for, and their cost."""
         number = min(self._left(work), units // self._prices[work])
         return number, number * self._prices[work]
 
     def take(self, work: Work, number: int) -> Positions:
-        """The next places of this work. The caller does it."""
+        """Take the next places of this work, which the caller does."""
         start = self._taken[work]
         self._taken[work] = start + number
         return self._places[work][start : start + number]
 
     def take_copies(self, number: int) -> list[ReusedPart]:
-        """The same of what is to be copied."""
+        """As `take`, for copies."""
         taken = []
         while number:
             part = self._copies.popleft()
@@ -208,7 +208,7 @@ class Blend:
         return taken
 
     def choose(self) -> None:
-        """Decide what is repaired, by what was found. Waits for a device that found it."""
+        """Choose the rows to repair. Waits for the device's measurements."""
         rule, share = self.repair.rule, self.repair.share
         if self.is_checked:
             self._repaired = self._deviating()
@@ -231,7 +231,7 @@ class Blend:
         self.compared, self.attended = [], None
 
     def _deviating(self) -> Positions:
-        """The candidates whose K and V are furthest from computed ones, relative to the mean of the copied ones."""
+        """The candidates whose K and V differ most from computed ones, relative to the mean of the copied ones."""
         if not self.compared:
             return self.candidates
         found = torch.cat(self.compared, 1)

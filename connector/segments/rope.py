@@ -1,4 +1,4 @@
-"""Moves stored keys to another place by the model's own rotation, and measures that a model's keys can be moved."""
+"""Moves stored keys to other positions by the model's rotation, and checks that a model's keys can be moved."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from kvtier.connector.models import returned_cache
 from kvtier.tiers import ConfigError
 
-PIECE: Final = 1024  # tokens that are rotated at once: what the fp32 copies take
+PIECE: Final = 1024  # tokens rotated at once, which bounds the fp32 copies
 
 
 def inverse_frequencies(module: torch.nn.Module) -> torch.Tensor | None:
@@ -22,10 +22,10 @@ def inverse_frequencies(module: torch.nn.Module) -> torch.Tensor | None:
 
 
 def rotated(keys: torch.Tensor, distance: int, inv_freq: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
-    """Keys `[…, head dim]` as if their tokens stood `distance` further on; a copy, computed in fp32.
+    """Keys `[…, head dim]` as if their tokens were `distance` positions later; a copy, computed in fp32.
 
     Dimensions beyond the rotated ones stay as they are (partial rotary). An attention scaling is in the keys already.
-    `interleaved` turns neighbours instead of halves: only the gate asks for it, to name what a model does.
+    `interleaved` rotates neighbours instead of halves: only the check uses it, to name the model's kind of RoPE.
     """
     angles = distance * inv_freq.to(keys.device, torch.float64)
     cos, sin = angles.cos().float(), angles.sin().float()
@@ -42,9 +42,9 @@ def rotated(keys: torch.Tensor, distance: int, inv_freq: torch.Tensor, *, interl
 
 
 _NUM_TOKENS: Final = 24
-_NEAR, _FAR = 17, 3000  # positions on
+_NEAR, _FAR = 17, 3000  # distances in positions
 _TOLERANCE: Final = {torch.float32: 5e-3}  # relative; a wrong rotation is off by about 1
-_COARSE: Final = 0.1  # of 16-bit types: their rounding adds up over the layers
+_COARSE: Final = 0.1  # for 16-bit types, whose rounding adds up over the layers
 _MOVING: Final = {
     "dynamic": "dynamic NTK scaling, whose frequencies depend on the length of the prompt",
     "longrope": "longrope scaling, whose frequencies depend on the length of the prompt",
@@ -55,9 +55,9 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def require_rotatable(module: PreTrainedModel) -> torch.Tensor:
-    """The model's `inv_freq`, if KV computed at one place can be moved to another. ConfigError names what forbids it.
+    """The model's `inv_freq`, if KV computed at one position can be moved to another. ConfigError names the obstacle.
 
-    Runs 24 tokens at three places: K must be the rotated one and V equal, in every layer.
+    Runs 24 tokens at three positions: in every layer K must be the rotated one and V equal.
     """
     kind = module.config.model_type
     if (trait := _trait_of(module.config)) is not None:
@@ -76,7 +76,7 @@ def require_rotatable(module: PreTrainedModel) -> torch.Tensor:
 
 
 def _trait_of(config: Any) -> str | None:
-    """What the configuration says that forbids it."""
+    """What in the configuration forbids it; None: nothing."""
     rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     by_layer = [each for each in rope.values() if isinstance(each, dict)]
     if len({str(sorted(each.items(), key=str)) for each in by_layer}) > 1:
@@ -93,7 +93,7 @@ def _difference(
     move: tuple[int, torch.Tensor],
     tolerance: float,
 ) -> str | None:
-    """What one layer does to K and V but for the rotation; None: nothing."""
+    """What one layer does to K and V beyond the rotation; None: nothing."""
     distance, inv_freq = move
     (key, value), (moved_key, moved_value) = here, there
     if 2 * len(inv_freq) > key.shape[-1]:
@@ -116,7 +116,7 @@ def _keys_and_values(module: PreTrainedModel, start: int) -> Layers:
     """K and V of the same tokens at `start …`, as transformers itself caches them."""
     numbers = torch.arange(_NUM_TOKENS, device=module.device)
     token_ids = (numbers * 7919 + 3) % module.config.get_text_config(decoder=True).vocab_size
-    with attending(module, "sdpa"):  # transformers' own, not ours over a paged pool
+    with attending(module, "sdpa"):  # transformers' attention, not ours over a paged pool
         output = module(input_ids=token_ids[None], position_ids=(numbers + start)[None], use_cache=True)
     cache = returned_cache(output)
     return [(layer.keys, layer.values) for layer in cache.layers]
@@ -124,7 +124,7 @@ def _keys_and_values(module: PreTrainedModel, start: int) -> Layers:
 
 @contextmanager
 def attending(module: PreTrainedModel, way: str) -> Iterator[None]:
-    """The model with this attention function; its own again afterwards, whatever happens."""
+    """The model with this attention function; its own is restored afterwards."""
     chosen: str = module.config._attn_implementation
     try:
         module.set_attn_implementation(way)

@@ -1,4 +1,4 @@
-"""What a caller says of segments, and what every engine counts of them, under the same names."""
+"""Segments of a request and their repair as callers give them, and the counters of all engines."""
 
 from bisect import bisect_left
 from collections import abc
@@ -9,12 +9,12 @@ from typing import Final
 from kvtier.tiers import RequestError
 
 REPAIR_RULES: Final = ("deviation", "question", "first", "borders", "random")
-"""How the reused tokens are chosen that are computed anew."""
+"""The rules for choosing the reused tokens that are recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens `start … end` of a prompt, whose KV may come from these tokens alone, computed at another place."""
+    """Tokens `start … end` of a prompt, whose KV may be reused from the same tokens computed at another place."""
 
     start: int
     end: int
@@ -22,17 +22,17 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """Which share of the reused tokens is computed anew. Raises RequestError for values out of range.
+    """Which share of the reused tokens is recomputed. Raises RequestError for values out of range.
 
-    The rules: "deviation" computes the layers before `check_layer` for all tokens, and anew what differs most there.
-    "question" takes what the text behind the last segment attends to. "first" and "borders" take a segment's ends.
-    "random" is for comparison. Share 1 computes everything, as if nothing were reused.
+    The rules: "deviation" computes the layers before `check_layer` for all tokens, and repairs those that differ most
+    there. "question" repairs what the text after the last segment attends to. "first" and "borders" repair a segment's
+    ends. "random" is for comparison. Share 1 computes everything, as if nothing were reused.
     """
 
     rule: str = "deviation"
     share: float = 0.15
-    check_layer: int = 1  # 1 … layers - 1; of the rule "deviation"
-    max_deviation: float = 0.5  # of what is left unrepaired, relative; above it the request is computed in full
+    check_layer: int = 1  # 1 … layers - 1; for the rule "deviation"
+    max_deviation: float = 0.5  # of the unrepaired tokens, relative; above it the request is computed in full
 
     def __post_init__(self) -> None:
         if self.rule not in REPAIR_RULES:
@@ -47,7 +47,7 @@ class Repair:
 
 @dataclass(frozen=True, slots=True)
 class WantedReuse:
-    """The segments of one request, checked and in order, and their repair."""
+    """The segments of one request, validated and in order, and their repair."""
 
     segments: tuple[Segment, ...]
     repair: Repair
@@ -55,7 +55,7 @@ class WantedReuse:
 
 @dataclass(frozen=True, slots=True)
 class ReusedPart:
-    """Tokens `start … end` of a request, copied from `blocks`, whose first token stands at `origin` of the request."""
+    """Tokens `start … end` of a request, copied from `blocks`, whose first token is at `origin` of the request."""
 
     start: int
     end: int
@@ -65,12 +65,12 @@ class ReusedPart:
 
 @dataclass(frozen=True, slots=True)
 class BlendRequest:
-    """One request to be blended: all of its KV but the last token's is to be in the blocks of `block_table`."""
+    """One request to blend: the KV of all its tokens but the last goes to the blocks of `block_table`."""
 
     token_ids: abc.Sequence[int]
     block_table: list[int]
     num_computed: int  # leading tokens whose KV is there already
-    parts: abc.Sequence[ReusedPart] | None  # behind those; None: `Blend.bring` is going to tell
+    parts: abc.Sequence[ReusedPart] | None  # after those; None: `Blend.bring` adds them later
     repair: Repair
 
 
@@ -92,7 +92,7 @@ def checked_segments(segments: abc.Sequence[Segment], num_tokens: int) -> tuple[
 
 
 def checked_repair(repair: Repair | None, default: Repair, num_layers: int) -> Repair:
-    """`repair`, else the default; RequestError for what is none, and for a check beyond the model's layers."""
+    """`repair`, else the default; RequestError for another type, and for a check beyond the model's layers."""
     if not isinstance(repair, Repair | None):
         raise RequestError(f"repair {repair!r}: use Repair(rule, share)")
     chosen = default if repair is None else repair
@@ -116,8 +116,8 @@ def _is_number(value: object) -> bool:
 
 
 SEGMENT_OUTCOMES: Final = ("held", "loaded", "computed", "lost", "short", "prefix")
-"""What became of segments: in L1 when asked for, loaded whole, (partly) computed alone; gone again from L1 when its
-request was admitted; too short; at the prompt's start, where it is an ordinary prefix."""
+"""Outcomes of segments: in L1 at lookup, loaded whole, (partly) computed alone; evicted from L1 before the request's
+admission; too short; at the prompt's start, where it is an ordinary prefix."""
 
 COUNTED: Final = (
     "segment_tokens",
@@ -128,9 +128,9 @@ COUNTED: Final = (
 )
 
 DEVIATION_BOUNDS: Final = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, float("inf"))
-"""Upper bounds of the histogram of what was left unrepaired."""
+"""Upper bounds of the histogram of the unrepaired tokens' deviation."""
 
 
 def deviation_bound(deviation: float) -> float:
-    """The upper bound of its bucket in the histogram of what was left unrepaired."""
+    """The upper bound of its bucket in that histogram."""
     return DEVIATION_BOUNDS[bisect_left(DEVIATION_BOUNDS, deviation)]

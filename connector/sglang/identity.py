@@ -1,4 +1,4 @@
-"""What SGLang's pages depend on: what it was told, its pools, its ranks, its RoPE, and the checkpoints themselves."""
+"""The identity of SGLang's pages: its arguments, pools, ranks and RoPE, and the checkpoints themselves."""
 
 import json
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ _ORIGINAL: Final = "original_max_position_embeddings"
 def rope_factor(configuration: Mapping[str, Any], digest: str, context_length: int | None) -> float | None:
     """`rope_factor` of an identity. With longrope, one long text gives all of its batch the long RoPE.
 
-    So equal tokens have one KV only where no text can be. ConfigError if the server's `context_length` allows one. None
-    for other kinds of RoPE, which a `ModelIdentity` refuses if they depend on the length.
+    So equal tokens have one KV only if no text can be long. ConfigError if the server's `context_length` allows one.
+    None for other kinds of RoPE, which a `ModelIdentity` refuses if they depend on the length.
     """
     if not digest.startswith(_LENGTH_ROPE):
         return None
@@ -31,17 +31,17 @@ def rope_factor(configuration: Mapping[str, Any], digest: str, context_length: i
         return None
     limit = min(lengths)
     if context_length is None or context_length > limit:
-        said = f"SGLang computes texts beside one of more than {limit} tokens with another RoPE"
-        raise ConfigError(f"longrope: {said}; start with --context-length {limit}")
+        problem = f"SGLang computes texts beside one of more than {limit} tokens with another RoPE"
+        raise ConfigError(f"longrope: {problem}; start with --context-length {limit}")
     return SHORT_ROPE
 
 
 HASH_SCHEME: Final = "sglang"  # `key_schemes.sglang_hashes`
-_OF_EACH_RANK: Final = "MambaPoolHost"  # of a model whose KV every rank has whole
+_OF_EACH_RANK: Final = "MambaPoolHost"  # for a model whose KV every rank has in full
 
 
 def model_identity(storage: Any, args: Any, pool: Any, pages: PoolPages, slot_bytes: int, epoch: int) -> ModelIdentity:
-    """The identity of the pages of SGLang's first pool; `args` are the server's. ConfigError for no name of its own."""
+    """The identity of the pages of SGLang's first pool; `args`: the server's. ConfigError for unnamed weights."""
     if args.load_format == "dummy":
         raise ConfigError("--load-format dummy: random weights have no name to store after; save them, serve those")
     directory = _checkpoint(args.model_path, args.revision, args.download_dir)
@@ -74,48 +74,48 @@ def model_identity(storage: Any, args: Any, pool: Any, pages: PoolPages, slot_by
 
 
 def pool_text(storage: Any, args: Any, name: str, pages: PoolPages) -> str:
-    """A further pool's name in the names of its records, with all that changes its bytes besides the model."""
-    told = f"{name} {pages.text}{_kv_format(args)}"
+    """A further pool's name in the names of its records, with everything that changes its bytes besides the model."""
+    text = f"{name} {pages.text}{_kv_format(args)}"
     if name.startswith("draft"):
-        told += _draft(args)
+        text += _draft(args)
     if pages.kind == _OF_EACH_RANK and shares_kv(storage):
-        told += f" rank {storage.tp_rank} of {storage.tp_size}"
-    return told
+        text += f" rank {storage.tp_rank} of {storage.tp_size}"
+    return text
 
 
 def shares_kv(storage: Any) -> bool:
-    """Whether every tensor-parallel rank has all of the KV, and the first one alone stores it."""
+    """Whether every tensor-parallel rank has the whole KV, so that only the first one stores it."""
     return bool(storage.is_mla_model and storage.tp_size > 1)
 
 
 def _layout(args: Any, pool: Any, pages: PoolPages, slot_bytes: int) -> str:
-    """The canonical block, and in what this pool's pages differ from it."""
-    told = "block-first" + _kv_format(args)
+    """The canonical block, and how this pool's pages differ from it."""
+    text = "block-first" + _kv_format(args)
     if not pages.is_latent and pool.v_head_dim != pool.head_dim:
-        told += f" values {pool.v_head_dim}"
+        text += f" values {pool.v_head_dim}"
     if (num_layers := len(set(pages.layers))) != pool.end_layer - pool.start_layer:
-        told += f" layers {num_layers}"
-    if getattr(pool, "target_layer_num", num_layers) != num_layers:  # a draft model's lie behind the model's own
-        told += _draft(args)
+        text += f" layers {num_layers}"
+    if getattr(pool, "target_layer_num", num_layers) != num_layers:  # a draft model's layers follow the model's own
+        text += _draft(args)
     if slot_bytes != pages.page_bytes:
-        told += f" slots {slot_bytes}"
-    return told
+        text += f" slots {slot_bytes}"
+    return text
 
 
 def _kv_format(args: Any) -> str:
-    """How SGLang was told to quantise its KV, nothing if it was not."""
-    asked = getattr(args, "kv_cache_dtype", "auto")
+    """SGLang's KV quantisation; empty without it."""
+    dtype = getattr(args, "kv_cache_dtype", "auto")
     scales = getattr(args, "quantization_param_path", None)
-    told = "" if asked == "auto" else f" {asked}"
-    return told if scales is None else f"{told} scales {_digest(Path(scales))}"
+    text = "" if dtype == "auto" else f" {dtype}"
+    return text if scales is None else f"{text} scales {_digest(Path(scales))}"
 
 
 def _draft(args: Any) -> str:
     """The draft model: its checkpoint, and how it drafts."""
     path = args.speculative_draft_model_path or args.model_path
     directory = _checkpoint(path, args.speculative_draft_model_revision, args.download_dir)
-    told = (args.speculative_algorithm, args.speculative_draft_kv_cache_dtype, revision_of(directory))
-    return f" draft {' '.join(map(str, told))} {config_digest(config_of(directory))}"
+    parts = (args.speculative_algorithm, args.speculative_draft_kv_cache_dtype, revision_of(directory))
+    return f" draft {' '.join(map(str, parts))} {config_digest(config_of(directory))}"
 
 
 def _digest(path: Path) -> str:
@@ -126,7 +126,7 @@ def _digest(path: Path) -> str:
 
 
 def _checkpoint(name: str, revision: str | None, downloads: str | None) -> Path:
-    """The directory of a checkpoint, a hub's snapshot in the local cache included."""
+    """The directory of a checkpoint, or of a hub's snapshot in the local cache."""
     path = Path(name)
     if path.is_dir():
         return path

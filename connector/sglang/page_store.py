@@ -1,4 +1,4 @@
-"""Pages of SGLang's host pools, kept in the tiers by name, and how much of a prefix is a hit over several pools."""
+"""Pages of SGLang's host pools in the tiers, by name, and how long a prefix is a hit over several pools."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,27 +14,27 @@ from kvtier.tiers.hierarchy import CacheTiers, Wanted, bring
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.naming import pool_name
 
-_STORE_WAIT: Final = 5.0  # seconds one `store` waits for the tiers below; the engine gives its threads 10 to stop
+_STORE_WAIT: Final = 5.0  # seconds one `store` waits for the tiers below; the engine gives its threads 10 s to stop
 
 
 class PageStore:
-    """The tiers as an engine with a host pool and I/O threads of its own sees them. Thread-safe.
+    """The tiers for an engine with a host pool and I/O threads of its own. Thread-safe.
 
-    Names are the engine's, 32 bytes each, those of a call consecutive pages of one chain; `pages` are their numbers in
-    `blocks`, whose memory outlives this object. One copy lies between the engine's memory and an L2 slot. No method
+    Names are the engine's, 32 bytes each; those of one call are consecutive pages of a chain. `pages` are their numbers
+    in `blocks`, whose memory outlives this object. One copy is between the engine's memory and an L2 slot. No method
     raises for a storage failure; every wait has a deadline; failures are counted.
 
-    A page of the engine's first pool is a block of the tiers, under its own name. What another pool keeps of a page, or
-    at its end, are records under names of their own, one for each group of `blocks`: all of them or none count.
+    A page of the engine's first pool is a block of the tiers, under its own name. Another pool's data for a page are
+    records under names of their own, one for each group of `blocks`: only all of them together count.
     """
 
     def __init__(
         self, tiers: CacheTiers, blocks: EngineBlocks, root: ChainHash, cache: CacheConfig, pool: str | None = None
     ) -> None:
-        """`root` stands for a parent that is not known; `cache` says how long one call of `held` or `load` may take.
+        """`root`: the parent if it is unknown; `cache` limits the time of one call of `held` or `load`.
 
-        `pool` names a pool beside the first one, and all that changes its bytes. ValueError if the blocks are not in
-        host memory or not as large as the tiers' slots.
+        `pool`: the name of a further pool, with everything that changes its bytes. ValueError if the blocks are not in
+        host memory or differ in size from the tiers' slots.
         """
         self.tiers = tiers
         self._blocks = blocks
@@ -48,16 +48,16 @@ class PageStore:
             self._copier_of(tiers.region)
 
     def held(self, names: Sequence[ChainHash]) -> int:
-        """How many leading pages some tier holds: from memory, but for what nodes share. Counts a lookup."""
+        """How many leading pages some tier has: from the indexes, except shared tiers. Counts a lookup."""
         where = self.tiers.locate(self._records(names), self._load_deadline)
         if self._pool is None:
             self.tiers.count(where)
         return where.loadable // self._blocks.num_groups
 
     def held_ends(self, names: Sequence[ChainHash], window: int) -> Iterator[int]:
-        """How many leading pages could be served, longest first, if only the last `window` of them must be held.
+        """How many leading pages could be served, longest first, if only the last `window` of them are needed.
 
-        Stops at the deadline: what it has not looked at is not told.
+        Stops at the deadline.
         """
         end = time.monotonic() + self._load_deadline
         stop = len(names)
@@ -68,12 +68,12 @@ class PageStore:
                 yield stop
                 stop -= 1
             else:
-                stop = start + found  # no longer prefix is without the page that is missing
+                stop = start + found  # every longer prefix lacks the missing page
 
     def load(self, names: Sequence[ChainHash], pages: NDArray[np.int64], parent: ChainHash | None = None) -> int:
-        """Fill the engine's pages; how many leading ones hold what was stored under their names, verified.
+        """Fill the engine's pages; returns how many leading ones have the verified content of their names.
 
-        The others may hold anything. `parent` names the page before the first.
+        The others are undefined. `parent`: the name of the page before the first.
         """
         end = time.monotonic() + self._load_deadline
         records, ids = self._records(names), self._ids(pages)
@@ -90,9 +90,9 @@ class PageStore:
     def store(
         self, names: Sequence[ChainHash], pages: NDArray[np.int64], parent: ChainHash | None = None
     ) -> list[bool]:
-        """Copy the engine's pages, which may change once this has returned; True for those that the tiers took.
+        """Copy the engine's pages, which may change after this returns; True for those that were stored.
 
-        They are hashed and written in the background. Waits while the tiers below catch up, so that a small L2 does.
+        They are hashed and written in the background. Waits for the lower tiers, so that a small L2 suffices.
         """
         epoch = self.tiers.epoch
         end = time.monotonic() + _STORE_WAIT
@@ -103,7 +103,7 @@ class PageStore:
             self.tiers.drain(max(0.0, end - time.monotonic()), below=self._through)
             previous = records[batch.start - 1] if batch.start else parent or self._root
             taken += self._store(records[batch], ids[batch], previous, epoch)
-        if rest := len(records) - len(taken):  # behind a page that was not taken nobody would find them
+        if rest := len(records) - len(taken):  # unreachable after a page that was not stored
             self.tiers.metrics.dropped(L2, Outcome.PARENT_FAILED, rest)
         whole = self._blocks.num_groups
         return [all(taken[i : i + whole]) and i + whole <= len(taken) for i in range(0, len(records), whole)]
@@ -121,7 +121,7 @@ class PageStore:
 
     def _load(self, names: Sequence[ChainHash], pages: NDArray[np.int64], parent: ChainHash, end: float) -> int:
         started = time.monotonic()
-        region = self.tiers.region  # before asking: a daemon that was restarted since has another
+        region = self.tiers.region  # read before the claim: a restarted daemon has another
         lease = bring(self.tiers, names, parent, end, block_size=1)
         if lease is None:
             self.tiers.metrics.missed(Outcome.NO_SLOT, len(names))
@@ -135,25 +135,25 @@ class PageStore:
         return count
 
     def _store(self, names: Sequence[ChainHash], pages: NDArray[np.int64], parent: ChainHash, epoch: int) -> list[bool]:
-        region, held = self.tiers.region, self.tiers.holds(names)
+        region, present = self.tiers.region, self.tiers.holds(names)
         [reservation] = self.tiers.reserve([Wanted(names, self._linked(parent), self._root)])
         if reservation is None:
-            return held
+            return present
         if reservation.hashes:
             copies = BlockCopies(pages[reservation.indices], np.array(reservation.slots, np.int64))
             if self._copy("store", copies, region):
                 self.tiers.abandon(reservation, Outcome.COPY_FAILED)
-                return held
+                return present
             parents = [parent, *names]
             records = [BlockRecord(names[i], parents[i], b"", 0) for i in reservation.indices]
             self.tiers.seal(reservation, records, epoch)
             self._moved("store", len(records), 0.0)
-        end = reservation.indices[-1] + 1 if reservation.hashes else 0  # before it, others are storing what is not held
-        return [i < end or is_held for i, is_held in enumerate(held)]
+        end = reservation.indices[-1] + 1 if reservation.hashes else 0  # missing pages before it are others' stores
+        return [i < end or is_held for i, is_held in enumerate(present)]
 
     @property
     def _batch(self) -> int:
-        """Pages in one go: a quarter of L2 is what one claim may fetch at once, and what a tier below may queue."""
+        """Pages per claim: one may read a quarter of L2 at once, which is also the bound of a store queue."""
         region = self.tiers.region
         quarter = self.tiers.num_slots // 4
         if region is None or self._store_queue is None:
@@ -161,7 +161,7 @@ class PageStore:
         return max(1, min(quarter, self._store_queue // region.slot_bytes))
 
     def _copy(self, direction: CopyDirection, copies: BlockCopies, region: HostRegion | None) -> str | None:
-        """Copy to or from the region the slots are of; why that failed, or None."""
+        """Copy to or from the region of these slots; returns why that failed, or None."""
         if region is None or region is not self.tiers.region:
             return "the daemon was restarted meanwhile"
         return self._copier_of(region).copy(direction, copies)
@@ -172,10 +172,10 @@ class PageStore:
         return self._copier[1]
 
     def _linked(self, parent: ChainHash | None) -> ChainHash:
-        """The parent as the pool is told it.
+        """The parent for the pool.
 
-        Over lower tiers L2 is a passage, which a chain longer than itself must pass: batches are not linked there, or
-        the pool would keep the head, and have no room for the tail.
+        With lower tiers a chain may be longer than L2, which it only passes through: its batches are not linked, or the
+        pool would retain the head and have no room for the rest.
         """
         return self._root if self.tiers.has_lower or parent is None else parent
 
@@ -191,17 +191,17 @@ _ALL, _TRAILING = "all_pages", "trailing_pages"  # PoolHitPolicy
 def hit_ends(
     names: Sequence[ChainHash], needed: Sequence[tuple[str, str, int]], stores: Mapping[str, PageStore], *, every: bool
 ) -> tuple[list[int], dict[str, int]]:
-    """How long a prefix of `names` may be, ascending, and how far each pool by itself reaches.
+    """The possible lengths of a prefix of `names`, ascending, and how far each pool by itself reaches.
 
-    The first pool holds all of `names`. `needed` has each further pool's name, hit policy and window in pages. Any
-    other policy asks nothing and gets no answer. A pool that is not in `stores` holds nothing. `every`: ranks have to
-    agree on a length, so all of them are told, else the longest alone may be.
+    The first pool has all of `names`. `needed`: each further pool's name, hit policy and window in pages; unknown
+    policies are ignored. A pool that is not in `stores` has nothing. `every`: return all lengths, since ranks have to
+    agree on one; else perhaps only the longest.
     """
     ends = range(1, len(names) + 1)
     allowed = set(ends)
     reached: dict[str, int] = {}
     trailing = sum(policy == _TRAILING for _, policy, _ in needed)
-    for pool, policy, window in sorted(needed, key=lambda each: each[1] == _TRAILING):  # what cuts short comes first
+    for pool, policy, window in sorted(needed, key=lambda each: each[1] == _TRAILING):  # those that shorten first
         if policy not in (_ALL, _TRAILING) or not allowed:
             continue
         store = stores.get(pool)

@@ -1,4 +1,4 @@
-"""Where SGLang's host pools keep their pages, as strided views: a memory layout is a permutation of dimensions."""
+"""Pages of SGLang's host pools as strided views: a memory layout is a permutation of dimensions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     Tensors = Sequence[torch.Tensor]
 
-# layout → the dimension that holds all tokens (to be split into pages and their tokens; None: it is split already), and
-# the order of dimensions that makes a canonical block of each page: [pages, layers, K or V, tokens, heads, elements].
+# layout → the dimension with all tokens (to be split into pages and their tokens; None: already split), and the order
+# of dimensions that makes a canonical block of each page: [pages, layers, K or V, tokens, heads, elements].
 _LayoutTable = dict[str, tuple[int | None, tuple[int, ...]]]
 _MHA: Final[_LayoutTable] = {
     "layer_first": (2, (2, 1, 0, 3, 4, 5)),  # [2, layers, tokens, heads, elements]
@@ -48,7 +48,7 @@ class PoolPages:
     Units are in canonical order: layer by layer, K before V. `layers` has each unit's layer, by its number in the pool.
     """
 
-    kind: str  # the class of SGLang's
+    kind: str  # SGLang's class
     page_size: int  # tokens of an index; 1: the pool keeps one state at a page's end
     dtype: str
     units: "Tensors"
@@ -64,23 +64,23 @@ class PoolPages:
 
     @property
     def least_slot(self) -> int:
-        """Bytes a slot has to have: those of the largest unit that cannot be cut. A state's can, at any number."""
+        """The least bytes of a slot: the largest unit that cannot be cut. A state's can be cut anywhere."""
         return 0 if self.kind == "MambaPoolHost" else max(self.unit_bytes)
 
     @property
     def is_latent(self) -> bool:
-        """Whether the pool keeps one latent a token (MLA) and not K and V."""
+        """Whether the pool keeps one latent per token (MLA) instead of K and V."""
         return self.kind == "MLATokenToKVPoolHost"
 
     @property
     def text(self) -> str:
-        """All that decides what a page's bytes mean: equal texts, equal formats."""
+        """Everything that determines the meaning of a page's bytes: equal texts, equal formats."""
         sizes = [f"{str(unit.dtype).removeprefix('torch.')}[{unit[0].numel()}]" for unit in self.units]
         return f"{self.kind} {self.page_size} {self.dtype} {' '.join(sizes)}"
 
 
 def pool_pages(pool: Any) -> PoolPages:
-    """A host pool's pages. ConfigError in one line for a pool whose pages cannot be told."""
+    """A host pool's pages. ConfigError in one line for an unsupported pool."""
     kind = type(pool).__name__
     if kind not in _KINDS:
         raise _refused(f"host pool {kind}", f"pools of {', '.join(_KINDS)} can be stored: serve a model that has those")
@@ -100,8 +100,8 @@ def page_blocks(pages: PoolPages, slot_bytes: int, *, whole: bool) -> EngineBloc
     """The pages as blocks of the tiers.
 
     `whole`: a page is one record, the canonical block. Else as many records of `slot_bytes` as its units fill, in their
-    order; record `i` of page `p` has the id `i * pages + p`. A flat unit that is larger than a slot is cut. ValueError
-    for any other.
+    order; record `i` of page `p` has the id `i * pages + p`. A flat unit larger than a slot is cut. ValueError for any
+    other.
     """
     parts: list[BlockPart] = []
     piece = end = 0
@@ -160,7 +160,7 @@ def _indexes(pool: Any, _: int | None, order: tuple[int, ...]) -> tuple["Tensors
 
 
 def _states(pool: Any, *_: object) -> tuple["Tensors", list[int]]:
-    """Layer by layer what recurrent layers keep; then what a slot keeps besides, which names no layer."""
+    """Recurrent layers' states, layer by layer; then a slot's other state, which belongs to no layer."""
     kept = [buffer for buffer in (pool.temporal_buffer, *pool.conv_buffer) if buffer.numel()]
     layers = range(kept[0].shape[1])
     units = [buffer[:, layer].flatten(1) for layer in layers for buffer in kept]
@@ -169,7 +169,7 @@ def _states(pool: Any, *_: object) -> tuple["Tensors", list[int]]:
 
 
 _UnitViews = Callable[[Any, int | None, tuple[int, ...]], tuple["Tensors", list[int]]]
-# Exactly these: a subclass keeps something else, or something more.
+# Exactly these: a subclass may have other or more data.
 _KINDS: Final[dict[str, tuple[_LayoutTable, _UnitViews]]] = {
     "MHATokenToKVPoolHost": (_MHA, _keys_and_values),
     "AsymmetricMHATokenToKVPoolHost": (_UNEQUAL, _unequal_keys_and_values),

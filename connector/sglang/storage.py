@@ -41,8 +41,8 @@ _SGLANG_OPTIONS: Final = frozenset(
 )
 _KV: Final = "kv"  # PoolName.KV
 _CLOSE_WAIT: Final = 5.0  # seconds to write what is still queued
-_MAX_BATCHES: Final = 1024  # measured and not yet asked for
-# Options whose work SGLang does itself: set by hand they would promise something.
+_MAX_BATCHES: Final = 1024  # measured and not yet collected
+# Options that have no effect, since SGLang does their work itself.
 _WITHOUT_EFFECT: Final = {
     ("cache", "hash"): "SGLang names its pages itself",
     ("cache", "load_or_recompute"): "SGLang decides; see its prefetch_threshold",
@@ -52,7 +52,7 @@ _WITHOUT_EFFECT: Final = {
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A pool as the tiers keep it."""
+    """A pool in the tiers."""
 
     store: PageStore
     page_size: int  # tokens of an index
@@ -61,9 +61,9 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _PageSlot:
-    """What tiers are opened for: the tokens of a page, and the bytes of a slot.
+    """The shape for opening the tiers: a page's tokens, and a slot's bytes.
 
-    A slot holds the first pool's page, or one unit of another pool if that is larger.
+    A slot has the first pool's page, or one unit of another pool if that is larger.
     """
 
     block_size: int
@@ -71,7 +71,7 @@ class _PageSlot:
 
 
 class _OlderCalls(HiCacheStorage):
-    """SGLang's calls that hand over a tensor a page: answered, and not served."""
+    """SGLang's older calls, with one tensor per page: answered, but not supported."""
 
     def exists(self, key: str) -> bool:
         return bool(self.batch_exists([key]) == 1)
@@ -101,14 +101,14 @@ class KVTierStorage(_OlderCalls):
     """
 
     def __init__(self, storage_config: Any, _: Any = None) -> None:
-        """What SGLang's factory calls, once in every rank's process."""
+        """Called by SGLang's factory, once in every rank's process."""
         _check_version(sglang_version)
         config = _config_of(storage_config.extra_config)
         _check_ranks(storage_config, config)
         self._config = _share(config, storage_config)
         self._storage_config = storage_config
-        self._pages: dict[str, PoolPages] = {}  # of every pool, from when it was registered
-        self._kept: dict[str, _Kept] = {}  # the same, from when the tiers were opened
+        self._pages: dict[str, PoolPages] = {}  # of every registered pool
+        self._kept: dict[str, _Kept] = {}  # the same, once the tiers are open
         self._tiers: CacheTiers | None = None
         self._slot_bytes, self._root = 0, b""
         self._names = PageNames()
@@ -117,19 +117,19 @@ class KVTierStorage(_OlderCalls):
         self._sets: deque[tuple[int, float]] = deque(maxlen=_MAX_BATCHES)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """The first pool, which has what every token keeps."""
+        """The first pool, with every token's KV."""
         super().register_mem_pool_host(mem_pool_host)
         self._pages = {_KV: pool_pages(mem_pool_host)}
         _check_page_size(self._config, self._pages[_KV].page_size)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """A further pool: what it keeps is stored beside the first one's pages, and a hit needs both."""
+        """A further pool: its data are stored beside the first one's pages, and a hit needs both."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if (name := str(host_pool_name)) == _KV:
             return
         try:
             self._pages[name] = pool_pages(host_pool)
-            if self._tiers is not None:  # one that came late, of a draft model
+            if self._tiers is not None:  # registered late, for a draft model
                 _require_exact(self._config, name)
                 self._keep(self._tiers, name)
         except ConfigError:
@@ -137,7 +137,7 @@ class KVTierStorage(_OlderCalls):
             raise
 
     def on_host_pools_registered(self) -> None:
-        """Open the tiers for the pages of SGLang's pools. StoreLocked where another process has them open."""
+        """Open the tiers for the pages of SGLang's pools. StoreLocked if another process has them open."""
         first = self._pages[_KV]
         others = [pages for name, pages in self._pages.items() if name != _KV]
         for name in self._pages.keys() - {_KV}:
@@ -157,25 +157,25 @@ class KVTierStorage(_OlderCalls):
         self._tiers = open_tiers(self._config, fingerprint, _PageSlot(first.page_size, self._slot_bytes), identity)
         for name in self._pages:
             self._keep(self._tiers, name)
-        told = ", ".join(f"{name} of {pages.page_bytes} bytes" for name, pages in self._pages.items())
-        _log.info("kvtier keeps pages of %s under fingerprint %s", told, fingerprint.hex()[:16])
+        shown = ", ".join(f"{name} of {pages.page_bytes} bytes" for name, pages in self._pages.items())
+        _log.info("kvtier keeps pages of %s under fingerprint %s", shown, fingerprint.hex()[:16])
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many leading pages of the first pool are held; from memory, without I/O."""
+        """How many leading pages of the first pool are in the tiers; from memory, without I/O."""
         kept, names = self._kept.get(_KV), self._names.of(keys)
         return 0 if kept is None or names is None else kept.store.held(names)
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """How many leading pages are held with all that the other pools have to have for them, by SGLang's rules."""
-        held = self.batch_exists(keys)
-        names = self._names.of(keys[:held]) or []
+        """How many leading pages are in the tiers with everything that other pools need for them, by SGLang's rules."""
+        num_found = self.batch_exists(keys)
+        names = self._names.of(keys[:num_found]) or []
         needed = [
             (str(transfer.name), str(transfer.hit_policy.value), len(transfer.keys or [None]))
             for transfer in pool_transfers or []
         ]
         stores = {name: kept.store for name, kept in self._kept.items()}
         ends, by_pool = hit_ends(names, needed, stores, every=self._storage_config.tp_size > 1)
-        found = {_KV: held, **by_pool} if held else by_pool
+        found = {_KV: num_found, **by_pool} if num_found else by_pool
         return PoolTransferResult(ends[-1] if ends else 0, {PoolName(name): end for name, end in found.items()}, ends)
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
@@ -187,7 +187,7 @@ class KVTierStorage(_OlderCalls):
         return {each.name: self._get(str(each.name), each.keys or [], each.host_indices, None) for each in transfers}
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Copy the pages at `host_indices` (int64, one a token) into the tiers; True for those that were taken."""
+        """Copy the pages at `host_indices` (int64, one a token) into the tiers; True for those that were stored."""
         return self._set(_KV, keys, host_indices, extra_info)
 
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
@@ -250,7 +250,7 @@ class KVTierStorage(_OlderCalls):
         return self._moved(pool, keys, host_indices, store_pages, self._sets)
 
     def _parent(self, extra_info: Any) -> ChainHash | None:
-        """The page before the call's first, where SGLang says it (its option hicache_storage_pass_prefix_keys)."""
+        """The page before the call's first, if SGLang passes it (its option hicache_storage_pass_prefix_keys)."""
         prefix: list[str] | None = getattr(extra_info, "prefix_keys", None)
         names = self._names.of(prefix[-1:]) if prefix else None
         return names[0] if names else None
@@ -263,7 +263,7 @@ class KVTierStorage(_OlderCalls):
         move: Callable[[PageStore, list[ChainHash], NDArray[np.int64]], list[bool]],
         measured: "deque[tuple[int, float]]",
     ) -> list[bool]:
-        """What became of each page; all False, counted, where the indices are not those of whole pages."""
+        """The result for each page; all False, counted, if the indices are not those of whole pages."""
         kept, names = self._kept.get(pool), self._names.of(keys)
         if kept is None or not names:
             return [False] * len(keys)
@@ -279,7 +279,7 @@ class KVTierStorage(_OlderCalls):
 
 
 def _page_numbers(host_indices: Any, num_pages: int, page_size: int) -> NDArray[np.int64] | None:
-    """The numbers of the pages at these token indices; None where they are not whole pages."""
+    """The numbers of the pages at these token indices; None if they are not whole pages."""
     if host_indices is None or len(host_indices) != num_pages * page_size:
         return None
     rows: NDArray[np.int64] = host_indices.cpu().numpy().reshape(num_pages, page_size)
@@ -297,7 +297,7 @@ def _check_version(version: str) -> None:
 
 
 def _check_ranks(storage: Any, config: Config) -> None:
-    """ConfigError for a way to split the model whose pages the tiers cannot hold."""
+    """ConfigError for parallelism whose pages the tiers cannot store."""
     if shares_kv(storage) and config.service.socket is None:
         raise ConfigError(
             f"SGLang: tensor parallel size {storage.tp_size} of an MLA model: its first rank alone stores, and "
@@ -310,14 +310,14 @@ def _check_ranks(storage: Any, config: Config) -> None:
 
 
 def _require_exact(config: Config, pool: str) -> None:
-    """ConfigError for a further pool's pages as fp8: they are no K and V."""
+    """ConfigError for a further pool's pages as fp8: they are not K and V."""
     if config.cache.lossy != "none":
-        kept = f"pool {pool!r} keeps something else than K and V"
-        raise ConfigError(f'[cache] lossy "{config.cache.lossy}": {kept}; leave it out')
+        problem = f"pool {pool!r} keeps something else than K and V"
+        raise ConfigError(f'[cache] lossy "{config.cache.lossy}": {problem}; leave it out')
 
 
 def _config_of(options: dict[str, Any]) -> Config:
-    """The configuration in the extra config. Tells SGLang there to use the zero-copy calls."""
+    """The configuration in the extra config. Also enables SGLang's zero-copy calls there."""
     if not options.setdefault("interface_v1", 1):
         raise ConfigError('extra config, interface_v1 0: kvtier has no other; leave it out, or write "interface_v1": 1')
     sections = {name: value for name, value in options.items() if name not in _SGLANG_OPTIONS}
@@ -341,7 +341,7 @@ def _check_page_size(config: Config, page_size: int) -> None:
 def _share(config: Config, storage: Any) -> Config:
     """One rank's part of the memory and of the disk, in a directory of its own: ranks are processes."""
     num_ranks = storage.tp_size * storage.pp_size
-    if num_ranks == 1 or shares_kv(storage):  # with the node's daemon, which has the memory and the disk
+    if num_ranks == 1 or shares_kv(storage):  # then the node's daemon has the memory and the disk
         return config
     path = config.file.path and config.file.path / f"tp{storage.tp_rank}-pp{storage.pp_rank}"
     file = config.file.model_copy(update={"path": path, "size": config.file.size // num_ranks})

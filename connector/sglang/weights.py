@@ -1,4 +1,4 @@
-"""Weights changed in a running SGLang: pages get names that nothing had, once SGLang's own caches are empty."""
+"""Weight updates of a running SGLang: pages get new random names, once SGLang's own caches are empty."""
 
 import functools
 import hashlib
@@ -21,15 +21,15 @@ _NAME_BYTES: Final = 32
 class PageNames:
     """Names of pages for SGLang's keys, which are hashes of tokens alone. Thread-safe.
 
-    Pages of changed weights are named at random, and so never shared with another process: a version that somebody
-    counts says nothing of the weights themselves.
+    Pages of updated weights get random names and are never shared with another process: a version number does not
+    identify the weights.
     """
 
     def __init__(self) -> None:
-        self._secret: bytes | None = b""  # empty: the weights of the start; None: caches above hold others' pages
+        self._secret: bytes | None = b""  # empty: the initial weights; None: SGLang's caches have stale pages
 
     def of(self, keys: Sequence[str]) -> list[ChainHash] | None:
-        """`keys` are hex, a page each. None if pages have no name now."""
+        """`keys` are hex, one per page. None if pages have no name now."""
         secret = self._secret
         if secret is None:
             return None
@@ -38,7 +38,7 @@ class PageNames:
         return [hashlib.blake2b(bytes.fromhex(key), key=secret, digest_size=_NAME_BYTES).digest() for key in keys]
 
     def weights_changed(self, *, caches_are_empty: bool) -> None:
-        """What SGLang's caches hold was computed by other weights."""
+        """The weights changed: the content of SGLang's caches is stale, unless they are empty."""
         if caches_are_empty:
             self._secret = secrets.token_bytes(_NAME_BYTES)
         elif self._secret is not None:
@@ -46,7 +46,7 @@ class PageNames:
             _log.info(_KEPT)
 
     def caches_emptied(self) -> None:
-        """All that they get from now on is computed by the weights of now."""
+        """The caches are empty: from now on they get pages of the current weights."""
         if self._secret is None:
             self._secret = secrets.token_bytes(_NAME_BYTES)
 
@@ -55,14 +55,14 @@ _followers: Final = WeakSet[PageNames]()
 
 
 def follow(names: PageNames) -> None:
-    """Have the scheduler of this process say when its weights change, and when its caches are empty."""
+    """Notify `names` when this process's scheduler changes its weights, and when its caches are emptied."""
     _followers.add(names)
     _hook()
 
 
 @functools.cache
 def _hook() -> None:
-    """Around the methods that every way to change weights calls; SGLang has no hook of its own for a storage."""
+    """Wrap the methods that every weight update calls; SGLang has no hook for storages."""
     try:
         from sglang.srt.managers.cache_controller import HiCacheController
         from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
@@ -102,7 +102,7 @@ def _around(
 
 
 def _are_empty(scheduler: Any) -> bool:
-    """Whether SGLang holds no page of the weights of before: neither a request's, nor in its caches."""
+    """Whether SGLang has no page of the old weights: neither a request's, nor in its caches."""
     tree = getattr(scheduler, "tree_cache", None)
     host = getattr(getattr(tree, "cache_controller", None), "mem_pool_host", None)
     if tree is None or host is None:

@@ -1,4 +1,4 @@
-"""transformers: what `generate()` computed is kept in the tiers, and found by the next call and the next process."""
+"""transformers: `generate()` loads known KV from the tiers and stores new KV, for later calls and processes."""
 
 import logging
 import time
@@ -57,25 +57,23 @@ from kvtier.tiers.reuse import Hint, hint_of
 def report_finished(
     tiers: CacheTiers, rows: Sequence[PromptRow], num_outputs: Sequence[int], hint: Hint | None, seconds: float
 ) -> None:
-    """Tell of each row that its request ended: so many tokens were answered, `seconds` after the call began.
+    """Report each row's finished request: so many tokens were generated, `seconds` after the call began.
 
-    The rows' chains have what was stored of the answers by now. Of several answers to one prompt, the first counts.
+    By now the rows' chains include the stored answers. If a prompt has several answers, the first counts.
     """
     for row, num_output in zip(rows, num_outputs, strict=True):
         tiers.ended(Answered(len(row.token_ids), num_output, hint, seconds=seconds).finish_of(row.chain))
-    tiers.tick()  # nobody else sends it
+    tiers.tick()  # no other call sends it
 
 
-_POSITIONS: Final = (
-    "rope_deltas"  # of M-RoPE: how far an image moved all later positions; renewed without a cache alone
-)
+_POSITIONS: Final = "rope_deltas"  # of M-RoPE: the offset of positions after images; only recomputed without a cache
 _OF_TORCH: Final = frozenset(vars(torch.nn.Module()))
 
 
 class Carried:
-    """M-RoPE's positions, and other attributes that a model may set to a tensor while it computes: they were None.
+    """State that a model keeps between passes: M-RoPE's positions, and attributes that were None and became tensors.
 
-    A model that was just loaded has none of it, and of the positions one that went through a text alone has zeros.
+    A freshly loaded model has none of it; after a pass over text alone the positions are zeros.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -89,29 +87,29 @@ class Carried:
         ]
 
     def forget(self) -> None:
-        """The next pass counts positions as if the model was just loaded."""
+        """Reset the positions: the next pass counts them as in a freshly loaded model."""
         for own in self._positions:
             own[_POSITIONS] = None
 
     @contextmanager
     def put_aside(self) -> Iterator[None]:
-        """The same while it is open."""
-        held = [own[_POSITIONS] for own in self._positions]
+        """Reset them inside the context, and restore them afterwards."""
+        values = [own[_POSITIONS] for own in self._positions]
         self.forget()
         try:
             yield
         finally:
-            for own, value in zip(self._positions, held, strict=True):
+            for own, value in zip(self._positions, values, strict=True):
                 own[_POSITIONS] = value
 
     @property
     def shown(self) -> str | None:
-        """The name of what changes the next pass over a text; None: nothing does."""
+        """The name of a state that changes the next pass over a text; None: there is none."""
         return self.unknown or next((_POSITIONS for own in self._positions if _counts(own[_POSITIONS])), None)
 
     @property
     def unknown(self) -> str | None:
-        """The same of attributes of which nothing is known, so that nobody here may change them."""
+        """The same, for attributes of unknown meaning, which must not be reset here."""
         return next((name for own, name in self._others if _counts(own.get(name))), None)
 
 
@@ -126,7 +124,7 @@ if int(_version.partition(".")[0]) < 5:
 
 _log = logging.getLogger(__package__)
 
-_TURNS: Final = Turns("KVTier")  # one for a model, also where an adapter library's is around it
+_TURNS: Final = Turns("KVTier")  # one per model, also if an adapter library wraps it
 _CHANGED: Final = (
     "nothing is kept of a call in whose middle the model's weights, adapters or code changed; change them after it"
 )
@@ -135,8 +133,8 @@ _CHANGED: Final = (
 class KVTier:
     """Keeps the KV of one transformers model: `kv.generate(...)` for `model.generate(...)`.
 
-    A call whose KV blocks cannot hold (images) is generated as ever, and nothing of it is kept; so is a model's whose
-    cache they cannot hold, and all in a forked child. Threads take turns with a model, also to make a `KVTier` over
+    A call with KV that blocks cannot hold (images) is generated as usual without storing; so are all calls of a model
+    with an unsupported cache, and all in a forked child. Threads take turns with a model, also to make a `KVTier` over
     it; RequestError refuses a call from inside another. Blocks are those of kvtier's own engine: for one checkpoint
     directory, dtype and block size each finds what the other stored.
     """
@@ -151,36 +149,36 @@ class KVTier:
     ) -> None:
         """`config`: a Config, `{section: {option: value}}` or the name of a TOML file; default: the environment.
 
-        `name` is what people call the model, by default its checkpoint directory's. Reads all weights once. `variant`
-        is your name for what hooks and code of your own compute in the model, another one for each way of computing;
-        without it, nothing is kept of such a model.
+        `name`: the model's name for users, by default its checkpoint directory's. Reads all weights once. `variant`:
+        your name for what your own hooks and code compute in the model, a new one for each change; without it such a
+        model's KV is not stored.
 
-        Raises ConfigError where memory or disk are too small, or segments are "on" and the model's KV cannot be moved.
+        Raises ConfigError if memory or disk are too small, or segments are "on" and the model's KV cannot be moved.
         FormatError and StoreLocked come from the slab.
         """
         self.model: Any = model  # its generate() is typed as a submodule
-        self.num_cached_tokens = 0  # of the last call: prompt tokens that were loaded, in the row that had most
-        self.cached_tokens_by_row: list[int] = []  # … in each row: rows behind padding have fewer
+        self.num_cached_tokens = 0  # of the last call: loaded prompt tokens, of the row with the most
+        self.cached_tokens_by_row: list[int] = []  # … of each row: padded rows have fewer
         self.num_segment_tokens = 0  # of the last call: prompt tokens from segments, in all rows; approximate
-        self.num_repaired_tokens = 0  # … and those of them that were computed anew
+        self.num_repaired_tokens = 0  # … and the recomputed ones among them
         self.segments: SegmentCalls | None = None  # None: `[cache] segments` are off
         self._config = Config.of(config)
         self._said: set[str] = set()
-        self._is_sure = True  # that the name holds what changed in the model since it was named
+        self._is_sure = True  # whether the name covers all changes of the model since it was named
         self._turn = _TURNS.of(next((each for each in model.modules() if isinstance(each, PreTrainedModel)), model))
         self._opened: CacheTiers | None = None
-        self._inherited: CacheTiers | None = None  # in a forked child: its parent's, which nobody may even collect
+        self._inherited: CacheTiers | None = None  # in a forked child: its parent's, never collected
         self._states: StateCalls | None = None  # None: the model keeps no recurrent states
         self._carried = Carried(model)
         with self._turn:
             self._open(model, name, variant)
 
     def _open(self, model: PreTrainedModel, name: str | None, variant: str | None) -> None:
-        """Measure the model, name its KV and open the tiers; none if its KV cannot be kept."""
+        """Inspect the model, name its KV and open the tiers; leaves them closed if its KV cannot be stored."""
         cache = self._config.cache
         try:
-            weights_of(model)  # refused by name before anything computes with them
-            self._limit = rope_limit(model.config)  # tokens: behind them RoPE is another, and so is all KV
+            weights_of(model)  # checked before anything computes with them
+            self._limit = rope_limit(model.config)  # tokens: longer texts have another RoPE, and so other KV
             self._form = CacheForm.of(model, cache.block_size)
             going_on = self._how_it_goes_on(model)
             inv_freq = require_blendable(model, self._form.shape) if cache.segments == "on" else None
@@ -198,7 +196,7 @@ class KVTier:
         self._opened, named = open_apart(self._config, named, self._form, self._probed)
         self._fingerprint = named.fingerprint()
         self._blocks = TierBlocks(self._opened, self._root(), self._form, self._config, model.device)
-        self._carried = Carried(model)  # what the tokens of the start left is no other call's
+        self._carried = Carried(model)  # without the state that the probe's tokens left
         self._blocks.follow, self._blocks.passing = self._follow, self._passing
         if going_on is not None:
             keeps_answers = bool(cache.store_generated)
@@ -207,7 +205,7 @@ class KVTier:
             self.segments = SegmentCalls(model, self._blocks, self._config, inv_freq)
 
     def _how_it_goes_on(self, model: PreTrainedModel) -> GoingOn | None:
-        """How a model with recurrent states goes on behind them; None if it has none."""
+        """How a model with recurrent states continues after them; None if it has none."""
         states = self._form.states
         if states is None:
             return None
@@ -223,7 +221,7 @@ class KVTier:
     def chat(
         self, tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, **options: Any
     ) -> torch.Tensor:
-        """A chat's prompt ([1, tokens]) for `generate`, by the tokenizer's template, with messages as `[chat]` says.
+        """A chat's prompt ([1, tokens]) for `generate`, by the tokenizer's template, with `[chat]` applied.
 
         `options` are those of `apply_chat_template`.
         """
@@ -243,10 +241,10 @@ class KVTier:
         hint: Hint | str | None = None,
         **options: Any,
     ) -> Any:
-        """`model.generate(input_ids, **options)`: loads what is known, computes the rest, keeps what is new.
+        """`model.generate(input_ids, **options)`: loads known KV, computes the rest, stores what is new.
 
-        Of `segments` (a list for each row) the KV may come from another place: approximate, see `Repair`. `hint` says
-        whether these conversations go on. RequestError before anything is computed if one of them is bad.
+        The KV of `segments` (a list for each row) may be reused from another place: approximate, see `Repair`. `hint`:
+        whether these conversations continue. An invalid one is a RequestError before anything is computed.
         """
         with self._my_turn():
             return self._generate(input_ids, segments, repair, hint, options)
@@ -260,7 +258,7 @@ class KVTier:
         options: dict[str, Any],
     ) -> Any:
         began = time.monotonic()
-        said = None if hint is None else hint_of(hint)
+        hint = None if hint is None else hint_of(hint)
         wanted = self._wanted(input_ids, segments, repair)
         self._forget_last_call()
         call = self._held_call(input_ids, options)
@@ -271,7 +269,7 @@ class KVTier:
             ends = partial(call.ends, num_columns=input_ids.shape[1])
             result = self._states.generate(rows, input_ids, call.options(self.model, options, None), ends)
             self._note_cached(self._states.num_cached_tokens, len(rows))
-            self._report_finished(call, rows, result, input_ids, said, began)
+            self._report_finished(call, rows, result, input_ids, hint, began)
             return result
         cache = self._load(rows, wanted) if call.loads else empty_cache(self.model)
         self._blocks.watch(cache)
@@ -285,21 +283,21 @@ class KVTier:
             sequences = result if isinstance(result, torch.Tensor) else result.sequences
             copies = [copy for row in rows for copy in row.copies(call.num_copies)]
             self._store(copies, sequences, cache, call.ends(sequences, num_columns))
-        else:  # of each prompt its first row
+        else:  # only the first row of each prompt
             self._store(rows, input_ids, cache, num_copies=call.num_copies)
-        self._report_finished(call, rows, result, input_ids, said, began)
+        self._report_finished(call, rows, result, input_ids, hint, began)
         return result
 
     def load(
         self, input_ids: torch.Tensor, *, segments: SegmentLists | None = None, repair: Repair | None = None
     ) -> tuple[DynamicCache, int]:
-        """A cache with the leading tokens of every row ([rows, tokens]) that are known, and how many it has.
+        """A cache with the known leading tokens of all rows ([rows, tokens]), and their number.
 
-        Give it to `model(input_ids[:, num_tokens:], cache=cache)`; at least the last token is left. Behind a
-        recurrent state that takes one token at a time, it is the only one: the others are computed here.
-        Rows of one length without padding: what a mask would hide, this can't see. Nor can it see images: of a prompt
-        with tokens that stand for some it has nothing. With `segments` (see `generate`) it has all tokens but the last,
-        and `store` keeps none of it behind the first reused one.
+        Pass it to `model(input_ids[:, num_tokens:], cache=cache)`; at least the last token is left. After a recurrent
+        state that takes one token at a time, only the last is left: the others are computed here. Rows must have one
+        length without padding, as a mask is unknown here. So are images: for a prompt with their tokens it loads
+        nothing. With `segments` (see `generate`) it has all tokens but the last, and `store` keeps nothing from the
+        first reused one on.
         """
         with self._my_turn():
             wanted = self._wanted(input_ids, segments, repair)
@@ -317,9 +315,9 @@ class KVTier:
             return cache, cache.get_seq_length()
 
     def precompute(self, texts: Sequence[Any]) -> None:
-        """Compute texts (token ids) that are going to be segments, each alone: ordinary blocks, in every tier.
+        """Compute texts (token ids) that will be segments, each alone, and store them as ordinary blocks in every tier.
 
-        RequestError before anything is computed if segments are off, or a text is no list of token ids.
+        RequestError before anything is computed if segments are off, or a text is not a list of token ids.
         """
         if self.segments is None:
             raise self._no_segments()
@@ -329,16 +327,16 @@ class KVTier:
                 self.segments.precompute(checked)
 
     def store(self, input_ids: torch.Tensor, cache: DynamicCache, *, hint: Hint | str | None = None) -> None:
-        """Keep the KV of the tokens ([rows, tokens], from the first one on) that `cache` holds.
+        """Store the KV in `cache` of the tokens ([rows, tokens], from the first one on).
 
-        Nothing is kept where tokens stand for images. `hint` says whether these conversations go on; RequestError if it
-        is none.
+        Nothing is stored if tokens stand for images. `hint`: whether these conversations continue; RequestError if it
+        is unknown.
         """
-        said = None if hint is None else hint_of(hint)
+        known_hint = None if hint is None else hint_of(hint)
         with self._my_turn():
-            self._keep(input_ids, cache, said)
+            self._keep(input_ids, cache, known_hint)
 
-    def _keep(self, input_ids: torch.Tensor, cache: DynamicCache, said: Hint | None) -> None:
+    def _keep(self, input_ids: torch.Tensor, cache: DynamicCache, known_hint: Hint | None) -> None:
         if self._can_hold(input_ids):
             rows = self._rows(input_ids)
             if (shown := self._carried.shown) is not None:
@@ -352,23 +350,23 @@ class KVTier:
                 for row in rows:
                     row.num_exact = cache.num_exact if isinstance(cache, BlendedCache) else None
                 self._store(rows, input_ids, cache)
-            report_finished(self._tiers, rows, [0] * len(rows), said, 0.0)
+            report_finished(self._tiers, rows, [0] * len(rows), known_hint, 0.0)
 
     def stats(self) -> dict[str, float]:
-        """Every counter and gauge of the tiers by its exposition name; what came of segments as in `Engine.stats`."""
+        """Every counter and gauge of the tiers by its exposition name; segments' counters as in `Engine.stats`."""
         figures = {} if self.segments is None else self.segments.figures
         return {**({} if self._opened is None else self._opened.stats()), **figures}
 
     def drain(self, timeout: float = 30.0) -> bool:
-        """Wait until everything stored so far is in the lowest tier; False when `timeout` seconds pass first."""
+        """Wait until everything stored so far is in the lowest tier; False if `timeout` seconds pass first."""
         with self._my_turn():
             return self._opened is None or self._blocks.drain(timeout)
 
     def reset(self) -> None:
-        """Forget every block in every tier, and name new ones apart: the weights may be others now. Reads no weights.
+        """Drop every block from every tier, and name new ones apart, since the weights may have changed.
 
-        For training loops, after each step: else the next call reads all weights to name them. Blocks kept from then on
-        are found by this `KVTier` alone, until its weights change again. Whoever shares a tier forgets, too.
+        For training loops, after each step: else the next call reads all weights to name them. New blocks are
+        found only by this `KVTier`, until its weights change again. Other users of a shared tier lose theirs, too.
         """
         with self._my_turn():
             if self._opened is not None:
@@ -391,24 +389,24 @@ class KVTier:
         self.close()
 
     def _probe(self) -> KVProbe:
-        """What the model's own weights make of a few tokens."""
+        """The KV that the model's own weights compute for a few tokens."""
         with without_adapters(self.model):
             return probe_of(self.model, self._form)
 
     def _root(self) -> ChainHash:
-        """Where the names of blocks begin that the model computes as it is now."""
+        """The root of the names of blocks that the model computes now."""
         return root_hash(self._fingerprint, cache_salt=self._config.cache.cache_salt, lora_digest=self._live.variant)
 
     def _notice(self, *, in_pass: bool) -> None:
-        """Have new rows named after what the model computes now."""
+        """Name new rows after what the model computes now."""
         if not self._live.holds(in_pass=in_pass):
             was = self._live.variant
             self._live.look()
-            self._is_sure = not self._live.variant is was is None  # else what changed is none of what names tell
+            self._is_sure = not self._live.variant is was is None  # else something changed that the name does not cover
             self._blocks.root = self._root()
 
     def _follow(self) -> bool:
-        """The same. False if that has no name."""
+        """`_notice`; False if what it computes has no name."""
         self._notice(in_pass=False)
         if not self._is_sure:
             self._require_same_kv()
@@ -416,7 +414,7 @@ class KVTier:
         return self._live.refusal is None
 
     def _require_same_kv(self) -> None:
-        """Have the model refused if its own weights make other KV now than when it was named."""
+        """Refuse the model if its own weights compute other KV now than when it was named."""
         if self._live.refusal is not None or self._probed is None:
             return
         try:
@@ -428,23 +426,23 @@ class KVTier:
             self._live.refuse(f"{why}; make another KVTier")
 
     def _passing(self) -> ChainHash | None:
-        """Asked inside a pass: where the names begin of what it computes; None if nothing tells."""
+        """Called inside a pass: the root of the names of what it computes; None if unknown."""
         if self._turn.is_mine:
             self._notice(in_pass=True)
             return self._blocks.root if self._is_sure and self._live.refusal is None else None
-        # a caller's own pass, with other threads about: the next call looks closer
+        # a pass of the caller, perhaps with other threads: the next call checks more
         is_plain = self._live.holds(in_pass=True) and self._live.refusal is None and self._carried.shown is None
         return self._blocks.root if is_plain else None
 
     def _require_named(self) -> None:
-        """The same; UnheldCallError if it has no name, or keeps something of another call that no name tells."""
+        """`_follow`; UnheldCallError if it has no name, or has state of another call that the name does not cover."""
         if not self._follow():
             raise UnheldCallError(self._live.refusal)
         if (unknown := self._carried.unknown) is not None:
             raise UnheldCallError(f"the model has {unknown} of another call; set it to None, as it was at the start")
 
     def _my_turn(self) -> AbstractContextManager[object]:
-        """While it is open, no other thread is in here, or makes a `KVTier` over this model."""
+        """Inside the context no other thread uses the model, or makes a `KVTier` over it."""
         if not self._turn.is_inherited:
             return self._turn
         if self._opened is not None:
@@ -465,12 +463,12 @@ class KVTier:
         self.cached_tokens_by_row = []
 
     def _note_cached(self, num_tokens: int, num_rows: int) -> None:
-        """All rows of the last call went on behind so many tokens."""
+        """All rows of the last call continued after so many loaded tokens."""
         self.num_cached_tokens = num_tokens
         self.cached_tokens_by_row = [num_tokens] * num_rows
 
     def _held_call(self, input_ids: torch.Tensor, options: dict[str, Any]) -> Call | None:
-        """The call as blocks see it. None if they cannot hold its KV: that is said once, and counted."""
+        """The call as blocks see it. None if they cannot hold its KV, which is logged once, and counted."""
         if self._opened is None:
             return None
         try:
@@ -496,7 +494,7 @@ class KVTier:
         return why_padding_shows(self.model, self._form)
 
     def _can_hold(self, input_ids: torch.Tensor) -> bool:
-        """Whether blocks can hold what the caller computes of these rows. If not, that is said once, and counted."""
+        """Whether blocks can hold the KV of these rows. If not, that is logged once, and counted."""
         if self._opened is None:
             return False
         try:
@@ -523,9 +521,9 @@ class KVTier:
     def _wanted(
         self, input_ids: torch.Tensor, segments: SegmentLists | None, repair: Repair | None
     ) -> list[WantedReuse]:
-        """What each row asks for, checked; empty: nothing at all."""
+        """Each row's requested reuse, validated; empty: none."""
         if input_ids.ndim != 2:
-            return []  # no rows: nothing is going to be loaded
+            return []  # no rows: nothing will be loaded
         lists = lists_of(segments, len(input_ids))
         if not any(lists):
             return []
@@ -543,7 +541,7 @@ class KVTier:
         return self._opened
 
     def _load(self, rows: Sequence[PromptRow], wanted: Sequence[WantedReuse]) -> DynamicCache:
-        """What is known of every row, as far as all of them go; with segments, all tokens but the last."""
+        """Known tokens of every row, as far as all rows have them; with segments, all tokens but the last."""
         size, pads = self._form.block_size, [row.num_pads for row in rows]
         blocks = [self._fetch(row) for row in rows]
         num_columns = min(pad + len(each) * size for pad, each in zip(pads, blocks, strict=True))
@@ -562,7 +560,7 @@ class KVTier:
         return cache
 
     def _fetch(self, row: PromptRow) -> Blocks:
-        """The row's leading known blocks, in memory of their own."""
+        """The row's leading known blocks, copied to memory of their own."""
         usable = (len(row.token_ids) - 1) // self._form.block_size  # at least the last token is computed
         blocks = self._blocks.load(row.chain.hashes[:usable])
         row.num_loaded = len(blocks)
@@ -576,9 +574,9 @@ class KVTier:
         ends: Sequence[int] | None = None,
         num_copies: int = 1,
     ) -> None:
-        """Keep what is new and exact of every row. Each has `num_copies` rows in the cache, and ends before `ends`."""
+        """Store what is new and exact of every row. Each has `num_copies` rows in the cache, and ends before `ends`."""
         if self._limit is not None and cache.get_seq_length() > self._limit:
-            return  # RoPE changed on the way
+            return  # RoPE changed during the call
         if not self._blocks.are_current(rows, cache):
             return self._say_once(_CHANGED)
         num_columns = min(cache.get_seq_length(), sequences.shape[1])

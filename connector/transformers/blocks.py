@@ -1,4 +1,4 @@
-"""Blocks between a cache and the tiers' slots: their planes, a cache made of them, and those that a cache holds."""
+"""Blocks between a cache and the tiers' slots: their planes, caches made of them, and views of a cache's blocks."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
@@ -11,7 +11,7 @@ from kvtier.connector.transformers.padding import with_room
 
 
 class Blocks:
-    """Consecutive blocks of one row, plane by plane, in a host's or a device's memory; then whole slots of states.
+    """Consecutive blocks of one row, plane by plane, in host or device memory; then whole slots of states.
 
     A plane is `[num_blocks, block_size, num_heads, dim]`, as one tensor or as several side by side in `dim`.
     """
@@ -24,12 +24,12 @@ class Blocks:
 
     @classmethod
     def of(cls, slots: torch.Tensor, form: CacheForm, num_blocks: int) -> Self:
-        """Views of slots, `[num_slots, num_elements]`, of which the first `num_blocks` hold blocks."""
+        """Views of slots, `[num_slots, num_elements]`: the first `num_blocks` are blocks, the others states."""
         return cls([[view] for _, _, view in form.planes(slots[:num_blocks])], slots[num_blocks:])
 
     @classmethod
     def empty(cls, form: CacheForm, num_blocks: int, num_states: int, device: torch.device) -> Self:
-        """Memory for so many slots, each plane by itself."""
+        """Memory for so many slots, each plane as a tensor."""
         dtype: torch.dtype = getattr(torch, form.dtype)
         planes = [
             [torch.empty(num_blocks, form.block_size, plane.num_heads, plane.dim, dtype=dtype, device=device)]
@@ -40,7 +40,7 @@ class Blocks:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Parts of one row, one behind the other, each plane of them as one tensor."""
+        """Consecutive parts of one row, each plane joined to one tensor."""
         if len(parts) == 1:
             return parts[0]
         planes = zip(*(part._planes for part in parts), strict=True)
@@ -48,28 +48,28 @@ class Blocks:
         return cls(joined, torch.cat([part.states for part in parts]))
 
     def __len__(self) -> int:
-        """How many slots they fill."""
+        """Number of slots."""
         return self._num_blocks + len(self.states)
 
     def take(self) -> Iterator[torch.Tensor]:
-        """Each plane once. What was taken is not held here any more: a device has no room for all of it twice."""
+        """Each plane once. It is released here, since a device has no room for all of it twice."""
         while self._planes:
             parts = self._planes.pop(0)
             yield parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)
 
     def read(self, slots: torch.Tensor, form: CacheForm, numbers: Sequence[int]) -> None:
-        """Gather these of them, ascending, into `slots`, `[len(numbers), num_elements]`."""
+        """Gather these blocks, ascending, into `slots`, `[len(numbers), num_elements]`."""
         for at, first, count in _runs(numbers, self._num_blocks):
             self._move(slots[at : at + count], form, first, into_slots=True)
 
     def write(self, slots: torch.Tensor, form: CacheForm, first: int) -> None:
-        """Scatter `slots`, `[n, num_elements]`, to those from `first` on."""
+        """Scatter `slots`, `[n, num_elements]`, to the blocks from `first` on."""
         for at, start, count in _runs(range(first, first + len(slots)), self._num_blocks):
             self._move(slots[at : at + count], form, start, into_slots=False)
 
     @torch.no_grad()
     def _move(self, slots: torch.Tensor, form: CacheForm, first: int, *, into_slots: bool) -> None:
-        """One run, which lies either in the planes or in the states."""
+        """Move one run, which is either in the planes or in the states."""
         if first >= self._num_blocks:
             first -= self._num_blocks
             _copy(slots, self.states[first : first + len(slots)], into_slots)
@@ -88,7 +88,7 @@ def _copy(slots: torch.Tensor, own: torch.Tensor, into_slots: bool) -> None:
 
 
 def _runs(numbers: Sequence[int], border: int) -> Iterator[tuple[int, int, int]]:
-    """Ascending numbers as runs, none over the border: place of the first among them, the first, how many."""
+    """Ascending numbers as runs that do not cross the border: index of the first, the first, length."""
     start = 0
     for at in range(1, len(numbers) + 1):
         if at == len(numbers) or numbers[at] != numbers[at - 1] + 1 or numbers[at] == border:
@@ -97,35 +97,35 @@ def _runs(numbers: Sequence[int], border: int) -> Iterator[tuple[int, int, int]]
 
 
 class BlendedCache(WatchedCache):
-    """A cache with reused segments: behind the first `num_exact` tokens of every row nothing may be stored."""
+    """A cache with reused segments: nothing after the first `num_exact` tokens of any row may be stored."""
 
     num_exact: int = 0
 
 
 def fill(cache: DynamicCache, form: CacheForm, rows: Sequence[Blocks], num_tokens: int, device: torch.device) -> None:
-    """Put the first tokens of each row's blocks into an empty cache; zeros where a row has fewer. Takes the planes."""
+    """Put the first tokens of each row's blocks into an empty cache; zeros if a row has fewer. Takes the planes."""
     if not num_tokens:
         return
     num_blocks = -(-num_tokens // form.block_size)
     taken = [blocks.take() for blocks in rows]
     for number, layer in enumerate(form.layers):
-        held: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for plane in layer:
             views = [with_room(next(planes), num_blocks) for planes in taken]
             start = 0
             for part in plane.parts:
                 both = torch.stack([view[..., start : start + part.dim] for view in views]).to(device)
                 tokens = both.flatten(1, 2)[:, :num_tokens].transpose(1, 2)  # [rows, heads, tokens, dim]
-                held[part.name] = tokens.contiguous()
+                tensors[part.name] = tokens.contiguous()
                 start += part.dim
-        if held:
-            cache.update(held["keys"], held["values"], number)
-        if "indexer_keys" in held:
-            cache.update_indexer(held["indexer_keys"].squeeze(1), number)
+        if tensors:
+            cache.update(tensors["keys"], tensors["values"], number)
+        if "indexer_keys" in tensors:
+            cache.update_indexer(tensors["indexer_keys"].squeeze(1), number)
 
 
 def blocks_of(cache: DynamicCache, row: int, run: range, form: CacheForm, num_pads: int = 0) -> Blocks:
-    """Blocks `run` of one row of a cache, as views of it. The row's first token stands in column `num_pads`."""
+    """Blocks `run` of one row of a cache, as views of it. The row's first token is in column `num_pads`."""
     layers: Any = cache.layers
     columns = slice(num_pads + run.start * form.block_size, num_pads + run.stop * form.block_size)
     planes = []
@@ -135,14 +135,14 @@ def blocks_of(cache: DynamicCache, row: int, run: range, form: CacheForm, num_pa
             for part in plane.parts:
                 tensor = per_token(layers[number], part.name)
                 assert tensor is not None  # `is_whole`
-                held = tensor[row, :, columns].detach().transpose(0, 1)  # [tokens, heads, dim]
-                parts.append(held.view(len(run), form.block_size, *held.shape[1:]))
+                own = tensor[row, :, columns].detach().transpose(0, 1)  # [tokens, heads, dim]
+                parts.append(own.view(len(run), form.block_size, *own.shape[1:]))
             planes.append(parts)
     return Blocks(planes, torch.empty(0, form.num_elements))
 
 
 def is_whole(cache: DynamicCache, num_rows: int, form: CacheForm, model: PreTrainedModel) -> bool:
-    """Whether a cache has every token of every row, as blocks hold them."""
+    """Whether a cache has every token of every row, in the form of blocks."""
     try:
         return layers_of(cache, num_rows, cache.get_seq_length(), model) == form.layers
     except ValueError:

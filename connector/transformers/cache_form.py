@@ -1,4 +1,4 @@
-"""What a model's cache keeps, for each token and as recurrent states: read from a cache that the model filled."""
+"""The data that a model's cache has per token and as recurrent states: read from a cache that the model filled."""
 
 import math
 import sys
@@ -21,10 +21,10 @@ from kvtier.tiers.naming import DTYPE_BYTES, FlatShape, KVProbe, KVShape, ModelI
 
 
 class HostCopy:
-    """A tensor's values as they are when the device comes to it. Of a tensor in host memory it is that tensor."""
+    """A tensor's values at this point of the device's work. For a tensor in host memory it is that tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # torch takes pinned memory for such a copy, and keeps it until the device is done with it.
+        # torch uses pinned memory for such a copy, and keeps it until the device is done with it.
         self._tensor = tensor.to("cpu", non_blocking=True)
         self._event: CudaEvent | None = None
         if is_on_gpu(tensor):
@@ -35,7 +35,7 @@ class HostCopy:
             self._event.issued(passed, stream)
 
     def wait(self, timeout: float) -> torch.Tensor | None:
-        """The values; None if the device has not brought them in `timeout` seconds, or cannot any more."""
+        """The values; None if the device has not copied them in `timeout` seconds, or has failed."""
         if self._event is not None and (not self._event.wait(timeout) or self._event.error is not None):
             return None
         return self._tensor
@@ -47,15 +47,15 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 
 @dataclass(slots=True)
 class PassWatch:
-    """Looks at the model once a pass, where its first tokens come. Copies of a cache go on with one of their own."""
+    """Checks the model once per pass, when its first tokens arrive. Copies of a cache have watches of their own."""
 
-    root: ChainHash  # where the names of the cache's blocks begin
-    named: Callable[[], ChainHash | None]  # the same of what the model computes now; None: nothing names it
-    layer: int  # the first one that keeps tokens
+    root: ChainHash  # of the names of the cache's blocks
+    named: Callable[[], ChainHash | None]  # the root of what the model computes now; None: it has no name
+    layer: int  # the first one with per-token data
     is_torn: bool = False  # a pass computed something else
 
     def look(self) -> bool:
-        """Whether the model computes, and did in every pass, what the cache's name says."""
+        """Whether the model now, and in every pass, computes what the cache's name says."""
         self.is_torn = self.is_torn or self.named() != self.root
         return not self.is_torn
 
@@ -67,7 +67,7 @@ class PassWatch:
 
 
 class WatchedCache(DynamicCache):
-    """A cache that `TierBlocks.watch` gives a watch. A compiled pass is not looked at: its graph has no room for it."""
+    """A cache with a `PassWatch`, set by `TierBlocks.watch`. Compiled passes are not checked: graphs cannot."""
 
     watch: PassWatch | None = None
 
@@ -91,11 +91,11 @@ def is_torn(cache: Any) -> bool:
     return watch is not None and not watch.look()
 
 
-_MIXIN: Final[Any] = getattr(_cache_utils, "LinearAttentionCacheLayerMixin", ())  # () where transformers is older
-_KINDS: Final = ("conv_states", "recurrent_states")  # of such a layer: one tensor for each of its states
-_OWN: Final = "linear_cache"  # of MiniMax's cache: one tensor for each layer
+_MIXIN: Final[Any] = getattr(_cache_utils, "LinearAttentionCacheLayerMixin", ())  # () in older transformers
+_KINDS: Final = ("conv_states", "recurrent_states")  # of such a layer: one tensor per state
+_OWN: Final = "linear_cache"  # of MiniMax's cache: one tensor per layer
 STATES: Final = (*_KINDS, _OWN)
-_PIECE: Final = 4 << 20  # bytes of a record at most, if no blocks give the size of slots
+_PIECE: Final = 4 << 20  # most bytes of a record, if there are no blocks that determine the size of slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class StateForm:
 
     @classmethod
     def of(cls, cache: DynamicCache) -> Self | None:
-        """Reads it from a cache with tokens; None if no layer keeps a state."""
+        """Read it from a cache with tokens; None if no layer has a state."""
         parts = [
             StatePart(layer, kind, index, tuple(tensor.shape[1:]), tensor.dtype)
             for layer, kind, index, tensor in _states(cache)
@@ -140,37 +140,37 @@ class StateForm:
 
     @property
     def name(self) -> str:
-        """For the identity: shapes and dtypes of all that is kept."""
+        """For the identity: shapes and dtypes of all states."""
         return ",".join(part.name for part in self.parts)
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes of a record, if there are no blocks beside them: equal pieces of at most 4 MiB."""
+        """Bytes of a record, if there are no blocks: equal pieces of at most 4 MiB."""
         num_pieces = math.ceil(self.num_bytes / _PIECE)
         return math.ceil(self.num_bytes / num_pieces / 64) * 64
 
     def take(self, cache: DynamicCache) -> list[torch.Tensor]:
-        """A copy of the states as they are now: of each part all rows, on the model's device."""
+        """A copy of the current states: each part's rows, on the model's device."""
         tensors = [tensor for _, _, _, tensor in _states(cache)]
         if [tuple(tensor.shape[1:]) for tensor in tensors] != [part.shape for part in self.parts]:
             raise ValueError("the cache keeps other states than it did")
         return [tensor.detach().clone() for tensor in tensors]
 
     def rows(self, taken: Sequence[torch.Tensor]) -> HostCopy:
-        """What `take` took as bytes on their way to host memory, `[rows, num_bytes]`."""
+        """The result of `take` as bytes, being copied to host memory, `[rows, num_bytes]`."""
         return HostCopy(self.device_rows(taken))
 
     def device_rows(self, taken: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The same where the states are."""
+        """The same, on the states' device."""
         rows = [tensor.contiguous().view(len(tensor), -1).view(torch.uint8) for tensor in taken]
         return torch.cat(rows, dim=1)
 
     def put(self, cache: DynamicCache, rows: torch.Tensor, device: torch.device) -> None:
-        """Give an empty cache the states of these rows, `[rows, num_bytes]` of bytes."""
+        """Set an empty cache's states from these rows, `[rows, num_bytes]` of bytes."""
         start = 0
         for part in self.parts:
-            held = rows[:, start : start + part.num_bytes].clone().view(part.dtype)
-            self._put(cache, part, held.view(len(rows), *part.shape).to(device))
+            values = rows[:, start : start + part.num_bytes].clone().view(part.dtype)
+            self._put(cache, part, values.view(len(rows), *part.shape).to(device))
             start += part.num_bytes
 
     def _put(self, cache: Any, part: StatePart, tensor: torch.Tensor) -> None:
@@ -186,7 +186,7 @@ class StateForm:
 
 
 def require_known(cache: DynamicCache) -> None:
-    """Raise ConfigError if a layer's states are not where this code looks for them."""
+    """Raise ConfigError if a layer's states are not where this code expects them."""
     layers: Any = cache.layers
     for layer in layers:
         if isinstance(layer, _MIXIN) and not isinstance(getattr(layer, "conv_states", None), dict):
@@ -194,7 +194,7 @@ def require_known(cache: DynamicCache) -> None:
 
 
 def _states(cache: Any) -> Iterator[tuple[int, str, int, torch.Tensor]]:
-    """Layer, kind, index and tensor of each state. A convolution's is cut to what it needs."""
+    """Layer, kind, index and tensor of each state. A convolution's is cut to its kernel size."""
     own = getattr(cache, _OWN, None) or []
     for number, tensor in enumerate(own):
         if isinstance(tensor, torch.Tensor):
@@ -209,10 +209,10 @@ def _states(cache: Any) -> Iterator[tuple[int, str, int, torch.Tensor]]:
                     yield number, kind, index, tensor if width is None else tensor[..., -width:]
 
 
-_OWN_CACHE: Final = "MiniMaxCache"  # the one class of its own that holds K and V as others do
-_KEYS: Final = ("keys", "values", "indexer_keys")  # tensors of a cache layer that grow by a row for each token
-_NUM_TOKENS: Final = 7  # of the probe; no other size of a tensor is likely to be this one
-_INDEXED: Final = (5, 19)  # transformers from which indexers work behind a prefix: 5.12's select tokens of the future
+_OWN_CACHE: Final = "MiniMaxCache"  # the one model-specific class with K and V as in others
+_KEYS: Final = ("keys", "values", "indexer_keys")  # tensors of a cache layer with a row per token
+_NUM_TOKENS: Final = 7  # of the probe; unlikely to be another dimension of a tensor
+_INDEXED: Final = (5, 19)  # from this transformers on indexers work after a prefix: 5.12's select future tokens
 _OTHERS: Final = "docs/models.md lists the models that are kept; leave kvtier out for this one"
 
 
@@ -226,7 +226,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """What a block holds of one layer in one piece: `[block_size, num_heads, dim]`, its parts side by side in `dim`."""
+    """One layer's part of a block: `[block_size, num_heads, dim]`, its tensors side by side in `dim`."""
 
     num_heads: int
     parts: tuple[Part, ...]
@@ -237,33 +237,33 @@ class Plane:
 
     @property
     def name(self) -> str:
-        """For the identity: `2(keys:16)`, or `1(keys:512+values:64)` if two tensors lie side by side."""
+        """For the identity: `2(keys:16)`, or `1(keys:512+values:64)` if two tensors are side by side."""
         return f"{self.num_heads}({'+'.join(f'{part.name}:{part.dim}' for part in self.parts)})"
 
 
 Layer = tuple[Plane, ...]
-"""The planes of one cache layer, in a block's order. Empty: the layer keeps nothing for each token."""
+"""The planes of one cache layer, in a block's order. Empty: the layer has no per-token data."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheForm:
-    """What a block holds: of each layer that keeps something for each token, its planes one after the other.
+    """The layout of a block: the planes of each layer with per-token data, one after the other.
 
-    A block in host memory is a flat row of `num_elements` of `dtype`. If all these layers keep K and V of one shape, or
-    all one latent (MLA), it is the canonical block of `shape`, byte for byte. Recurrent states lie in slots of the same
-    size, cut into pieces. If no layer keeps anything for each token, such pieces are all there is.
+    A block in host memory is a flat row of `num_elements` of `dtype`. If all these layers have K and V of one shape, or
+    all one latent (MLA), it is the canonical block of `shape`, byte for byte. Recurrent states are in slots of the same
+    size, cut into pieces. If no layer has per-token data, such pieces are all there is.
     """
 
-    layers: tuple[Layer, ...]  # by the number of the cache's layer; the last one keeps something
+    layers: tuple[Layer, ...]  # by the cache's layer number; the last one has per-token data
     block_size: int  # tokens
     dtype: str  # a key of DTYPE_BYTES
     states: StateForm | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel, block_size: int) -> Self:
-        """Has the model fill a cache with a few tokens, and reads from it what there is.
+        """Have the model fill a cache with a few tokens, and read its form.
 
-        Raises ConfigError for what blocks cannot hold: an encoder, a recurrent state, another dtype.
+        Raises ConfigError for what blocks cannot hold: an encoder, an unsupported state, another dtype.
         """
         _require_decoder(model)
         dtype = str(model.dtype).removeprefix("torch.")
@@ -274,16 +274,16 @@ class CacheForm:
         require_known(cache)
         kind = model.config.get_text_config(decoder=True).model_type
         if more := sorted({name for layer in cache.layers for name in _unknown(layer)}):
-            kept = f"its layers keep {', '.join(more)} beside or instead of K and V for each token"
-            raise ConfigError(f"model kind {kind!r}: {kept}; {_OTHERS}")
+            problem = f"its layers keep {', '.join(more)} beside or instead of K and V for each token"
+            raise ConfigError(f"model kind {kind!r}: {problem}; {_OTHERS}")
         try:
             layers = layers_of(cache, 1, _NUM_TOKENS, model)
         except ValueError as error:
             raise ConfigError(f"model kind {kind!r}: of {_NUM_TOKENS} tokens, {error}; {_OTHERS}") from error
         states = StateForm.of(cache)
         if model._is_stateful and states is None:
-            kept = "it keeps a state outside of transformers' cache"
-            raise ConfigError(f"model kind {kind!r}: {kept}; {_OTHERS}")
+            problem = "it keeps a state outside of transformers' cache"
+            raise ConfigError(f"model kind {kind!r}: {problem}; {_OTHERS}")
         if not layers and states is None:
             raise ConfigError(f"model kind {kind!r}: its cache has no tensor with a row for each token; {_OTHERS}")
         if any(part.name == "indexer_keys" for layer in layers for plane in layer for part in plane.parts):
@@ -292,12 +292,12 @@ class CacheForm:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The numbers of the layers that keep something for each token."""
+        """The numbers of the layers with per-token data."""
         return tuple(number for number, layer in enumerate(self.layers) if layer)
 
     @property
     def num_elements(self) -> int:
-        """Of one block, or of a piece of a state if there are no blocks."""
+        """In one block, or in a piece of a state if there are no blocks."""
         if not self.layers:
             assert self.states is not None
             return self.states.piece_bytes // DTYPE_BYTES[self.dtype]
@@ -334,7 +334,7 @@ class CacheForm:
         return FlatShape(1, 1, 1, self.block_size, self.dtype, 1, num_elements=self.num_elements)
 
     def planes(self, blocks: torch.Tensor) -> Iterator[tuple[int, Plane, torch.Tensor]]:
-        """Of flat blocks each plane, its layer's number and its view `[num_blocks, block_size, num_heads, dim]`."""
+        """Each plane of flat blocks: its layer's number, and its view `[num_blocks, block_size, num_heads, dim]`."""
         offset = 0
         for number, layer in enumerate(self.layers):
             for plane in layer:
@@ -344,7 +344,7 @@ class CacheForm:
                 offset = end
 
     def named(self, identity: ModelIdentity) -> ModelIdentity:
-        """The identity with every layer's form in it. That of a model with plain K and V in all layers is unchanged."""
+        """The identity with every layer's form. That of a model with plain K and V in all layers is unchanged."""
         if self.states is not None:
             layout = f"{identity.layout}/{self.states.name}"
             if not self.layers:
@@ -362,7 +362,7 @@ class CacheForm:
 
 
 def empty_cache(model: PreTrainedModel) -> DynamicCache:
-    """A cache for the model in which every layer keeps every token, sliding ones too: only their masks slide."""
+    """A cache in which every layer keeps every token; sliding layers too, since their masks slide."""
     own = getattr(sys.modules[type(model).__module__], _OWN_CACHE, None)
     if own is not None:
         return watched(own)()
@@ -377,7 +377,7 @@ def empty_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 def probe_of(model: PreTrainedModel, form: CacheForm) -> KVProbe:
-    """What the model computes of a few tokens, as it is now. ConfigError as `CacheForm.of`."""
+    """The KV that the model computes now for a few tokens. ConfigError as `CacheForm.of`."""
     cache = _probe(model)
     layers: Any = cache.layers
     rows = [
@@ -392,12 +392,12 @@ def probe_of(model: PreTrainedModel, form: CacheForm) -> KVProbe:
 
 
 def layers_of(cache: DynamicCache, num_rows: int, num_tokens: int, model: PreTrainedModel) -> tuple[Layer, ...]:
-    """What each layer of a cache keeps of these tokens; trailing layers that keep nothing are left out.
+    """Each cache layer's planes for these tokens, without trailing layers that have none.
 
     ValueError if a tensor lacks tokens or rows, or has another dtype than the model.
     """
     config: Any = model.config.get_text_config(decoder=True)
-    # MLA: transformers keeps the latent as keys, and the part with RoPE as values. Attention reads them as one.
+    # MLA: transformers keeps the latent as keys, and the part with RoPE as values. Attention uses them as one.
     latent = [(1, getattr(config, "kv_lora_rank", None)), (1, getattr(config, "qk_rope_head_dim", None))]
     layers: list[Layer] = []
     cached: Any = cache.layers
@@ -416,7 +416,7 @@ def layers_of(cache: DynamicCache, num_rows: int, num_tokens: int, model: PreTra
 
 
 def per_token(layer: Any, name: str) -> torch.Tensor | None:
-    """A tensor of a cache layer as `[rows, heads, tokens, dim]`; None if the layer keeps no such thing."""
+    """A tensor of a cache layer as `[rows, heads, tokens, dim]`; None if the layer has none."""
     tensor: torch.Tensor | None = getattr(layer, name, None)
     if tensor is None or not tensor.numel():
         return None
@@ -424,28 +424,28 @@ def per_token(layer: Any, name: str) -> torch.Tensor | None:
 
 
 def _unknown(layer: Any) -> Sequence[str]:
-    """Names of what a layer holds beside tensors with a row for each token."""
-    held = []
+    """Names of a layer's tensors other than the known ones."""
+    found = []
     for name, value in vars(layer).items():
         tensors = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
         if name not in (*_KEYS, *STATES) and any(isinstance(each, torch.Tensor) and each.ndim for each in tensors):
-            held.append(name)
-    return held
+            found.append(name)
+    return found
 
 
 def _kind_of(device: torch.device) -> str:
-    """Of which autocast may be told; it knows none of models without memory."""
+    """The device type for autocast, which does not know "meta"."""
     return "cpu" if device.type == "meta" else device.type
 
 
 def _is_plain(layer: Layer) -> bool:
-    """Whether it keeps K and V of one shape, and nothing else."""
+    """Whether it has only K and V of one shape."""
     heads, dim = layer[0].num_heads, layer[0].dim
     return layer == (Plane(heads, (Part("keys", dim),)), Plane(heads, (Part("values", dim),)))
 
 
 def _is_latent(layer: Layer) -> bool:
-    """Whether it keeps what attention reads as one latent, and nothing else."""
+    """Whether it has only what attention reads as one latent."""
     return len(layer) == 1 and len(layer[0].parts) == 2
 
 
@@ -456,7 +456,7 @@ def _require_decoder(model: PreTrainedModel) -> None:
 
 
 def plain_tokens(model: PreTrainedModel, count: int) -> list[int]:
-    """Token ids that stand for nothing but text: images and other inputs have tokens of their own."""
+    """Token ids that stand for text: images and other inputs have tokens of their own."""
     whole: Any = model.config
     config = whole.get_text_config(decoder=True)
     special = {str(value) for each in (whole, config) for name, value in vars(each).items() if "token_i" in name}
@@ -465,8 +465,8 @@ def plain_tokens(model: PreTrainedModel, count: int) -> list[int]:
 
 def _require_indexers(kind: str) -> None:
     if tuple(int(number) for number in version.split(".")[:2]) < _INDEXED:
-        said = f"transformers {version} selects wrong tokens behind a prefix"
-        raise ConfigError(f"model kind {kind!r}: {said}; install {'.'.join(map(str, _INDEXED))} or newer")
+        problem = f"transformers {version} selects wrong tokens behind a prefix"
+        raise ConfigError(f"model kind {kind!r}: {problem}; install {'.'.join(map(str, _INDEXED))} or newer")
 
 
 def _probe(model: PreTrainedModel) -> DynamicCache:
@@ -481,20 +481,20 @@ def _probe(model: PreTrainedModel) -> DynamicCache:
             module(input_ids=ids, use_cache=True, **cache_option(model, cache))
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        said = f"{_NUM_TOKENS} tokens could not be put into its cache ({reason})"
-        raise ConfigError(f"model kind {kind!r}: {said}; {_OTHERS}") from error
+        problem = f"{_NUM_TOKENS} tokens could not be put into its cache ({reason})"
+        raise ConfigError(f"model kind {kind!r}: {problem}; {_OTHERS}") from error
     after = _beside(model)
     if beside := {name for (module, name), tensor in after.items() if tensor is not before.get((module, name))}:
-        said = f"its layers keep {', '.join(sorted(beside))} beside its cache"
-        raise ConfigError(f"model kind {kind!r}: {said}; install a newer transformers, or leave kvtier out")
+        problem = f"its layers keep {', '.join(sorted(beside))} beside its cache"
+        raise ConfigError(f"model kind {kind!r}: {problem}; install a newer transformers, or leave kvtier out")
     return cache
 
 
 def _beside(model: PreTrainedModel) -> dict[tuple[str, str], torch.Tensor]:
-    """Tensors that modules hold and that could be what they keep of the probe's tokens, by module and name."""
-    held = {}
+    """Modules' tensors that could be state of the probe's tokens, by module and name."""
+    found = {}
     for path, module in model.named_modules():
         for name, value in [*vars(module).items(), *module.named_buffers(recurse=False)]:
             if isinstance(value, torch.Tensor) and value.ndim > 1 and _NUM_TOKENS in value.shape:
-                held[path, name] = value
-    return held
+                found[path, name] = value
+    return found

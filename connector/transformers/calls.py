@@ -1,4 +1,4 @@
-"""Which calls of `generate` blocks can hold, how each lays its prompts out, and the caches that some of them need."""
+"""Which calls of `generate` blocks can hold, the layout of each call's prompts, and the caches that some need."""
 
 import copy
 import functools
@@ -20,10 +20,10 @@ _PREPARE: Final = "prepare_inputs_for_generation"
 
 @contextmanager
 def going_on_from(model: Any, num_columns: int) -> Iterator[None]:
-    """While it is open, `model.generate` with an assistant goes on behind `num_columns` of its cache.
+    """Inside the context, `model.generate` with an assistant continues after `num_columns` of its cache.
 
-    transformers does so by itself for every other way of decoding. With an assistant its first pass has the whole
-    prompt, whatever the cache holds (from 5.6 on; before, positions in the cache told it).
+    For every other decoding method transformers does that itself. With an assistant its first pass has the whole
+    prompt, whatever the cache has (from 5.6 on; before, the positions in the cache decided).
     """
     prepare = model.prepare_inputs_for_generation
     if not num_columns or "next_sequence_length" not in inspect.signature(prepare).parameters:
@@ -36,7 +36,7 @@ def going_on_from(model: Any, num_columns: int) -> Iterator[None]:
             options["next_sequence_length"] = input_ids.shape[1] - num_columns
         return prepare(input_ids, *arguments, **options)
 
-    patched = vars(model).get(_PREPARE)  # of this model alone, by an adapter library
+    patched = vars(model).get(_PREPARE)  # on this instance, by an adapter library
     model.prepare_inputs_for_generation = prepare_the_rest
     try:
         yield
@@ -47,10 +47,10 @@ def going_on_from(model: Any, num_columns: int) -> Iterator[None]:
 
 
 def quantized_cache(model: Any, loaded: DynamicCache, settings: Mapping[str, Any] | None) -> QuantizedCache:
-    """The cache that `generate` makes of `cache_config` settings, for a prompt that goes on behind what is loaded.
+    """The cache that `generate` makes of `cache_config` settings, for a prompt that continues after the loaded tokens.
 
-    The prompt's first pass attends to exact KV and has all of it quantized at once, as if it computed all. In this
-    pass `loaded` is given the rest of the prompt, exact. Nothing is added to it later.
+    As if everything were computed, the prompt's first pass attends to exact KV, all of which is then quantized at once.
+    In this pass the rest of the prompt is added to `loaded`, exact. Nothing is added to it later.
     """
     options = {"config": model.config.get_text_config(decoder=True), **copy.deepcopy(dict(settings or {}))}
     cache = QuantizedCache(backend=options.pop("backend", "quanto"), **options)
@@ -68,19 +68,19 @@ def _join(layer: Any, loaded: DynamicCache, number: int) -> None:
         layer.cumulative_length = 0
         return update(*loaded.update(keys, values, number), *arguments, **options)
 
-    layer.cumulative_length = loaded.get_seq_length(number)  # the mask and the prompt's rest are made after it
+    layer.cumulative_length = loaded.get_seq_length(number)  # the mask and the rest of the prompt depend on it
     layer.update = first
 
 
-# of decoding, whose cache or prompt is not what `generate` was given
+# decoding methods whose cache or prompt differs from what `generate` was given
 _OWN_WAYS: Final = (
     "assistant_early_exit", "use_mtp", "custom_generate", "token_healing", "penalty_alpha", "dola_layers",
     "constraints", "force_words_ids",
 )  # fmt: skip
 _ASSISTED: Final = ("assistant_model", "prompt_lookup_num_tokens")
-_BY_ROW: Final = ("adapter_names", "alora_offsets")  # of PEFT: rows of a call computed by different adapters
+_BY_ROW: Final = ("adapter_names", "alora_offsets")  # of PEFT: different adapters for rows of one call
 _WHOLE_PROMPT: Final = ("output_attentions", "output_hidden_states")
-_DYNAMIC: Final = (None, "dynamic", "hybrid")  # the cache that is made here; Gemma's checkpoints name the last
+_DYNAMIC: Final = (None, "dynamic", "hybrid")  # the kind of cache made here; Gemma's checkpoints use the last name
 _QUANTIZED: Final = "quantized"
 # words in the names of configuration fields
 _OTHER_THAN_TEXT: Final = frozenset((
@@ -88,45 +88,45 @@ _OTHER_THAN_TEXT: Final = frozenset((
     "video", "vision", "visual",
 ))  # fmt: skip
 _SPECIAL_TOKENS: Final = ("pad_token_id", "eos_token_id", "bos_token_id")
-_CHUNKS_GO_ON: Final = tuple(map(int, _version.split(".")[:2])) >= (5, 23)  # earlier ones count chunks from position 0
+_CHUNKS_GO_ON: Final = tuple(map(int, _version.split(".")[:2])) >= (5, 23)  # else chunks count from position 0
 
 
 class UnheldCallError(Exception):
-    """Blocks cannot hold the KV of a call: why, and the way out."""
+    """Blocks cannot hold the KV of a call: the reason, and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call of `generate` that blocks can hold."""
 
-    pads: tuple[int, ...]  # of each prompt: masked columns in front of it
+    pads: tuple[int, ...]  # masked columns before each prompt
     mask: torch.Tensor | None = None  # [rows, tokens], if it hides any column
-    num_copies: int = 1  # rows of the cache for each prompt, one after the other
+    num_copies: int = 1  # consecutive rows of the cache for each prompt
     names_answers: bool = True  # whether row i of the cache is row i of what `generate` returns
     in_chunks: bool = False  # the prompt is computed some tokens at a time: `prefill_chunk_size`
     is_assisted: bool = False
     is_quantized: bool = False
     quantization: Mapping[str, Any] | None = None  # `cache_config`
-    pad_token: int | None = None  # what `generate` puts behind an answer that has ended
+    pad_token: int | None = None  # the token that `generate` appends to a finished answer
     pad_ends: bool = False  # whether that token ends an answer, too
 
     @property
     def loads(self) -> bool:
-        """Whether `generate` goes on behind loaded tokens."""
+        """Whether `generate` can continue after loaded tokens."""
         return not self.in_chunks or _CHUNKS_GO_ON
 
     def options(self, model: Any, given: Mapping[str, Any], cache: Any) -> dict[str, Any]:
-        """What to give `generate` for it: as the caller did, and with this cache."""
-        options = {**given, **cache_option(model, cache), "cache_implementation": None}  # it refuses any beside a cache
+        """The options for `generate`: the caller's, with this cache."""
+        options = {**given, **cache_option(model, cache), "cache_implementation": None}  # invalid beside a cache
         return options if self.mask is None else {**options, "attention_mask": self.mask}
 
     def ends(self, sequences: torch.Tensor, num_columns: int) -> list[int]:
-        """Where each answer ends behind `num_columns` of prompt, without the padding of rows that ended early."""
+        """Where each answer ends after `num_columns` of prompt, without the padding of rows that finished early."""
         return ends_of_answers(sequences, num_columns, self.pad_token, self.pad_ends)
 
 
 def require_rows(model: Any, input_ids: torch.Tensor, limit: int | None) -> None:
-    """UnheldCallError if blocks cannot hold these tokens' KV whatever is asked for.
+    """UnheldCallError if blocks cannot hold these tokens' KV, whatever the options.
 
     Texts of more than `limit` tokens have another RoPE than shorter ones. None: all have the same.
     """
@@ -140,10 +140,10 @@ def require_rows(model: Any, input_ids: torch.Tensor, limit: int | None) -> None
 
 
 def require_text(named: Mapping[int, str] | None, input_ids: torch.Tensor) -> None:
-    """UnheldCallError if the tokens do not say all: some stand for images, sound or video, whose content is not here.
+    """UnheldCallError if tokens stand for images, sound or video, whose content is unknown here.
 
-    For callers that run the model themselves: a call of `generate` shows what it computes with. `named` is what
-    `other_tokens` tells of the model.
+    For callers that run the model themselves: a call of `generate` has such inputs as arguments. `named` is the result
+    of `other_tokens`.
     """
     if named is None:
         trait = "this model takes more than text, and its configuration does not name the tokens that stand for it"
@@ -157,9 +157,9 @@ def require_text(named: Mapping[int, str] | None, input_ids: torch.Tensor) -> No
 
 
 def other_tokens(config: Any) -> Mapping[int, str] | None:
-    """Tokens of prompts that stand for something other than text → the configuration's field that says so.
+    """Prompt tokens that stand for something other than text → the configuration's field that defines them.
 
-    None: the model has a part for something else, and no such field.
+    None: the model has a part for other inputs, but no such field.
     """
     named: dict[int, str] = {}
 
@@ -237,9 +237,9 @@ def read_call(model: Any, input_ids: torch.Tensor, options: Mapping[str, Any], l
 
 
 def require_plain_rows(call: Call, *, in_pieces: bool) -> None:
-    """UnheldCallError if the call does more than to add tokens to rows of one length: states cannot follow that.
+    """UnheldCallError unless the call only adds tokens to rows of one length: states support nothing else.
 
-    Unless `in_pieces` the model loses its state where several tokens follow it, as chunks of a prompt do.
+    Unless `in_pieces` the model loses its state if several tokens follow it, as chunks of a prompt do.
     """
     ways = {
         "padding": any(call.pads),
@@ -254,7 +254,7 @@ def require_plain_rows(call: Call, *, in_pieces: bool) -> None:
 
 
 def asked_for(model: Any, options: Mapping[str, Any], name: str) -> Any:
-    """The value `generate` goes by: the argument, else the generation_config argument's, else the model's."""
+    """The value that `generate` uses: the argument, else the generation_config argument's, else the model's."""
     if name in options:
         return options[name]
     settings = (options.get("generation_config"), model.generation_config)
@@ -264,7 +264,7 @@ def asked_for(model: Any, options: Mapping[str, Any], name: str) -> Any:
 def _first(
     model: Any, options: Mapping[str, Any], names: Iterable[str], ordinary: tuple[Any, ...] = (None, False)
 ) -> str | None:
-    """The first of these options that is not ordinary, with a plain value's text."""
+    """The first of these options with an unusual value, as text."""
     for name in names:
         value = asked_for(model, options, name)
         if value not in ordinary:

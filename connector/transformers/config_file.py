@@ -1,4 +1,4 @@
-"""Reads a checkpoint's config.json and judges it before torch is imported: what it says must be a size to work with."""
+"""Reads and validates a checkpoint's config.json before torch is imported: its sizes must be usable."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from kvtier.tiers import ConfigError
 
 CONFIG_FIX: Final = "name a checkpoint's directory or its config.json"
 _MOST_BYTES: Final = 16 << 20  # of a file
-_MOST_MODULES: Final = 4096  # layers, or experts of one: each is made, without memory
+_MOST_MODULES: Final = 4096  # layers, or experts of one: each is instantiated, without memory
 _MOST_WHOLE: Final = 1 << 40
 _WHOLE: Final = (
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "vocab_size",
@@ -17,13 +17,13 @@ _WHOLE: Final = (
 
 
 def read_config(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The file that `path` names, itself or its directory, and its fields. ConfigError names what is wrong."""
+    """The file that `path` names, itself or its directory, and its fields. ConfigError names the problem."""
     file = path if path.is_file() else path / "config.json"
     raw = _object_in(file)
     if not isinstance(raw.get("model_type"), str):
         raise ConfigError(f"{file}: model_type: missing, or no name; {CONFIG_FIX}")
     for name, value in fields_of(raw):
-        least = 1 if name in raw else 0  # parts that are not used say 0
+        least = 1 if name in raw else 0  # unused parts have 0
         if name in _WHOLE and not (value is None or isinstance(value, list)) and not _is_whole(value, least):
             raise ConfigError(
                 f"{file}: {name} {value!r:.40}: not a whole number from {least} to {_MOST_WHOLE}; {CONFIG_FIX}"
@@ -34,7 +34,7 @@ def read_config(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def fields_of(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every field and its value, those of parts too, however deep."""
+    """Every field and its value, including those of nested parts."""
     parts: list[Any] = [raw]
     while parts:
         part = parts.pop()

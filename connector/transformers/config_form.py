@@ -1,4 +1,4 @@
-"""CacheForm of a configuration alone: no weights are there, and a model of any size takes no memory."""
+"""The `CacheForm` of a configuration alone: without weights, and without memory for the model."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,15 +14,15 @@ from kvtier.connector.transformers.config_file import CONFIG_FIX, fields_of, rea
 from kvtier.tiers import ConfigError
 from kvtier.tiers.naming import DTYPE_BYTES
 
-_NEEDED: Final = ("num_hidden_layers", "num_attention_heads", "hidden_size")  # no default of a library's counts
-_REAL_BYTES: Final = 2 << 30  # weights of a model that is tried with real memory, where it cannot be without
+_NEEDED: Final = ("num_hidden_layers", "num_attention_heads", "hidden_size")  # a library's default does not count
+_REAL_BYTES: Final = 2 << 30  # weights of a model that is run in real memory if it cannot be run without
 
 
 def form_of_config(path: Path, block_size: int, dtype: str = "auto") -> tuple[str, CacheForm]:
-    """The kind of the model whose config.json is at `path` (the file or its directory), and what its blocks hold.
+    """The kind of the model whose config.json is at `path` (the file or its directory), and its blocks' form.
 
-    The model is made without memory and tried on a few tokens, so that its form is the one that `KVTier` and the engine
-    give it. `dtype` "auto" is the configuration's own. ConfigError names the field that is missing or wrong.
+    The model is made without memory and run on a few tokens, so that its form is the same as in `KVTier` and the
+    engine. `dtype` "auto" is the configuration's own. ConfigError names the field that is missing or wrong.
     """
     file, raw = read_config(path)
     try:
@@ -36,7 +36,7 @@ def form_of_config(path: Path, block_size: int, dtype: str = "auto") -> tuple[st
     text = config.get_text_config(decoder=True)
     _require_told(file, raw, text)
     if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config  # of the weights: KV has the dtype that is computed in
+        del config.quantization_config  # of the weights only: KV has the compute dtype
     wanted = _dtype_of(text, dtype)
     auto: Any = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
     try:
@@ -57,19 +57,19 @@ def _tried(auto: Any, config: PretrainedConfig, dtype: torch.dtype) -> CacheForm
     try:
         return CacheForm.of(model, 1)
     except ConfigError:
-        # A few kinds look at what they have computed, which is nowhere then; others have no such kernel in fp32.
+        # A few kinds read computed values, which do not exist then; others have no such kernel in fp32.
         if sum(weight.nbytes for weight in model.parameters()) > _REAL_BYTES:
             raise
         return CacheForm.of(auto.from_config(config, dtype=dtype), 1)
 
 
 def _require_told(file: Path, raw: Mapping[str, Any], text: PretrainedConfig) -> None:
-    """ConfigError if the file leaves out what decides the size of its KV: a library's default is another model's."""
-    told = {name for name, _ in fields_of(raw)}
+    """ConfigError if the file lacks a field that determines the size of its KV: a default is another model's."""
+    names = {name for name, _ in fields_of(raw)}
     renamed: Mapping[str, str] = getattr(text, "attribute_map", {})
     for name in _NEEDED:
         own = renamed.get(name, name)
-        if hasattr(text, name) and told.isdisjoint((name, own)):
+        if hasattr(text, name) and names.isdisjoint((name, own)):
             raise ConfigError(f"{file}: {own}: missing; {CONFIG_FIX}")
 
 

@@ -1,4 +1,4 @@
-"""Blocks between a GPU's memory and L2's slots: gathered on the device, copied beside the compute through staging."""
+"""Copies blocks between a GPU's memory and L2's slots: gathered on the device, copied through staging buffers."""
 
 import logging
 import time
@@ -19,20 +19,20 @@ from kvtier.tiers.host import HostRegion, cuda_driver
 
 _log = logging.getLogger(__package__)
 
-STAGING_BYTES: Final = 16 << 20  # of one of four: while one is copied, the other of its direction is gathered
-DEADLINE: Final = 30.0  # seconds for what the device was given: memory to memory, so only a dead one takes longer
-_AHEAD: Final = 64  # pieces of one call that the device is given before the first has to have ended
+STAGING_BYTES: Final = 16 << 20  # per buffer, of four: while one is copied, the other of its direction is gathered
+DEADLINE: Final = 30.0  # seconds for the device's copies: memory to memory, so only a dead one takes longer
+_AHEAD: Final = 64  # pieces of one call in flight at once
 
 
 @dataclass(slots=True)
 class Sent:
-    """What became of one call's copies. Until all events are done, their slots are the device's."""
+    """The copies of one call. Until all events are done, the device uses their slots."""
 
     events: list[CopyEvent] = field(default_factory=list)
-    error: str | None = None  # why not all of it was given to the device
+    error: str | None = None  # why not all copies were enqueued
 
     def wait(self, until: float) -> bool:
-        """Whether everything has ended, well or not; waits for it up to `until`, on the monotonic clock."""
+        """Whether everything has ended, successfully or not; waits up to `until`, on the monotonic clock."""
         return all(event.wait(max(0.0, until - time.monotonic())) for event in self.events)
 
     def done(self) -> bool:
@@ -40,18 +40,18 @@ class Sent:
 
     @property
     def failure(self) -> str | None:
-        """Why it failed, once it is done."""
+        """Why it failed; valid once it is done."""
         return self.error or next((event.error for event in self.events if event.error is not None), None)
 
 
 class DeviceCopies:
     """Copies between one model's GPU and a region. Called from one thread; only `load` waits for its bytes.
 
-    A store is gathered by the compute's own stream, so the cache may change or go as soon as the call returns.
+    A store is gathered on the compute's own stream, so the cache may change or be freed once the call returns.
     """
 
     def __init__(self, form: CacheForm, device: torch.device, host: HostConfig, metrics: Metrics) -> None:
-        """`host` says whether the region is pinned, and how copies go. It takes nothing from the device yet."""
+        """`host`: whether to pin the region, and how to copy. Allocates nothing on the device yet."""
         self._form = form
         self._device = device
         self._host = host
@@ -59,15 +59,15 @@ class DeviceCopies:
         self._region: HostRegion | None = None
         self._stream: CudaCopyStream | None = None
         self._staging: torch.Tensor | None = None  # `[4, slots, num_elements]`: two to load, two to store
-        self._scattered: list[torch.cuda.Event] = []  # of each to load: the compute has read it
-        self._stored: list[CopyEvent | None] = [None, None]  # of each to store: its copy
+        self._scattered: list[torch.cuda.Event] = []  # of each load buffer: recorded after the compute has read it
+        self._stored: list[CopyEvent | None] = [None, None]  # of each store buffer: its last copy
         self._turn = 0
         self._refused = False
         if host.pin and cuda_driver() is None:
             _log.warning("[host] pin: libcuda.so.1 is not found or does not start, so copies will be slow")
 
     def connect(self, region: HostRegion) -> bool:
-        """Have a stream to a region, and staging. False: the device has no room for any; that is said once."""
+        """Make the stream and staging for a region. False: the device has no room; that is logged once."""
         if self._stream is not None and self._region is region:
             return True
         self.close()
@@ -87,9 +87,9 @@ class DeviceCopies:
         return True
 
     def load(self, region: HostRegion, slots: NDArray[np.int64], num_blocks: int) -> tuple[Blocks, Sent] | None:
-        """Slots as blocks on the device, the first `num_blocks`, and states; None if it gives no memory for them.
+        """The slots as blocks on the device, the first `num_blocks`, and states; None if it has no memory for them.
 
-        The copies have ended, unless the device is dead: `Sent` tells.
+        The copies have ended, unless the device is dead: see `Sent`.
         """
         if not self.connect(region):
             return None
@@ -98,7 +98,7 @@ class DeviceCopies:
         assert staging is not None
         try:
             blocks = Blocks.empty(self._form, num_blocks, len(slots) - num_blocks, self._device)
-        except DEVICE_ERRORS:  # no room, or the device is lost: the CPU brings them
+        except DEVICE_ERRORS:  # no room, or the device is lost: the CPU copies them
             return None
         sent, size = Sent(), staging.shape[1]
         try:
@@ -120,7 +120,7 @@ class DeviceCopies:
     def store(
         self, region: HostRegion, slots: NDArray[np.int64], blocks: Blocks, numbers: Sequence[int]
     ) -> Sent | None:
-        """Give the device copies of these of the blocks to slots; None: it has no room for staging."""
+        """Enqueue copies of these blocks to slots; None: the device has no room for staging."""
         if not self.connect(region):
             return None
         stream, staging = self._stream, self._staging
@@ -144,14 +144,14 @@ class DeviceCopies:
         return sent
 
     def close(self) -> None:
-        """End the copies under way and give the staging back. Idempotent."""
+        """End the copies under way and free the staging. Idempotent."""
         stream, self._stream, self._staging, self._region = self._stream, None, None, None
         self._stored = [None, None]
         if stream is not None:
             stream.close(DEADLINE)
 
     def _is_free(self, stream: CudaCopyStream, which: int) -> bool:
-        """Have the compute wait for the last store of that staging; the thread does not, if that was enqueued."""
+        """Order the compute after the buffer's last store; blocks the thread only if that cannot be enqueued."""
         event = self._stored[which]
         return event is None or event.done() or stream.fence(event, DEADLINE) or event.wait(DEADLINE)
 
@@ -159,7 +159,7 @@ class DeviceCopies:
         return len(sent.events) < _AHEAD or sent.events[-_AHEAD].wait(DEADLINE)
 
     def _allocate(self) -> torch.Tensor:
-        """Staging, smaller where the device has little room. OutOfMemoryError if not even one slot has."""
+        """Staging buffers, smaller if the device has little room. OutOfMemoryError if not even one slot fits."""
         slots = max(1, STAGING_BYTES // self._form.block_bytes)
         dtype: torch.dtype = getattr(torch, self._form.dtype)
         while True:
@@ -175,12 +175,12 @@ class DeviceCopies:
                 )
 
     def _now(self) -> torch.cuda.Event:
-        """What the calling thread has given the device's current stream so far."""
+        """An event at this point of the device's current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
 
 def copies_of(form: CacheForm, device: torch.device, host: HostConfig, metrics: Metrics) -> DeviceCopies | None:
-    """For a model on that device; None where blocks are copied by the CPU."""
+    """For a model on that device; None if the CPU copies blocks."""
     return DeviceCopies(form, device, host, metrics) if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""How a model goes on behind what a cache has: passes by hand and in `generate`, positions, and the gate at start."""
+"""How a model continues after a cache's tokens: passes by hand and in `generate`, positions, and the check at start."""
 
 import inspect
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from kvtier.tiers import ConfigError
 
 @torch.no_grad()
 def feed(model: Any, cache: DynamicCache, tokens: torch.Tensor, start: int, at_once: int | None = None) -> Any:
-    """Put `tokens`, `[rows, tokens]`, behind the `start` that the cache has, `at_once` at a time. The last output."""
+    """Append `tokens`, `[rows, tokens]`, to the cache's `start` tokens, `at_once` at a time. The last output."""
     takes = inspect.signature(model.forward).parameters
     output = None
     for first in range(0, tokens.shape[1], at_once or tokens.shape[1]):
@@ -37,7 +37,7 @@ def feed(model: Any, cache: DynamicCache, tokens: torch.Tensor, start: int, at_o
 
 
 class PassHook:
-    """A model's hook for the `generate()` that is followed. It stays: in a call the model is not to change."""
+    """A model's hook for the current `FollowedPasses`. It stays, since the model must not change during a call."""
 
     def __init__(self, model: Any) -> None:
         self.current: FollowedPasses | None = None
@@ -45,7 +45,7 @@ class PassHook:
 
     @classmethod
     def of(cls, model: Any) -> "PassHook":
-        """The model's, which it gets if it has none."""
+        """The model's hook, added if it has none."""
         owners = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
         return next((owner for owner in owners if isinstance(owner, cls)), None) or cls(model)
 
@@ -54,15 +54,15 @@ class PassHook:
 
 
 class FollowedPasses:
-    """Watches the forward passes of one `generate()`: what goes into the cache, and its states at the last border.
+    """Watches the forward passes of one `generate()`: the cache's tokens, and its states at the last border.
 
-    The first pass gets only what the cache has not: for a cache without K and V `generate` cannot tell.
+    Passes only the tokens that the cache lacks to the first pass: without K and V `generate` cannot tell which.
     """
 
     def __init__(self, cache: DynamicCache, states: StateForm, num_cached: int, num_tokens: int, size: int) -> None:
-        """The cache has the first `num_cached` tokens of a prompt of `num_tokens`. Borders lie `size` tokens apart."""
+        """The cache has the first `num_cached` tokens of a prompt of `num_tokens`. Borders are `size` tokens apart."""
         self.num_fed = num_cached
-        self.latest: tuple[int, list[torch.Tensor]] | None = None  # tokens, and the states behind them
+        self.latest: tuple[int, list[torch.Tensor]] | None = None  # tokens, and the states after them
         self._cache = cache
         self._states = states
         self._num_cached = num_cached
@@ -72,7 +72,7 @@ class FollowedPasses:
 
     @contextmanager
     def following(self, model: Any) -> Iterator[None]:
-        """Watch until the block ends; then `latest` is the last border's."""
+        """Watch inside the context; then `latest` is the last border's."""
         hook = PassHook.of(model)
         hook.current = self
         try:
@@ -82,7 +82,7 @@ class FollowedPasses:
         self._look()
 
     def was_fed(self, sequences: torch.Tensor) -> bool:
-        """Whether exactly these tokens, `[rows, tokens]`, are what went into the cache, as far as it goes."""
+        """Whether exactly these tokens, `[rows, tokens]`, were added to the cache, as far as it goes."""
         fed = torch.cat(self._fed, dim=1) if self._fed else sequences[:, :0]
         expected = sequences[:, self._num_cached : self.num_fed]
         return fed.shape == expected.shape and torch.equal(fed.to(expected.device), expected)
@@ -96,8 +96,8 @@ class FollowedPasses:
             self.latest = self.num_fed, self._states.take(self._cache)
 
     def before(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """What a pass that begins is given."""
-        is_torn(self._cache)  # a cache without K and V sees no pass by itself
+        """The arguments for a pass that begins."""
+        is_torn(self._cache)  # a cache without K and V is not notified of passes
         self._look()
         tokens = kwargs["input_ids"]
         rest = self._num_tokens - self._num_cached
@@ -106,20 +106,20 @@ class FollowedPasses:
             kwargs = {**kwargs, "input_ids": tokens}
             if kwargs.get("position_ids") is not None:
                 kwargs["position_ids"] = kwargs["position_ids"][..., -rest:]
-            if not self._has_keys():  # then layers take a mask for these very tokens, and this one hides none
+            if not self._has_keys():  # then layers expect a mask of these tokens only, and this one hides none
                 kwargs["attention_mask"] = None
         self._fed.append(tokens)
         self.num_fed += tokens.shape[1]
         return args, kwargs
 
 
-_BEFORE: Final = 24  # tokens that the cache has
-_TOLERANCE: Final = 0.02  # relative; another position turns keys by far more, and rounding by less
+_BEFORE: Final = 24  # tokens in the cache
+_TOLERANCE: Final = 0.02  # relative; wrong positions rotate keys far more, rounding less
 
 
 @torch.no_grad()
 def counts_from_zero(model: PreTrainedModel, form: CacheForm) -> bool:
-    """Whether the model takes a token behind a cache for the first one, unless it is told `position_ids`."""
+    """Whether the model counts positions from 0 in each pass, unless it gets `position_ids`."""
     module: Any = model
     if not form.layers or "position_ids" not in inspect.signature(module.forward).parameters:
         return False
@@ -128,21 +128,21 @@ def counts_from_zero(model: PreTrainedModel, form: CacheForm) -> bool:
     tokens = torch.tensor([plain_tokens(model, _BEFORE + 1)], device=model.device)
     last = tokens[:, _BEFORE:]
     kept = []
-    for told in ({"position_ids": torch.full_like(last, _BEFORE)}, {}):
+    for given in ({"position_ids": torch.full_like(last, _BEFORE)}, {}):
         cache = empty_cache(model)
         options: dict[str, Any] = {**cache_option(model, cache), "use_cache": True}
         module(input_ids=tokens[:, :_BEFORE], **options)
-        module(input_ids=last, **options, **told)
+        module(input_ids=last, **options, **given)
         behind = blocks_of(cache, 0, range(_BEFORE, _BEFORE + 1), replace(form, block_size=1))
         kept.append(torch.cat([plane.flatten() for plane in behind.take()]).float())
     return bool((kept[1] - kept[0]).norm() > _TOLERANCE * kept[0].norm())
 
 
 class PassPositions:
-    """Gives a model's passes the positions that they lack, for as long as the model lives. A caller's own are kept."""
+    """Adds missing positions to a model's passes, for the model's lifetime. A caller's own positions are kept."""
 
     def __init__(self, model: PreTrainedModel, form: CacheForm) -> None:
-        """A hook of the inner model's, which every way into the model passes. `of` adds it once."""
+        """Adds a hook to the inner model, which every way into the model calls. `of` adds it once."""
         inner = model.base_model
         self._first = form.kept[0]
         self._signature = inspect.signature(inner.forward)
@@ -151,21 +151,21 @@ class PassPositions:
 
     @classmethod
     def of(cls, model: PreTrainedModel, form: CacheForm) -> Self:
-        """The model's, which it gets if it has none."""
+        """The model's, added if it has none."""
         return cls.found(model) or cls(model, form)
 
     @classmethod
     def found(cls, model: PreTrainedModel) -> Self | None:
-        """The model's, of an earlier `KVTier`."""
+        """The model's, if an earlier `KVTier` added one."""
         owners = (getattr(hook, "__self__", None) for hook in model.base_model._forward_pre_hooks.values())
         return next((owner for owner in owners if isinstance(owner, cls)), None)
 
     def follow(self, cache: DynamicCache) -> None:
-        """What this cache has is right so far."""
+        """The cache's positions are right so far."""
         self._followed.add(cache)
 
     def followed(self, cache: DynamicCache) -> bool:
-        """Whether every pass into this cache went by here."""
+        """Whether this hook has seen every pass into the cache."""
         return cache in self._followed
 
     def _before(self, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
@@ -187,10 +187,10 @@ class PassPositions:
 
 
 _BORDER: Final = 24  # tokens before the states
-_BEHIND: Final = (2, 14)  # tokens behind them: first a few, since a state may be forgotten soon
-# Relative, of states and of logits, to which the errors of all layers add up. What a state lacks is off by far more.
+_BEHIND: Final = (2, 14)  # tokens after them: first a few, since a state may be lost soon
+# Relative, for states and for logits, in which all layers' errors add up. A missing state is off by far more.
 _TOLERANCES: Final = {torch.float32: (1e-3, 5e-3)}
-_COARSE: Final = (0.01, 0.3)  # of 16-bit types
+_COARSE: Final = (0.01, 0.3)  # for 16-bit types
 _DRAWS: Final = 3  # of tokens
 _FAILURES: Final = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 _OTHERS: Final = "docs/models.md lists the models that are kept; leave kvtier out for this one"
@@ -198,18 +198,18 @@ _OTHERS: Final = "docs/models.md lists the models that are kept; leave kvtier ou
 
 @dataclass(frozen=True, slots=True)
 class GoingOn:
-    """How a model goes on behind a state, as transformers computes it here."""
+    """How a model continues after a state, as transformers computes it here."""
 
-    in_pieces: bool  # several tokens at once; if not, one at a time
-    by_steps: bool  # one token at a time gives the same as a whole prompt
-    from_zero: bool = False  # … of which it counts positions from 0 in each pass, unless it is told them
+    in_pieces: bool  # several tokens at once; else only one at a time
+    by_steps: bool  # one token at a time gives the same result as a whole prompt
+    from_zero: bool = False  # … but it counts positions from 0 in each pass, unless it gets them
 
 
 @torch.no_grad()
 def how_it_goes_on(model: PreTrainedModel, form: CacheForm) -> GoingOn:
-    """Measures it with a few tokens. Raises ConfigError if the model cannot go on behind a state at all.
+    """Test it with a few tokens. Raises ConfigError if the model cannot continue after a state at all.
 
-    Without recurrent states it must go on in both ways.
+    A model without recurrent states must continue both ways.
     """
     kind = model.config.get_text_config(decoder=True).model_type
     if model.training:
@@ -223,15 +223,15 @@ def how_it_goes_on(model: PreTrainedModel, form: CacheForm) -> GoingOn:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ConfigError(f"model kind {kind!r}: it cannot go on behind {behind} ({reason}); {_OTHERS}") from error
     if not (in_pieces or by_steps) or (form.states is None and not (in_pieces and by_steps)):
-        said = f"transformers computes whole prompts of it only: behind {behind} the next tokens come out differently"
-        raise ConfigError(f"model kind {kind!r}: {said}; {_OTHERS}")
+        why = f"transformers computes whole prompts of it only: behind {behind} the next tokens come out differently"
+        raise ConfigError(f"model kind {kind!r}: {why}; {_OTHERS}")
     return GoingOn(in_pieces, by_steps, from_zero)
 
 
 def _is_alike(model: Any, form: CacheForm, at_once: int | None) -> bool:
-    """Whether tokens behind states that were taken of another cache come out as in a whole prompt.
+    """Whether tokens after states taken from another cache give the same result as in a whole prompt.
 
-    In 16 bits a token may go to another expert by rounding. So logits may differ with some tokens, states with none.
+    In 16 bits rounding may route a token to another expert. So logits may differ for some tokens, states for none.
     """
     num_tokens = _BORDER + sum(_BEHIND)
     ids = plain_tokens(model, num_tokens)
@@ -244,7 +244,7 @@ def _is_alike(model: Any, form: CacheForm, at_once: int | None) -> bool:
 
 
 def _compared(model: Any, form: CacheForm, tokens: torch.Tensor, at_once: int | None) -> bool | None:
-    """Whether states and logits are alike; None if only the logits are not."""
+    """Whether states and logits agree; None if only the logits do not."""
     of_states, of_logits = _TOLERANCES.get(model.dtype, _COARSE)
     cache, at, is_same_text = _restored(model, form, tokens), _BORDER, True
     for index, number in enumerate(_BEHIND):
@@ -263,7 +263,7 @@ def _compared(model: Any, form: CacheForm, tokens: torch.Tensor, at_once: int | 
 
 
 def _restored(model: Any, form: CacheForm, tokens: torch.Tensor) -> DynamicCache:
-    """A cache of the tokens before the border, made of what blocks and states hold of it."""
+    """A cache of the tokens before the border, made from blocks and states."""
     first, other, restored = empty_cache(model), empty_cache(model), empty_cache(model)
     feed(model, first, tokens[:, :_BORDER], 0)
     if form.layers:
@@ -274,12 +274,12 @@ def _restored(model: Any, form: CacheForm, tokens: torch.Tensor) -> DynamicCache
         if states is None:
             raise RuntimeError(f"its states did not come from {model.device} in {DEADLINE:.0f} s")
         form.states.put(restored, states, model.device)
-    feed(model, other, tokens.flip(1), 0)  # what a model keeps outside of the cache is of these tokens now
+    feed(model, other, tokens.flip(1), 0)  # state outside of the cache is of these tokens now
     return restored
 
 
 def _are_states_alike(states: StateForm, cache: DynamicCache, whole: DynamicCache, tolerance: float) -> bool:
-    """Of states of one kind the first layer's count: in the others the errors of all layers before add up."""
+    """Only the first layer's states of each kind count: in later layers the errors of all layers before add up."""
     seen = set[tuple[str, tuple[int, ...]]]()
     for part, found, expected in zip(states.parts, states.take(cache), states.take(whole), strict=True):
         if (part.kind, part.shape) not in seen and not _distance(found, expected) <= tolerance:
@@ -289,5 +289,5 @@ def _are_states_alike(states: StateForm, cache: DynamicCache, whole: DynamicCach
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative; not a number if either is not."""
+    """Relative; NaN if either is."""
     return float((found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-12))

@@ -1,7 +1,7 @@
-"""Rows of different length in one batch: columns of padding before a prompt, and behind an answer that has ended.
+"""Rows of different length in one batch: columns of padding before a prompt, and after an answer that has ended.
 
-A row's blocks are named by its own tokens, and hold the KV of these. In a cache the row begins behind its padding.
-All rows of a call go on from one column. Padding before it is zeros, which the mask hides.
+A row's blocks are named by its own tokens, and have the KV of these. In a cache the row begins after its padding.
+All rows of a call continue from one column. Padding before it is zeros, which the mask hides.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,13 +13,13 @@ from transformers import DynamicCache
 from kvtier.connector.models import cache_option
 from kvtier.connector.transformers.cache_form import CacheForm, empty_cache, per_token
 
-_TOLERANCE: Final = {torch.float32: 5e-3}  # relative; KV of a token that padding moved is off by far more
-_COARSE: Final = 0.1  # of 16-bit types
+_TOLERANCE: Final = {torch.float32: 5e-3}  # relative; KV of a token shifted by padding is off by far more
+_COARSE: Final = 0.1  # for 16-bit types
 _NUM_TOKENS: Final = 12
 _NUM_PADS: Final = 5
-# of a model called as none expects
+# raised by a model with another signature
 _FAILURES: Final = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
-_PLAIN: Final[dict[str, Any]] = {  # one forward pass by `generate`, whatever the model's own settings say
+_PLAIN: Final[dict[str, Any]] = {  # one forward pass by `generate`, whatever the model's own settings
     "max_new_tokens": 1,
     "do_sample": False,
     "num_beams": 1,
@@ -33,7 +33,7 @@ _PLAIN: Final[dict[str, Any]] = {  # one forward pass by `generate`, whatever th
 
 
 def inferred_mask(input_ids: torch.Tensor, pad_token: int | None, ends: Sequence[int]) -> torch.Tensor | None:
-    """The mask that `generate` makes of its own accord, if it hides anything: it hides the padding token."""
+    """The mask that `generate` makes by default, if it hides anything: it hides the padding token."""
     if pad_token is None or pad_token in ends or not bool((input_ids == pad_token).any()):
         return None
     return input_ids.ne(pad_token).long()
@@ -53,9 +53,9 @@ def pads_of(mask: torch.Tensor | None, input_ids: torch.Tensor) -> tuple[int, ..
 
 
 def ends_of_answers(sequences: torch.Tensor, num_columns: int, pad_token: int | None, pad_ends: bool) -> list[int]:
-    """Each row's length without the padding behind its answer. The answers begin behind `num_columns`.
+    """Each row's length without the padding after its answer. The answers begin at column `num_columns`.
 
-    The padding token may end an answer, too: then the first one belongs to it.
+    If the padding token also ends an answer, the first one belongs to it.
     """
     answers = sequences[:, num_columns:]
     if pad_token is None or not answers.shape[1]:
@@ -65,13 +65,13 @@ def ends_of_answers(sequences: torch.Tensor, num_columns: int, pad_token: int | 
 
 
 def with_room(blocks: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """`[n, num_elements]`, cut or filled up with zeros to `num_blocks`."""
+    """`[n, num_elements]`, cut or padded with zeros to `num_blocks`."""
     missing = num_blocks - len(blocks)
     return blocks[:num_blocks] if missing <= 0 else torch.cat([blocks, blocks.new_zeros(missing, *blocks.shape[1:])])
 
 
 def move_behind_padding(cache: DynamicCache, form: CacheForm, pads: Sequence[int]) -> None:
-    """Move each row of a cache to the right by its padding. What does not fit goes, and the padding is zeros."""
+    """Shift each row of a cache to the right by its padding. What does not fit is dropped, the padding is zeros."""
     if not any(pads):
         return
     for states in _states_of(cache, form):
@@ -84,9 +84,9 @@ def move_behind_padding(cache: DynamicCache, form: CacheForm, pads: Sequence[int
 
 @torch.inference_mode()
 def why_padding_shows(model: Any, form: CacheForm) -> str | None:
-    """What differs between a row behind padding and the row alone, in this model; None if its KV is the same.
+    """How a padded row's KV differs from the row alone in this model; None if it is the same.
 
-    It measures: tokens behind other tokens that a mask hides, by `generate` itself.
+    Tests it: tokens after other tokens that a mask hides, with `generate` itself.
     """
     vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
     columns = torch.arange(_NUM_PADS + _NUM_TOKENS, device=model.device)
@@ -116,7 +116,7 @@ def _kv_of(model: Any, form: CacheForm, input_ids: torch.Tensor, mask: torch.Ten
 
 
 def _states_of(cache: DynamicCache, form: CacheForm) -> Iterator[torch.Tensor]:
-    """Every tensor with a row for each token, `[rows, heads, columns, dim]`, layer by layer."""
+    """Every tensor with a row per token, `[rows, heads, columns, dim]`, layer by layer."""
     layers: Any = cache.layers
     for layer, planes in zip(layers, form.layers, strict=False):
         for plane in planes:

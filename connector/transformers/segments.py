@@ -1,4 +1,4 @@
-"""Segments of `KVTier`'s calls: the gate of a model, and segments brought, computed and blended into prompts."""
+"""Segments of `KVTier`'s calls: the check of a model, and segments loaded, computed and blended into prompts."""
 
 from collections import Counter, abc
 from dataclasses import dataclass
@@ -34,21 +34,21 @@ from kvtier.tiers.naming import KVShape
 _NUM_TOKENS: Final = 24
 _BLOCK: Final = 8  # tokens
 _TABLE: Final = [0, 1, 2]  # the blocks of 24 tokens
-_TOLERANCE: Final = {torch.float32: 5e-3}  # relative; what is computed otherwise is off by far more
-_COARSE: Final = 0.1  # of 16-bit types
+_TOLERANCE: Final = {torch.float32: 5e-3}  # relative; another computation is off by far more
+_COARSE: Final = 0.1  # for 16-bit types
 _DECODER: Final = ("embed_tokens", "rotary_emb", "layers")
 _LAYER: Final = ("input_layernorm", "self_attn")
 _ATTENTION: Final = ("layer_idx", "head_dim", "k_proj", "v_proj")
 _PROBE: Final = "kvtier-probe"
-_UNHEEDED: Final = ("attention_mask", "softcap", "s_aux")  # a mask of the layer's own, capped scores, attention sinks
-# of a layer called as none expects
+_UNHEEDED: Final = ("attention_mask", "softcap", "s_aux")  # a layer's own mask, capped scores, attention sinks
+# raised by a layer with another signature
 _FAILURES: Final = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
 
 
 def require_blendable(model: PreTrainedModel, shape: KVShape | None) -> torch.Tensor:
-    """The model's `inv_freq`, if segments can be reused in it. ConfigError names what forbids it.
+    """The model's `inv_freq`, if segments can be reused in it. ConfigError names the obstacle.
 
-    It measures: 24 tokens, computed layer by layer as a blend does, must have the K and V that the model gives them.
+    Tests it: 24 tokens, computed layer by layer as in a blend, must have the K and V that the model computes.
     """
     kind = model.config.model_type
     if shape is None:
@@ -74,7 +74,7 @@ def require_blendable(model: PreTrainedModel, shape: KVShape | None) -> torch.Te
 
 
 def _missing(model: PreTrainedModel) -> str | None:
-    """A part of the decoder that a blend runs, and this model calls otherwise or lacks."""
+    """A part of the decoder that a blend needs, and this model lacks or names differently."""
     decoder: Any = getattr(model, "model", None)
     parts: list[tuple[str, Any, tuple[str, ...]]] = [("model", decoder, _DECODER)]
     for number, layer in enumerate(getattr(decoder, "layers", ())):
@@ -96,7 +96,7 @@ def _noting(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention that computes nothing, and notes what each layer asks for."""
+    """An attention that computes nothing, and records each layer's arguments."""
     noted: dict[int, dict[str, Any]] = options.get("noted", {})
     layer: int = module.layer_idx  # type: ignore[assignment]
     noted[layer] = {"attention_mask": attention_mask, **options}
@@ -108,7 +108,7 @@ AttentionInterface.register(_PROBE, _noting)
 
 @torch.inference_mode()
 def _unheeded(model: PreTrainedModel) -> str | None:
-    """What a layer asks of its attention that a blend's does not heed."""
+    """An attention argument of some layer that a blend's attention ignores."""
     config: Any = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
     usual = "full_attention" if window is None else "sliding_attention"
@@ -118,19 +118,19 @@ def _unheeded(model: PreTrainedModel) -> str | None:
     with attending(model, _PROBE):
         decoder(input_ids=_token_ids(model)[None], use_cache=False, noted=noted)
     for layer, kind in enumerate(kinds):
-        if (asked := noted.get(layer)) is None:
+        if (used := noted.get(layer)) is None:
             return f"a layer {layer} whose attention a blend does not reach"
-        if odd := [name for name in _UNHEEDED if asked.get(name) is not None]:
+        if odd := [name for name in _UNHEEDED if used.get(name) is not None]:
             return f"a layer {layer} whose attention takes {odd[0]}"
-        told = window if kind == "sliding_attention" else None
-        if kind == "chunked_attention" or asked.get("sliding_window") != told:
-            return f"a layer {layer} of kind {kind}, whose window only a mask tells"
+        expected = window if kind == "sliding_attention" else None
+        if kind == "chunked_attention" or used.get("sliding_window") != expected:
+            return f"a layer {layer} of kind {kind}, whose window is only in a mask"
     return None
 
 
 @torch.inference_mode()
 def _difference(model: PreTrainedModel, own: DynamicCache, shape: KVShape, inv_freq: torch.Tensor) -> str | None:
-    """How a blend's K and V differ from the model's own; None: not at all."""
+    """How a blend's K and V differ from the model's own; None: they agree."""
     tolerance = _TOLERANCE.get(model.dtype, _COARSE)
     size = (shape.num_layers, 2, _BLOCK, shape.num_kv_heads, shape.head_dim)
     tensor = torch.zeros(2 * len(_TABLE), *size, dtype=model.dtype, device=model.device)
@@ -144,7 +144,7 @@ def _difference(model: PreTrainedModel, own: DynamicCache, shape: KVShape, inv_f
             wanted = expected[0, :, : _NUM_TOKENS - 1].transpose(0, 1).float()
             if not float((found - wanted).norm() / wanted.norm()) <= tolerance:
                 return f"a layer {layer} whose {name} a blend computes otherwise"
-    # What the check compares: the same tokens, copied from where they were just computed, deviate nowhere.
+    # The deviation check: the same tokens, copied from where they were just computed, must not deviate.
     second = [block + len(_TABLE) for block in _TABLE]
     part = ReusedPart(_BLOCK, _NUM_TOKENS - 1, 0, tuple(_TABLE))
     for layer in sorted({1, shape.num_layers - 1}) if shape.num_layers > 1 else ():
@@ -157,7 +157,7 @@ def _difference(model: PreTrainedModel, own: DynamicCache, shape: KVShape, inv_f
 
 @torch.inference_mode()
 def _own_cache(model: PreTrainedModel) -> DynamicCache:
-    """What the model itself caches of the tokens."""
+    """The cache that the model itself fills with the tokens."""
     cache = DynamicCache()  # keeps every token in every layer
     model(input_ids=_token_ids(model)[None], use_cache=True, **cache_option(model, cache))
     return cache
@@ -182,15 +182,15 @@ def _refusal(kind: str, trait: str) -> ConfigError:
 
 
 SegmentLists = abc.Sequence[Segment] | abc.Sequence[abc.Sequence[Segment]]
-"""One list of segments for each row; for a single row its list alone will do."""
+"""One list of segments per row; for a single row also its list alone."""
 
-_MAX_ROWS: Final = 4096  # tokens that go through a layer at once: what a blend takes of memory
-_IN_FULL: Final = Repair(share=1.0)  # of a row without segments, beside others that have some
+_MAX_ROWS: Final = 4096  # tokens that pass a layer at once, which bounds a blend's memory
+_IN_FULL: Final = Repair(share=1.0)  # for a row without segments among others
 
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """Tokens `start … end` of a prompt, to be copied from a segment whose first token stands at `origin`."""
+    """Tokens `start … end` of a prompt, to be copied from a segment whose first token is at `origin`."""
 
     start: int
     end: int
@@ -199,21 +199,21 @@ class _Use:
 
     @property
     def name(self) -> ChainHash:
-        """Of its last full block: equal names, equal segments."""
+        """The name of its last full block: equal names, equal segments."""
         return self.source.chain.hashes[-1]
 
 
 class SegmentCalls:
-    """Segment reuse of one model's calls, and what came of it. One thread at a time."""
+    """Segment reuse in one model's calls, and its counters. One thread at a time."""
 
     def __init__(self, model: PreTrainedModel, blocks: TierBlocks, config: Config, inv_freq: torch.Tensor) -> None:
         self.stats: Counter[str] = Counter()
-        self.deviations: Counter[float] = Counter()  # prompts by the upper bound of what was left unrepaired
+        self.deviations: Counter[float] = Counter()  # prompts by the upper bound of the unrepaired tokens' deviation
         self.num_segment_tokens = 0  # of the last blend, over all of its rows
         self.num_repaired_tokens = 0
         self._model = model
         self._blocks = blocks
-        assert blocks.form.shape is not None  # the gate
+        assert blocks.form.shape is not None  # see `require_blendable`
         self._shape = blocks.form.shape
         self._config = config.cache
         self._inv_freq = inv_freq
@@ -226,13 +226,13 @@ class SegmentCalls:
     def wanted(
         self, segments: abc.Sequence[abc.Sequence[Segment]], repair: Repair | None, num_tokens: int
     ) -> list[WantedReuse]:
-        """What each row of that many tokens asks for; RequestError for what cannot be."""
+        """Each row's requested reuse; RequestError if it is invalid."""
         default = Repair(self._config.repair_rule, self._config.repair_share)
         chosen = checked_repair(repair, default, self._shape.num_layers)
         return [WantedReuse(checked_segments(row, num_tokens), chosen) for row in segments]
 
     def texts(self, texts: abc.Sequence[Any]) -> list[list[int]]:
-        """Texts to be computed, as token ids; RequestError for what is none."""
+        """Texts to compute, as token ids; RequestError if one is invalid."""
         if not _is_list(texts):
             raise RequestError(f"texts {texts!r}: use a list of lists of token ids")
         embeddings: Any = self._model.get_input_embeddings()
@@ -250,7 +250,7 @@ class SegmentCalls:
         return checked
 
     def precompute(self, texts: abc.Sequence[list[int]]) -> None:
-        """Have each text's full blocks in the tiers, computed alone where they are not."""
+        """Store each text's full blocks in the tiers, computed alone if missing."""
         for text in texts:
             source = self._blocks.row(text)
             if source.chain.hashes:
@@ -260,9 +260,9 @@ class SegmentCalls:
     def blend(
         self, rows: abc.Sequence[PromptRow], loaded: abc.Sequence[Blocks], wanted: abc.Sequence[WantedReuse]
     ) -> BlendedCache | None:
-        """A cache of all tokens of every row but the last, behind what was `loaded` of it; None: nothing is reused.
+        """A cache of all tokens of every row but the last, after its `loaded` ones; None: nothing is reused.
 
-        Tells each row how many of its tokens are exact.
+        Sets each row's `num_exact`.
         """
         self.num_segment_tokens = self.num_repaired_tokens = 0
         uses = [self._uses(row, one.segments) for row, one in zip(rows, wanted, strict=True)]
@@ -290,7 +290,7 @@ class SegmentCalls:
         return cache
 
     def _uses(self, row: PromptRow, segments: abc.Sequence[Segment]) -> list[_Use]:
-        """What is worth copying: the full blocks of long segments, behind the exact prefix, up to the last token."""
+        """What is worth copying: full blocks of long segments, after the exact prefix, up to the last token."""
         size = self._blocks.form.block_size
         uses = []
         for segment in segments:
@@ -309,12 +309,12 @@ class SegmentCalls:
         return uses
 
     def _gather(self, uses: abc.Sequence[_Use]) -> dict[ChainHash, Blocks]:
-        """The blocks of each different segment, by name. All are waited for together, no longer than for one."""
+        """The blocks of each distinct segment, by name. One deadline for all."""
         deadline = self._blocks.deadline
         sources: dict[ChainHash, Blocks] = {}
         for use in uses:
             if use.name in sources:
-                self.stats["segments_held"] += 1  # by this call
+                self.stats["segments_held"] += 1  # in this call
                 continue
             sources[use.name], was_loaded = self._brought(use.source, deadline)
             self.stats["segments_loaded" if was_loaded else "segments_computed"] += 1
@@ -322,7 +322,7 @@ class SegmentCalls:
         return sources
 
     def _brought(self, source: PromptRow, deadline: float) -> tuple[Blocks, bool]:
-        """All full blocks of a segment, and whether all were loaded. The rest is computed and kept."""
+        """All full blocks of a segment, and whether all were loaded. Missing ones are computed and stored."""
         names, size = source.chain.hashes, self._blocks.form.block_size
         blocks = self._blocks.load(names, deadline)
         run = range(len(blocks), len(names))
@@ -339,7 +339,7 @@ class SegmentCalls:
     def _paged(
         self, parts: abc.Sequence[Blocks], num_rows: int, num_tokens: int
     ) -> tuple[torch.Tensor, list[list[int]]]:
-        """All parts in one paged tensor, the last `num_rows` with room for their tokens; and the blocks of each."""
+        """All parts in one paged tensor, the last `num_rows` with room for their tokens; and each one's blocks."""
         shape = self._shape
         num_sources = len(parts) - num_rows
         num_blocks = [len(part) for part in parts[:num_sources]] + [-(-num_tokens // shape.block_size)] * num_rows
@@ -364,7 +364,7 @@ class SegmentCalls:
 
 
 def lists_of(segments: SegmentLists | None, num_rows: int) -> list[abc.Sequence[Segment]]:
-    """A list of segments for each row; RequestError for anything else than that many lists."""
+    """A list of segments for each row; RequestError for any other structure."""
     if segments is None:
         return [()] * num_rows
     if not _is_list(segments):

@@ -1,4 +1,4 @@
-"""Calls of a model with recurrent states: a prompt goes on from a border, and leaves states at borders behind."""
+"""Calls of a model with recurrent states: a prompt continues from a border, and its states at borders are stored."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,16 +19,16 @@ from kvtier.connector.transformers.tier_blocks import PromptRow, TierBlocks
 from kvtier.tiers import L2, Outcome
 from kvtier.tiers.hierarchy import Attribution
 
-_PATIENCE: Final = 0.25  # seconds in which every border is looked at; then only powers of two
-_ATTEMPTS: Final = 4  # borders whose records turned out to be lost, before nothing is loaded
+_PATIENCE: Final = 0.25  # seconds in which every border is tried; then only powers of two
+_ATTEMPTS: Final = 4  # borders with lost records, before loading is given up
 
 
 @dataclass(frozen=True, slots=True)
 class FoundBorder:
-    """Where all rows of a call go on and what they need for it."""
+    """The border from which all rows of a call continue, with its blocks and states."""
 
     border: int = 0  # blocks
-    parted: int = 0  # leading blocks that are held of the best known row
+    parted: int = 0  # leading blocks in the tiers of the best known row
     blocks: Sequence[Blocks] = ()  # of each row
     states: torch.Tensor | None = None  # `[rows, num_bytes]` of bytes
 
@@ -44,13 +44,13 @@ class StateRecords:
         self.num_slots = -(-states.num_bytes // blocks.form.block_bytes)  # of one row's states: a record each
 
     def find(self, rows: Sequence[PromptRow], least: int) -> FoundBorder:
-        """The last border at which every row's blocks and states are held whole, `least` blocks or more."""
+        """The last border, at `least` or later, with every row's blocks and states complete in the tiers."""
         size, deadline = self._blocks.form.block_size, self._blocks.deadline
         usable = (min(len(row.token_ids) for row in rows) - 1) // size
         runs = [usable] * len(rows)
         if self._has_blocks and usable:
-            told = [self._blocks.found(row.chain.hashes[:usable], deadline) for row in rows]
-            runs = [found.blocks - found.miss for found in told]
+            where = [self._blocks.found(row.chain.hashes[:usable], deadline) for row in rows]
+            runs = [found.blocks - found.miss for found in where]
         parted = max(runs) if self._has_blocks else 0
         num_lost = 0
         for border in _borders(min(runs), max(1, least)):
@@ -68,11 +68,11 @@ class StateRecords:
         return FoundBorder(parted=parted)
 
     def is_held(self, row: PromptRow, border: int, deadline: float) -> bool:
-        """Whether all of a row's states at a border seem to be held somewhere."""
+        """Whether all of a row's states at a border seem to be in some tier."""
         return not self._blocks.found(self._pieces(row, border).hashes, deadline).miss
 
     def store(self, row: PromptRow, border: int, state: torch.Tensor) -> None:
-        """Keep a row's states, `[num_bytes]`, as they are behind its first `border` blocks: all their pieces."""
+        """Store a row's states, `[num_bytes]`, after its first `border` blocks: all their pieces."""
         pieces = self._pieces(row, border)
         slots = torch.zeros(self.num_slots, self._blocks.form.block_bytes, dtype=torch.uint8)
         slots.view(-1)[: len(state)] = state
@@ -83,11 +83,11 @@ class StateRecords:
         return StatePieces(row.chain, border, self.num_slots)
 
     def _bring(self, row: PromptRow, border: int, deadline: float) -> Blocks | None:
-        """A row's blocks up to a border, if there are such, and behind them its states; None if anything is lost."""
+        """A row's blocks up to a border, if there are any, and its states there; None if any is lost."""
         pieces = self._pieces(row, border)
         if self._has_blocks:
             names, parent, block_size = [*row.chain.hashes[:border], *pieces.hashes], row.chain.root, self._size
-        else:  # what a few records save is the whole prompt
+        else:  # a few records replace the whole prompt
             names, parent, block_size = list(pieces.hashes), pieces.root, 0
         num_blocks = border if self._has_blocks else 0
         loaded = self._blocks.bring(names, parent, deadline, block_size, num_blocks)
@@ -99,7 +99,7 @@ class StateRecords:
         return torch.stack([row[: self._states.num_bytes] for row in rows])
 
     def _count(self, rows: Sequence[PromptRow], usable: int, border: int, deadline: float) -> None:
-        """Count what a lookup of blocks counts: those up to the border as found, the others as misses."""
+        """Count like a lookup of blocks: those up to the border as found, the others as misses."""
         tiers = self._blocks.tiers
         for row in rows:
             if self._has_blocks:
@@ -114,7 +114,7 @@ class StateRecords:
 
 
 def _borders(last: int, least: int) -> Iterator[int]:
-    """Every border from the last one backwards; if that takes long, only powers of two, where long prompts have one."""
+    """Every border from the last one backwards; after `_PATIENCE` only powers of two, where long prompts have one."""
     started = time.monotonic()
     border = last
     while border >= least:
@@ -124,27 +124,27 @@ def _borders(last: int, least: int) -> Iterator[int]:
             border = 1 << border.bit_length() - 1 if border > 0 else 0
 
 
-_SHORTEST: Final = 512  # tokens before the first of the states that a long prompt leaves at powers of two
-_STEP_COSTS: Final = {"cpu": 16}  # `step_cost` by device; on others it is many
+_SHORTEST: Final = 512  # tokens before the first state that a long prompt stores at a power of two
+_STEP_COSTS: Final = {"cpu": 16}  # `step_cost` by device; others: `_STEP_COST`
 _STEP_COST: Final = 256
 
 
 def step_cost(device: torch.device) -> int:
-    """So many tokens of a prompt take about as long as one token by itself."""
+    """How many tokens of a prompt take about as long as one token by itself."""
     return _STEP_COSTS.get(device.type, _STEP_COST)
 
 
 TakenStates = dict[int, HostCopy]
-"""By border (blocks before it): the states of all rows, `[rows, num_bytes]` of bytes on their way to host memory."""
+"""By border (blocks before it): the states of all rows, `[rows, num_bytes]` of bytes being copied to host memory."""
 
 
 class StateCalls:
-    """What `KVTier` does for a model whose cache keeps states. One thread at a time."""
+    """`KVTier`'s calls of a model whose cache has states. One thread at a time."""
 
     def __init__(
         self, model: PreTrainedModel, blocks: TierBlocks, going_on: GoingOn, limit: int | None, *, keeps_answers: bool
     ) -> None:
-        """Nothing is kept of texts above `limit` tokens. `keeps_answers`: also what `generate` adds to a prompt is."""
+        """Texts above `limit` tokens are not stored. `keeps_answers`: what `generate` adds to a prompt is stored."""
         assert blocks.form.states is not None
         self.num_cached_tokens = 0  # of the last call, in every row
         self._model: Any = model
@@ -153,7 +153,7 @@ class StateCalls:
         self._states: StateForm = blocks.form.states
         self._records = StateRecords(blocks, self._states)
         self._going_on = going_on
-        PassHook.of(model)  # from the first call on its structure is one
+        PassHook.of(model)  # so that its structure stays the same from the first call on
         self._positions = PassPositions.of(model, blocks.form) if going_on.from_zero else None
         self._limit = limit
         self._keeps_answers = keeps_answers and going_on.by_steps
@@ -171,9 +171,9 @@ class StateCalls:
         options: dict[str, Any],
         ends_of: Callable[[torch.Tensor], Sequence[int]],
     ) -> Any:
-        """`model.generate(input_ids, **options)` behind what is known of the rows. What is new of it is kept.
+        """`model.generate(input_ids, **options)` after the known tokens of the rows. What is new is stored.
 
-        `ends_of` tells where each row ends in what `generate` returns.
+        `ends_of` returns where each row ends in `generate`'s result.
         """
         num_tokens = input_ids.shape[1]
         cache, found = self._load(rows)
@@ -190,14 +190,14 @@ class StateCalls:
                 at, states = passes.latest
                 taken[at // self._size] = self._states.rows(states)
         ends = [min(end, each) for each in ends_of(sequences)]
-        if self._limit is None or passes.num_fed <= self._limit:  # else RoPE changed on the way
+        if self._limit is None or passes.num_fed <= self._limit:  # else RoPE changed during the call
             self._store(rows, sequences, cache, ends, taken)
         return result
 
     def load(self, rows: Sequence[PromptRow], input_ids: torch.Tensor) -> tuple[DynamicCache, int]:
-        """A cache with the tokens that are known of every row, and how many it has.
+        """A cache with the known tokens of every row, and their number.
 
-        A model that takes one token at a time is given all but the last here: the caller would give it several.
+        A model that takes one token at a time gets all but the last here, since the caller would pass several.
         """
         cache, found = self._load(rows)
         num_fed = found.border * self._size
@@ -206,10 +206,10 @@ class StateCalls:
         return cache, self._feed_one_by_one(cache, input_ids.to(self._model.device), num_fed)
 
     def store(self, rows: Sequence[PromptRow], input_ids: torch.Tensor, cache: DynamicCache) -> bool:
-        """Keep the blocks of the rows, and the states if a block ends with the last token.
+        """Store the blocks of the rows, and the states if a block ends with the last token.
 
-        The cache must hold exactly these tokens. False if that cannot be seen: without K and V nothing tells. False
-        also if a pass may have counted its positions from 0.
+        The cache must have exactly these tokens. False if that cannot be verified, as without K and V, or if a pass may
+        have counted its positions from 0.
         """
         num_tokens = input_ids.shape[1]
         if self._positions is not None and not self._positions.followed(cache):
@@ -222,7 +222,7 @@ class StateCalls:
         return True
 
     def _load(self, rows: Sequence[PromptRow]) -> tuple[DynamicCache, FoundBorder]:
-        """A cache of the last border that all rows can go on from; an empty one if there is none."""
+        """A cache at the last border from which all rows can continue; an empty one if there is none."""
         found = self._records.find(rows, self._least(len(rows[0].token_ids)))
         cache = empty_cache(self._model)
         self.num_cached_tokens = found.border * self._size
@@ -236,7 +236,7 @@ class StateCalls:
         return cache, found
 
     def _least(self, num_tokens: int) -> int:
-        """The first border from which going on is worth it."""
+        """The first border from which continuing is worth it."""
         if self.in_pieces:
             return 1
         most = num_tokens // step_cost(self._model.device)  # tokens, one by one
@@ -250,7 +250,7 @@ class StateCalls:
         found: FoundBorder,
         at_once: int | None,
     ) -> tuple[TakenStates, int]:
-        """Compute the prompt up to its last border, and take the states on the way. Returns how many tokens it has."""
+        """Compute the prompt up to its last border, and take states at borders. Returns how many tokens it has."""
         num_fed, taken = found.border * self._size, TakenStates()
         for border in self._borders(rows, input_ids.shape[1], found):
             end = border * self._size
@@ -260,7 +260,7 @@ class StateCalls:
         return taken, self._feed_one_by_one(cache, input_ids, num_fed)
 
     def _feed_one_by_one(self, cache: DynamicCache, input_ids: torch.Tensor, num_fed: int) -> int:
-        """Behind a state, if it must be so, all but the last token. Returns how many tokens the cache has."""
+        """After a state, if necessary, feed all but the last token. Returns how many tokens the cache has."""
         if not num_fed or self.in_pieces:
             return num_fed
         end = input_ids.shape[1] - 1
@@ -274,7 +274,7 @@ class StateCalls:
             feed(self._model, cache, input_ids[:, start:end], start, at_once)
 
     def _borders(self, rows: Sequence[PromptRow], num_tokens: int, found: FoundBorder) -> list[int]:
-        """Where to take states: at the prompt's last border, where it parts from a known one, and at powers of two."""
+        """Where to take states: at the prompt's last border, where it leaves a known one, and at powers of two."""
         last = (num_tokens - 1) // self._size
         if not self.in_pieces:
             return [last] if max(found.border + 1, self._least(num_tokens)) <= last else []
@@ -296,21 +296,21 @@ class StateCalls:
         ends: Sequence[int],
         taken: TakenStates,
     ) -> None:
-        """Keep what is new of every row up to its end."""
+        """Store what is new of every row up to its end."""
         if not self._blocks.are_current(rows, cache):
             return
         if self._form.layers and not self._is_whole(cache, len(rows), None):
             self._blocks.tiers.metrics.dropped(L2, Outcome.UNSUPPORTED, sum(ends) // self._size)
             return
-        brought = {border: sent.wait(DEADLINE) for border, sent in sorted(taken.items())}
-        if lost := sum(states is None for states in brought.values()) * len(rows) * self._records.num_slots:
+        arrived = {border: sent.wait(DEADLINE) for border, sent in sorted(taken.items())}
+        if lost := sum(states is None for states in arrived.values()) * len(rows) * self._records.num_slots:
             self._blocks.tiers.metrics.dropped(L2, Outcome.COPY_FAILED, lost)
         for index, (row, end) in enumerate(zip(rows, ends, strict=True)):
             row.chain.extend(sequences[index, len(row.token_ids) : end].tolist())
             run = range(row.num_loaded, end // self._size)
             if run and self._form.layers:
                 self._blocks.store(row, run, blocks_of(cache, index, run, self._form))
-            for border, states in brought.items():
+            for border, states in arrived.items():
                 if states is not None and border * self._size <= end:
                     self._records.store(row, border, states[index])
         self._blocks.wait_sealed()
@@ -319,9 +319,9 @@ class StateCalls:
         """Whether a cache has the K and V of all its tokens, and of that many."""
         first = self._form.kept[0]
         keys = per_token(cache.layers[first], "keys") if len(cache.layers) > first else None
-        held = 0 if keys is None else keys.shape[2]
+        found = 0 if keys is None else keys.shape[2]
         try:
-            layers = layers_of(cache, num_rows, held, self._model)
+            layers = layers_of(cache, num_rows, found, self._model)
         except ValueError:
             return False
-        return layers == self._form.layers and num_tokens in (None, held)
+        return layers == self._form.layers and num_tokens in (None, found)

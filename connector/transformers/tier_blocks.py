@@ -1,4 +1,4 @@
-"""Blocks of token chains: from the tiers to where the model computes, and back, on the calling thread."""
+"""Blocks of token chains: copied between the tiers and the model's memory, on the calling thread."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from kvtier.tiers.naming import HashCache, TokenChain
 from kvtier.tiers.pool import Lease, Reservation
 
 _SEALED: Final = 1.0  # seconds for new blocks to be hashed
-_GRACE: Final = 1.0  # seconds the tiers' answer may come after their own deadline: it is what has arrived by then
+_GRACE: Final = 1.0  # seconds that the tiers' answer may take beyond their own deadline
 
 
 @dataclass(slots=True)
@@ -31,13 +31,13 @@ class PromptRow:
 
     token_ids: list[int]
     chain: TokenChain
-    epoch: int  # the tiers' before anything of it was computed
+    epoch: int  # the tiers' epoch before anything was computed
     num_pads: int = 0  # columns of the batch before the first token
     num_loaded: int = 0  # blocks
-    num_exact: int | None = None  # tokens that may be named: those behind them are approximate. None: all may
+    num_exact: int | None = None  # exact leading tokens: later ones are approximate and not stored. None: all are exact
 
     def copies(self, number: int) -> "list[PromptRow]":
-        """This row, and others that go on from the same prompt. Their blocks of the prompt are left to this one."""
+        """This row, and others that continue the same prompt. Only this one stores the prompt's blocks."""
         num_blocks = len(self.chain.hashes)
         others = [replace(self, chain=self.chain.copy(), num_loaded=num_blocks) for _ in range(number - 1)]
         return [self, *others]
@@ -45,7 +45,7 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class _Store:
-    """What is sealed, or given up, once its copies have ended."""
+    """A store that is sealed or abandoned once its copies have ended."""
 
     reservation: Reservation
     records: list[BlockRecord]
@@ -54,7 +54,7 @@ class _Store:
 
 
 class TierBlocks:
-    """Loads and stores blocks of one model's chains. Waits for them; never raises for a storage failure.
+    """Loads and stores blocks of one model's chains. Waits for loads; never raises for a storage failure.
 
     On a GPU a store is only enqueued: `wait_sealed`, `drain` and `close` wait for its copies, and have them sealed.
     """
@@ -62,39 +62,39 @@ class TierBlocks:
     def __init__(
         self, tiers: CacheTiers, root: ChainHash, form: CacheForm, config: Config, device: torch.device
     ) -> None:
-        """`device` is where the model computes."""
+        """`device`: where the model computes."""
         self.tiers = tiers
         self.form = form
-        self.root = root  # where chains of new rows begin
-        self.follow: Callable[[], bool] = lambda: True  # sets `root` to the model's as it is now; False: it has no name
+        self.root = root  # the root of new rows' chains
+        self.follow: Callable[[], bool] = lambda: True  # sets `root` to the current model's; False: it has no name
         self.passing: Callable[[], ChainHash | None] = lambda: self.root  # inside a pass: the root of what it computes
         self._config = config.cache
         self._device = copies_of(form, device, config.host, tiers.metrics)  # None: the CPU copies
         self._kept = HashCache()
-        self._stores: list[_Store] = []  # whose copies are under way, the oldest first
-        self._lost: list[tuple[Lease, Sent]] = []  # loads that a dead device has not ended: it may still read
+        self._stores: list[_Store] = []  # with copies under way, oldest first
+        self._lost: list[tuple[Lease, Sent]] = []  # loads that a dead device has not ended and may still read
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of a block's elements."""
+        """The dtype of a block's elements."""
         dtype: torch.dtype = getattr(torch, self.form.dtype)
         return dtype
 
     def row(self, token_ids: list[int], num_pads: int = 0) -> PromptRow:
-        """The tokens under their names, behind that many columns of padding."""
+        """A row with these tokens and their names, after that many columns of padding."""
         chain = TokenChain(self.root, self.form.block_size, self._config.hash, kept=self._kept)
         chain.extend(token_ids)
         return PromptRow(token_ids, chain, self.tiers.epoch, num_pads)
 
     def watch(self, cache: DynamicCache) -> None:
-        """Have all passes into the cache looked at: whether the model computes what rows are named after now."""
+        """Check in all passes into the cache that the model computes what rows are named after now."""
         if isinstance(cache, WatchedCache):
             cache.watch = PassWatch(self.root, self.passing, self.form.kept[0] if self.form.layers else 0)
 
     def are_current(self, rows: Sequence[PromptRow], cache: DynamicCache) -> bool:
         """Whether the model computes, and did in all passes seen, what these rows are named after.
 
-        If not, what would be stored is counted.
+        If not, their blocks are counted as dropped.
         """
         if self.follow() and all(row.chain.root == self.root for row in rows) and not is_torn(cache):
             return True
@@ -104,17 +104,17 @@ class TierBlocks:
 
     @property
     def deadline(self) -> float:
-        """When what is asked for now has to be there, on the monotonic clock."""
+        """The deadline of a load that starts now, on the monotonic clock."""
         return time.monotonic() + self._config.prefetch_deadline
 
     def found(self, hashes: Sequence[ChainHash], deadline: float) -> Attribution:
-        """Where the blocks of a chain are; nothing is promised or counted."""
+        """Where the blocks of a chain are; without a claim or a count."""
         return self.tiers.locate(hashes, max(0.0, deadline - time.monotonic()))
 
     def load(self, hashes: Sequence[ChainHash], deadline: float | None = None) -> Blocks:
-        """Leading blocks of a chain that came in time, in memory of their own, on the model's device if it has room.
+        """Leading blocks of a chain that arrived in time, copied, on the model's device if it has room.
 
-        `deadline` as the property tells it; by default that of a question asked now.
+        `deadline`: as the property; by default that of a load that starts now.
         """
         left = self._config.prefetch_deadline if deadline is None else max(0.0, deadline - time.monotonic())
         self.tiers.count(self.tiers.locate(hashes, left))
@@ -124,10 +124,10 @@ class TierBlocks:
     def bring(
         self, hashes: Sequence[ChainHash], parent: ChainHash, deadline: float, block_size: int, num_blocks: int
     ) -> Blocks:
-        """As `load`, for a chain that begins behind `parent`, and without counting a lookup.
+        """As `load`, for a chain that begins after `parent`, without counting a lookup.
 
-        `block_size` as the tiers' `ask` takes it. The first `num_blocks` names are blocks', the others states'. What
-        one request may not hold of L2 at once comes in pieces.
+        `block_size` as in the tiers' `ask`. The first `num_blocks` names are blocks, the others states. More than one
+        request may lease at once is loaded in pieces.
         """
         most, at, parts = self.tiers.num_slots // 2, 0, list[Blocks]()
         while not parts or (len(parts[-1]) >= most > 0 and at < len(hashes)):
@@ -139,10 +139,10 @@ class TierBlocks:
     def _bring(
         self, hashes: Sequence[ChainHash], parent: ChainHash, deadline: float, block_size: int, num_blocks: int
     ) -> Blocks:
-        """What L2 has room for at once."""
+        """Load as many as L2 has room for at once."""
         tiers = self.tiers
         self._release_ended()
-        region = tiers.region  # before asking: a daemon that was restarted since has another
+        region = tiers.region  # read before the claim: a restarted daemon has another
         started = time.monotonic()
         lease = bring(tiers, hashes, parent, deadline + _GRACE, block_size=block_size)
         if lease is None:
@@ -162,13 +162,13 @@ class TierBlocks:
                 lease.release()
 
     def store(self, row: PromptRow, run: range, blocks: Blocks) -> None:
-        """Copy those of a row's blocks `run` that are not held yet to L2, and have them sealed."""
+        """Copy those of a row's blocks `run` that L2 lacks, and have them sealed."""
         self.store_chain(row.chain, run, blocks, row.epoch)
 
     def store_chain(self, chain: BlockChain, run: range, blocks: Blocks, epoch: int) -> None:
         """`store` for any chain, of what was computed in the tiers' epoch `epoch`.
 
-        What is larger than L2 goes in pieces, each once those before it are below, as long as a prompt may wait.
+        A run larger than L2 is stored in pieces, each once the previous ones are below, up to a prompt's deadline.
         """
         tiers, size, deadline = self.tiers, len(run), self.deadline
         if 0 < tiers.num_slots < len(run) and tiers.has_lower:
@@ -180,9 +180,9 @@ class TierBlocks:
             self._store_piece(chain, run, range(at, min(at + size, len(run))), blocks, epoch)
 
     def _store_piece(self, chain: BlockChain, run: range, piece: range, blocks: Blocks, epoch: int) -> None:
-        """Those of a run's blocks: `piece` counts from where it begins."""
+        """Store a part of a run's blocks; `piece` is relative to the run's start."""
         tiers = self.tiers
-        region = tiers.region  # before asking, as in `bring`
+        region = tiers.region  # read first, as in `bring`
         own = run[piece.start : piece.stop]
         wanted = Wanted(chain.hashes[own.start : own.stop], chain.parent(own.start), chain.tenant)
         [reservation] = tiers.reserve([wanted])
@@ -200,38 +200,38 @@ class TierBlocks:
         self._seal(0.0)
 
     def wait_sealed(self) -> None:
-        """Wait a moment for new blocks: the next call finds what this one computed."""
+        """Wait a moment until new blocks are sealed, so that the next call finds them."""
         self._seal(_SEALED)
         self.tiers.drain(_SEALED, below=False)
 
     def drain(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds until everything stored so far is in the lowest tier; False if it is not."""
+        """Wait up to `timeout` seconds until everything stored so far is in the lowest tier; False at timeout."""
         until = time.monotonic() + timeout
         return self._seal(timeout) and self.tiers.drain(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
-        """End the copies. What a dead device has not ended keeps its slots. Idempotent."""
+        """End the copies. Slots of copies that a dead device has not ended stay reserved. Idempotent."""
         self._seal(DEADLINE)
         if self._device is not None:
             self._device.close()
 
     def _copied(self, region: HostRegion, lease: Lease, num_blocks: int) -> Blocks | None:
-        """What lies in the lease's slots, in memory of its own; None if the copy failed."""
-        held = np.array(lease.slots, np.int64)
-        if self._device is not None and (loaded := self._device.load(region, held, num_blocks)) is not None:
+        """The content of the lease's slots, copied; None if the copy failed."""
+        leased = np.array(lease.slots, np.int64)
+        if self._device is not None and (loaded := self._device.load(region, leased, num_blocks)) is not None:
             blocks, sent = loaded
             if not sent.done():
                 self._lost.append((lease, sent))
                 return None
             return blocks if sent.failure is None else None
         slots = self._slots(len(lease))
-        pairs = BlockCopies(np.arange(len(lease)), held)
+        pairs = BlockCopies(np.arange(len(lease)), leased)
         if BlockCopier(slots.unsqueeze(1), region).copy("load", pairs) is not None:
             return None
         return Blocks.of(slots, self.form, num_blocks)
 
     def _sent(self, region: HostRegion, reservation: Reservation, blocks: Blocks, at: list[int]) -> Sent:
-        """Copy the blocks `at` to their slots, or have the device do it. States, in host memory, go at once."""
+        """Copy the blocks `at` to their slots, or have the device do it. States, in host memory, are copied at once."""
         if self._device is not None and not len(blocks.states):
             sent = self._device.store(region, np.array(reservation.slots), blocks, at)
             if sent is not None:
@@ -242,7 +242,7 @@ class TierBlocks:
         return Sent(error=BlockCopier(slots.unsqueeze(1), region).copy("store", pairs))
 
     def _seal(self, timeout: float) -> bool:
-        """Seal what has been copied, in order, waiting for it up to `timeout` seconds. False if some is not yet."""
+        """Seal copied stores, in order, waiting up to `timeout` seconds. False if some are not sealed yet."""
         until = time.monotonic() + timeout
         self._release_ended()
         while self._stores:
@@ -259,7 +259,7 @@ class TierBlocks:
         return True
 
     def _release_ended(self) -> None:
-        """Release the leases of loads that were given up and have ended by now."""
+        """Release the leases of timed-out loads that have ended by now."""
         ended = [lost for lost in self._lost if lost[1].done()]
         self._lost = [lost for lost in self._lost if lost not in ended]
         for lease, _ in ended:

@@ -1,9 +1,9 @@
-"""The vLLM connector: keeps the KV blocks of vLLM's requests in kvtier's tiers, by one flag and without a patch.
+"""The vLLM connector: keeps the KV blocks of vLLM's requests in kvtier's tiers, without patching vLLM.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVTierConnector", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"file": {"path": "kv-cache"}}}'
 
-vLLM makes one connector in each worker, and then one in its scheduler's process. Each is one half, and only translates.
+vLLM makes one connector in each worker, and then one in its scheduler's process. Each is one half that only translates.
 """
 
 import logging
@@ -151,7 +151,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._stats = KVTierStats(period=_STATS_EVERY)
         if role == KVConnectorRole.WORKER:
             sleeps = vllm_config.model_config.enable_sleep_mode
-            settles = sleeps and not hasattr(KVConnectorBase_V1, "unregister_kv_caches")  # vLLM 0.32 tells nobody
+            settles = sleeps and not hasattr(KVConnectorBase_V1, "unregister_kv_caches")  # vLLM 0.32 has no hook for it
             ways = CopyWays.to_measure(options.config.host, self._metrics)
             self._worker_half = WorkerHalf(plan, layerwise=options.layerwise, settles=settles, ways=ways)
             if get_tensor_model_parallel_rank() == 0:  # only one rank logs it
@@ -198,17 +198,17 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _scheduler(self) -> SchedulerHalf:
-        assert self._scheduler_half is not None, "a question for the scheduler's half"
+        assert self._scheduler_half is not None, "only for the scheduler's half"
         return self._scheduler_half
 
     @property
     def served_adapters(self) -> ServedAdapters | None:
-        """What vLLM has loaded, for `watch_engine_core`; None in a worker's half."""
+        """vLLM's loaded adapters, for `watch_engine_core`; None in a worker's half."""
         return None if self._scheduler_half is None else self._scheduler_half.names.adapters
 
     @property
     def _worker(self) -> WorkerHalf:
-        assert self._worker_half is not None, "a question for a worker's half"
+        assert self._worker_half is not None, "only for a worker's half"
         return self._worker_half
 
     @property
@@ -219,7 +219,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     # the scheduler's half
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that can be loaded beyond those vLLM has, and whether the load is asynchronous. None: ask again."""
+        """Tokens that can be loaded beyond those vLLM has, and whether the load is asynchronous. None: unknown yet."""
         return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -235,7 +235,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.build(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take in the workers' reports of their copies, and which blocks no connector could load."""
+        """Apply the workers' reports of their copies, and which blocks no connector could load."""
         self._scheduler.spoiled(connector_output.invalid_block_ids or set())
         self._scheduler.update(connector_output.kv_connector_worker_meta)
 
@@ -249,11 +249,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return False, self._scheduler.finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        """Whether stores are under way: then vLLM keeps stepping, so that an idle engine's last blocks are kept too."""
+        """Whether stores are under way: then vLLM keeps stepping, so that an idle engine's last blocks are stored."""
         return self._scheduler.pending
 
     def reset_cache(self) -> bool:
-        """vLLM calls this for new weights, and whenever it goes to sleep: they may be others afterwards."""
+        """vLLM calls this for new weights, and before each sleep, after which the weights may differ."""
         self._scheduler.reset(drops=self._drops)
         return True
 
@@ -286,11 +286,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.sleep()
 
     def restore_kv_caches(self) -> None:
-        """It is awake, and its KV memory is back at the same addresses, with nothing in it."""
+        """vLLM wakes: its KV memory is mapped at the same addresses, with undefined content."""
         self._worker.wake()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Called before the step writes anything: waits until the blocks it writes to have been read."""
+        """Called before the step writes anything: waits until stores have read the blocks it writes to."""
         self._worker.begin(_message(kv_connector_metadata))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -304,11 +304,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Does nothing: whole blocks are stored once the step's compute is issued."""
 
     def wait_for_save(self) -> None:
-        """Called once the compute is issued: starts stores, and waits for nothing."""
+        """Called once the compute is issued: starts stores, without waiting."""
         self._worker.start_store(_message(self._get_connector_metadata()))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Requests whose asynchronous load has ended, with or without success. No store holds a request's blocks."""
+        """Requests whose asynchronous load has ended, with or without success. Stores never delay freeing blocks."""
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending, results.finished_recving
 
@@ -319,7 +319,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks whose load failed. vLLM computes them again, or fails the request, by its own policy."""
+        """Blocks whose load failed. vLLM recomputes them or fails the request, by its own policy."""
         return self._worker.take_invalid()
 
     def build_connector_worker_meta(self) -> CopyReports | None:

@@ -21,7 +21,7 @@ from kvtier.tiers.naming import is_named_by
 
 T = TypeVar("T")
 
-MOST: Final = 512  # blocks of one tier reported in a step; what a slab held at start takes several steps
+MOST: Final = 512  # blocks of one tier reported in a step; a slab's blocks at start take several steps
 _REMEMBERED: Final = 65_536  # chain roots and adapters' blocks remembered from requests
 
 
@@ -35,7 +35,7 @@ class VllmEvents:
     def __init__(
         self, hierarchy: Hierarchy, root: ChainHash, groups: Sequence[Any], hashed: tuple[str, int] | None
     ) -> None:
-        """`root` is where chains begin by default; `groups` are vLLM's KV groups.
+        """`root` is the chains' default root; `groups` are vLLM's KV groups.
 
         `hashed` is vLLM's algorithm, and how many tokens there are from one hash to the next; None if names are
         kvtier's own.
@@ -85,10 +85,10 @@ class VllmEvents:
                 yield self._stored(event.tier, known)
 
     def _is_known(self, tier: str, block: BlockRecord) -> bool:
-        """Whether everything that shapes the block's KV is known: a live request or its own tokens explain it.
+        """Whether everything that shapes the block's KV is known: from a live request, or from its own tokens.
 
-        A block that a slab held at start may be a tenant's. Published without its salt, it would be taken for
-        everybody's.
+        A block that was in the slab at start may be a tenant's. Published without its salt, it would be taken for
+        everyone's.
         """
         if block.chain_hash in self._keys:
             return True
@@ -135,7 +135,7 @@ class VllmEvents:
 
 
 def _remember(known: dict[T, Any], names: Sequence[T], what: Any) -> None:
-    """Remember names, and forget the oldest beyond `_REMEMBERED`."""
+    """Remember names, up to `_REMEMBERED`; the oldest are dropped."""
     for name in names:
         known[name] = what
     while len(known) > _REMEMBERED:

@@ -42,18 +42,18 @@ _LENGTH_ROPE: Final = "length-rope:"  # before a configuration's digest
 def rope_factor(model: Any, digest: str) -> float | None:
     """`rope_factor` of an identity: vLLM builds one RoPE for all texts, by the configuration and max_model_len.
 
-    Raises ConfigError where transformers' own code computes RoPE: it follows the longest text of each batch.
+    Raises ConfigError if transformers' own code computes RoPE, which then depends on the longest text of each batch.
     """
     if not digest.startswith(_LENGTH_ROPE):
         return None
     if model.using_transformers_backend():
-        said = "RoPE that depends on the text's length, in transformers' own code, follows each batch"
-        raise ConfigError(f"model {model.model!r}: {said}; start with --model-impl vllm")
+        problem = "RoPE that depends on the text's length, in transformers' own code, follows each batch"
+        raise ConfigError(f"model {model.model!r}: {problem}; start with --model-impl vllm")
     return float(model.max_model_len)
 
 
 def name_instead(algorithm: str, block_size: int) -> NameInstead:
-    """`VllmChain`'s question, answered by vLLM's own functions. `algorithm` is the one by which it hashes blocks."""
+    """A `NameInstead` from vLLM's own functions. `algorithm` is its hash algorithm for blocks."""
     hash_function = get_hash_fn_by_name(algorithm)
 
     def name(request: Any, block: int, tokens: Sequence[int]) -> bytes:
@@ -66,7 +66,7 @@ def name_instead(algorithm: str, block_size: int) -> NameInstead:
 
 
 def fingerprint(identity: ModelIdentity, plan: SlotPlan, cache: CacheConfig) -> bytes:
-    """32 bytes that name the KV of the model that `identity` tells."""
+    """32 bytes that name the KV of the model that `identity` describes."""
     named = identity.fingerprint()
     if plan.canonical or cache.cache_salt is None:  # kvtier's own keys include the salt
         return named
@@ -76,7 +76,7 @@ def fingerprint(identity: ModelIdentity, plan: SlotPlan, cache: CacheConfig) -> 
 def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: CacheConfig) -> ModelIdentity:
     """Everything the KV depends on: the checkpoint, and vLLM's settings for computing and storing it.
 
-    Raises ConfigError if the model could not be told from another, or `[cache] lossy` is not for it.
+    Raises ConfigError if the model cannot be distinguished from another, or `[cache] lossy` does not apply.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     path = checkpoint_path(model)
@@ -109,7 +109,7 @@ def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: Cach
 
 
 def _unlike(vllm_config: Any, plan: SlotPlan, spec: Any) -> str | None:
-    """What of a slot may be no number of the first layer's dtype; None if all are."""
+    """Why a slot has other values than numbers of the first layer's dtype; None if it has not."""
     if spec is not None and is_packed(spec):
         return "this attention backend packs its blocks in its own way"
     if has_kv(vllm_config.speculative_config):
@@ -118,14 +118,14 @@ def _unlike(vllm_config: Any, plan: SlotPlan, spec: Any) -> str | None:
 
 
 def _layers(vllm_config: Any, plan: SlotPlan) -> tuple[int, ...]:
-    """The numbers of a slot's layers, whatever pipeline stage computes them."""
+    """The indices of a slot's layers, of all pipeline stages."""
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         return tuple(range(vllm_config.model_config.get_total_num_hidden_layers()))
     return tuple(sorted({layer_index(name) for name in _kept_layers(plan)}))
 
 
 def _draft_layout(speculative: Any, plan: SlotPlan) -> str:
-    """What a draft model's KV in a slot depends on: the method, its checkpoint and settings. Empty without such KV."""
+    """An identifier of a draft model's KV in a slot: the method, its checkpoint and settings. Empty without such KV."""
     if not has_kv(speculative):
         return ""
     model = speculative.draft_model_config
@@ -138,12 +138,12 @@ def _draft_layout(speculative: Any, plan: SlotPlan) -> str:
 
 
 def _kept_layers(plan: SlotPlan) -> Iterable[str]:
-    """The layers whose indices name the model's part: those of K and V, or of states if there are no others."""
+    """The layers whose indices are in the identity: those with K and V, or states if there are no others."""
     return plan.layers or (name for state in plan.states for name in state.layers)
 
 
 def _layout(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan) -> str:
-    """What a slot holds, in vLLM's own form: an order, and what tells kernels and models apart that arrange it else."""
+    """The layout of a slot in vLLM's own form: its order, and what distinguishes kernels and models that differ."""
     layout = f"vllm-layer-{plan.order}" + ("" if plan.content == "plain" else f"/{plan.content}")
     specs = layer_specs(kv_cache_config)
     packed = [spec for spec in (specs[name] for name in plan.layers) if is_packed(spec)]
@@ -160,9 +160,9 @@ def _layout(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan) -> str:
 
 
 def _uneven_layout(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan) -> str:
-    """Each group's blocks and the spec that vLLM shows of it, and each layer's bytes. Some layers' specs are hidden.
+    """Each group's blocks and visible spec, and each layer's bytes. Some layers' specs are hidden.
 
-    What those are follows from the model's configuration, from vLLM's dtype of KV and from the platform.
+    Those follow from the model's configuration, vLLM's KV dtype and the platform.
     """
     kinds = []
     for number, names in enumerate(plan.groups):
@@ -177,7 +177,7 @@ def _uneven_layout(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan) -> st
 
 
 def _kv_dtype(vllm_config: Any, spec: Any) -> str:
-    """What a stored number is; of quantised KV, how vLLM quantises it, too."""
+    """The dtype of a stored number, with vLLM's quantisation if there is one."""
     dtype = str(spec.dtype).removeprefix("torch.")
     if not spec.kv_quant_mode and dtype in DTYPE_BYTES:
         return dtype
@@ -198,7 +198,7 @@ def _quantization(model: Any) -> str | None:
 
 
 def hash_scheme(algorithm: str) -> str:
-    """How vLLM names blocks: its hash algorithm, and where chains begin. Raises ConfigError if that is random."""
+    """How vLLM names blocks: its hash algorithm and the chains' root. Raises ConfigError if that is random."""
     function = get_hash_fn_by_name(algorithm)
     seed = resolve_none_hash_seed(function)
     if seed != resolve_none_hash_seed(function):
@@ -219,7 +219,7 @@ def checkpoint_path(model_config: Any) -> Path:
 
 
 def _state_layout(kv_cache_config: Any) -> str:
-    """What states are, for the identity: each group's layers, and shape and dtype of all that vLLM keeps of one."""
+    """The layout of states, for the identity: each group's layers, and shape and dtype of all their parts."""
     kinds = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         for name, spec in specs_of_group(group).items():
@@ -229,10 +229,10 @@ def _state_layout(kv_cache_config: Any) -> str:
 
 
 def engine_config(spec: "OffloadingSpec") -> VllmConfig:
-    """The configuration of the engine that made `spec`; vLLM hands a tier only a part of it.
+    """The configuration of the engine that made `spec`; vLLM passes a tier only a part of it.
 
-    That part leaves out settings that change KV bytes: weights, overrides, compute dtype, hash algorithm. So the whole
-    is searched for in the variables of the callers, and identified by the options it shares with `spec`.
+    That part lacks settings that change KV bytes: weights, overrides, compute dtype, hash algorithm. So this searches
+    the callers' variables for the whole, and identifies it by the options it shares with `spec`.
     """
     frame = sys._getframe()
     while caller := frame.f_back:
@@ -246,9 +246,9 @@ def engine_config(spec: "OffloadingSpec") -> VllmConfig:
 
 
 def native_identity(config: VllmConfig, spec: "OffloadingSpec", revision: str | None, epoch: int) -> ModelIdentity:
-    """Everything the chunks of `spec` depend on. `revision` names the weights, so that their files need not be read.
+    """Everything that the chunks of `spec` depend on. `revision` names the weights, so that they need not be read.
 
-    Raises ConfigError for block hashes that no other process could reproduce, and for weights without a name.
+    Raises ConfigError for block hashes that no other process can reproduce, and for weights without a name.
     """
     require_supported_version()
     model: Any = config.model_config

@@ -37,7 +37,7 @@ def has_kv(speculative: Any) -> bool:
 
 
 def lookahead(vllm_config: Any) -> int:
-    """How many tokens behind a position its draft KV depends on.
+    """How many tokens after a position its draft KV depends on.
 
     A drafter that reads the model's hidden states (EAGLE, MTP) computes a position from the hidden state there and the
     embedding of the next token. So the draft KV at a block's last token depends on the next block's first token.
@@ -49,17 +49,17 @@ def lookahead(vllm_config: Any) -> int:
 
 
 class AheadChain:
-    """A request's blocks, named by their own name in vLLM and the tokens that follow them. A `BlockChain`.
+    """A request's blocks, named by their name in vLLM and the tokens that follow them. A `BlockChain`.
 
     A block has a name once those tokens are known. vLLM does without such names: it drops the last block that matches,
-    and takes the draft KV inside as it is. Draft KV of another continuation costs accepted tokens, never the text.
-    No part of such a block is reused: its own tokens do not name it.
+    and uses the draft KV before it as it is. Draft KV of another continuation costs accepted tokens, never the text.
+    No part of such a block is reused: its own tokens do not determine its name.
     """
 
     __slots__ = ("_chain", "_hashes", "_lookahead", "_request", "block_size", "root", "tenant")
 
     def __init__(self, chain: BlockChain, request: Any, lookahead: int) -> None:
-        """`lookahead` tokens follow a block. At most a block's size: vLLM asks for that, too."""
+        """`lookahead` tokens follow a block. At most a block's size: vLLM requires that, too."""
         self._chain = chain
         self._request = request
         self._lookahead = lookahead
@@ -73,12 +73,12 @@ class AheadChain:
 
     @property
     def hashes(self) -> Sequence[ChainHash]:
-        """The names of its full blocks, but one whose next tokens are not known."""
+        """The names of its full blocks whose next tokens are known."""
         theirs = self._chain.hashes
         named = min(len(theirs), (int(self._request.num_tokens) - self._lookahead) // self.block_size)
-        del self._hashes[max(0, named) :]  # vLLM took tokens back,
+        del self._hashes[max(0, named) :]  # vLLM removed tokens,
         if self._hashes and self._hashes[-1] != self._name(theirs, len(self._hashes) - 1):
-            self._hashes = []  # and perhaps has others since: the last name covers what all names before it do
+            self._hashes = []  # and may have added others: the last name covers all tokens before it
         self._hashes += [self._name(theirs, block) for block in range(len(self._hashes), named)]
         return self._hashes
 
@@ -96,41 +96,41 @@ class AheadChain:
 
 _log = logging.getLogger(__name__)
 
-_MOST: Final = 65_536  # adapters, and names of adapters, that are remembered
+_MOST: Final = 65_536  # adapters, and names of adapters, remembered at most
 
 
 @dataclass(slots=True)
 class _Adapter:
-    """What the server was going to load when it was named."""
+    """The files of an adapter when it was named, which the server was about to load."""
 
     path: str
     stamps: tuple[FileStamp, ...]
     digest: bytes | None  # None: its files changed while they were loaded, or are not here
     is_loaded: bool = False  # by the server, which has computed with it
-    is_awaited: bool = False  # a request will have it loaded in place of other weights, which the server has until then
+    is_awaited: bool = False  # a request will replace other weights by it, which the server has until then
 
 
 class ServedAdapters:
     """Names adapters by what the server has loaded. Called from the scheduler's thread; its workers load.
 
-    vLLM loads an adapter when it is told to, or when a request first needs it. It goes by the adapter's number and
-    loads it again only if that is asked for, or if other adapters have taken its place meanwhile.
+    vLLM loads an adapter when a client requests it, or when a request first needs it. It identifies adapters by number,
+    and reloads one only on request, or if other adapters have displaced it.
     """
 
     def __init__(self, capacity: int = _MOST) -> None:
         """`capacity`: adapters that vLLM keeps loaded, `max_cpu_loras`."""
         self._capacity = capacity
         self._adapters: dict[int, _Adapter] = {}  # by vLLM's number
-        self._doubtful: set[int] = set()  # perhaps not loaded yet, or loaded anew: their files have to stay as they are
+        self._doubtful: set[int] = set()  # perhaps not loaded yet, or reloaded: their files must not change
         self._has_changed = False  # since the last `look`
-        self._named: dict[tuple[str, str], bytes | None] = {}  # vLLM's names of L1 blocks: the last weights under each
-        self._mixed: set[tuple[str, str]] = set()  # names that had several
+        self._named: dict[tuple[str, str], bytes | None] = {}  # vLLM's names of L1 blocks: the last digest under each
+        self._mixed: set[tuple[str, str]] = set()  # names with several digests
         self._warned: set[str] = set()
 
     def digest(self, lora: Any) -> bytes | None:
-        """What identifies the weights that a request with this adapter is computed with; None if nothing does."""
+        """The digest of the weights that a request with this adapter is computed with; None if unknown."""
         known, name = self._adapters.get(lora.lora_int_id), (lora.lora_name, lora.lora_path)
-        reloads = getattr(lora, "load_inplace", False)  # at every step that computes such a request
+        reloads = getattr(lora, "load_inplace", False)  # reloaded at every step that computes such a request
         if known is None or reloads:
             adapter = self._follow(lora)
             adapter.is_awaited |= known is not None and known.digest != adapter.digest
@@ -148,50 +148,50 @@ class ServedAdapters:
         return adapter.digest
 
     def loading(self, lora: Any) -> None:
-        """The server is about to load the adapter, unless it has one of this number and is not to load it anew."""
+        """The server is about to load the adapter, unless it has one of this number and does not reload it."""
         if lora.lora_int_id not in self._adapters or getattr(lora, "load_inplace", False):
             self._follow(lora).is_awaited = False
 
     def loaded(self, lora_id: int) -> None:
-        """It has loaded it, or had it: what `loading` has named is known if the files are still the same."""
+        """The server has loaded it, or had it: the name is confirmed if the files have not changed."""
         if lora_id in self._doubtful and not self._changes(lora_id):
             self._adapters[lora_id].is_loaded = True
             self._doubtful.discard(lora_id)
 
     def removed(self, lora_id: int) -> None:
-        """The server forgets the adapter: it loads the next one of this number from its files."""
+        """The server drops the adapter: it loads the next one of this number from its files."""
         self._has_changed |= self._adapters.pop(lora_id, None) is not None
         self._doubtful.discard(lora_id)
 
     @property
     def is_unsettled(self) -> bool:
-        """Whether there is anything for `look` to see."""
+        """Whether `look` has anything to check."""
         return self._has_changed or bool(self._doubtful)
 
     def look(self) -> bool:
-        """Whether any adapter has other weights since the last look than those it was named by, or may have."""
+        """Whether any adapter's weights, since the last call, differ from those it was named by, or may differ."""
         for lora_id in list(self._doubtful):
             self._changes(lora_id)
         has_changed, self._has_changed = self._has_changed, False
         return has_changed
 
     def current(self, lora_id: int) -> bytes | None:
-        """What identifies the weights that the server has or is about to load under this number."""
+        """The digest of the weights that the server has or is about to load under this number."""
         adapter = self._adapters.get(lora_id)
         return None if adapter is None else adapter.digest
 
     def computed(self, lora: Any) -> None:
-        """A request that was named by the adapter has an output, so the server has loaded it. Behind `look`."""
+        """A request with the adapter has an output, so the server has loaded it. Called after `look`."""
         adapter = self._adapters[lora.lora_int_id]
         adapter.is_awaited &= not getattr(lora, "load_inplace", False)
         adapter.is_loaded |= not adapter.is_awaited
 
     def confirm(self, reloading: Collection[int]) -> None:
-        """Behind that: what was loaded stays as it is, but for those that live requests have loaded at every step."""
+        """After `computed`: loaded adapters count as stable, except those that live requests reload at every step."""
         self._doubtful -= {each for each in self._doubtful if self._adapters[each].is_loaded and each not in reloading}
 
     def is_mixed(self, lora: Any) -> bool:
-        """Whether vLLM's own prefix cache may hold KV of other weights under the name that it gives this adapter's."""
+        """Whether vLLM's own prefix cache may have KV of other weights under this adapter's name."""
         return (lora.lora_name, lora.lora_path) in self._mixed
 
     def _follow(self, lora: Any) -> _Adapter:
@@ -205,7 +205,7 @@ class ServedAdapters:
         return known
 
     def _may_be_another(self, adapter: _Adapter, path: str) -> bool:
-        """Whether vLLM, which has no place for all adapters, may have loaded this one again, and other weights."""
+        """Whether vLLM may have reloaded this adapter with other weights, because it has no room for all adapters."""
         if len(self._adapters) <= self._capacity:
             return False
         return path != adapter.path or _stamps(path) != adapter.stamps
@@ -219,7 +219,7 @@ class ServedAdapters:
         return digest if _stamps(path) == stamps else None
 
     def _changes(self, lora_id: int) -> bool:
-        """Whether its files are no longer those that it was named by: then nothing names it."""
+        """Whether its files have changed since it was named: then it has no digest."""
         adapter = self._adapters[lora_id]
         if adapter.digest is None or _stamps(adapter.path) == adapter.stamps:
             return False
@@ -234,19 +234,19 @@ class ServedAdapters:
 
 
 def _stamps(path: str) -> tuple[FileStamp, ...]:
-    """Of the files that make up an adapter; none if there are none."""
+    """Stamps of an adapter's files; empty if it has none."""
     try:
         return file_stamps(Path(path))
-    except OSError:  # they come and go
+    except OSError:  # files may be missing
         return ()
 
 
 def watch_engine_core() -> None:
-    """Have vLLM's engine core tell its connectors which adapters it loads and removes beside its requests. Idempotent.
+    """Have vLLM's engine core tell its connectors which adapters it loads and removes. Idempotent.
 
-    It tells no connector of itself, and a server loads adapters before any request needs them.
+    vLLM itself does not tell them, and a server loads adapters before any request needs them.
     """
-    from vllm.v1.engine.core import EngineCore  # not needed to name requests, nor there when this module is tested
+    from vllm.v1.engine.core import EngineCore  # only needed here, and not installed for this module's tests
 
     if getattr(EngineCore.add_lora, "is_watched", False):
         return
@@ -278,7 +278,7 @@ def watch_engine_core() -> None:
 
 
 def _served_by(core: Any) -> list[ServedAdapters]:
-    """What kvtier's connectors of an engine know of its adapters."""
+    """The adapters' state in each of an engine's kvtier connectors."""
     connector = getattr(getattr(core, "scheduler", None), "connector", None)
     found = [getattr(each, "served_adapters", None) for each in getattr(connector, "sub_connectors", [connector])]
     return [each for each in found if isinstance(each, ServedAdapters)]
@@ -287,7 +287,7 @@ def _served_by(core: Any) -> list[ServedAdapters]:
 _DIGEST: Final = 32  # bytes of a name
 
 NameInstead = Callable[[Any, int, Sequence[int]], bytes]
-"""What vLLM would call a request's block (by its number) if these were its tokens, all else being as it is."""
+"""vLLM's name of a request's block (by its number) if it had these tokens, all else being equal."""
 
 
 class VllmChain:
@@ -301,10 +301,10 @@ class VllmChain:
         lora: bytes | None,
         name_instead: NameInstead | None = None,
     ) -> None:
-        """`sizes` are the tokens of kvtier's block and those from one of vLLM's hashes to the next, which divide it.
+        """`sizes`: the tokens of kvtier's block, and of vLLM's hash unit, which divides it.
 
-        `lora` identifies the adapter's weights: vLLM's hashes cover only its name and path. Without `name_instead` no
-        block counts as named by its tokens, so only whole blocks are ever reused.
+        `lora`: the digest of the adapter's weights, as vLLM's hashes cover only its name and path. Without
+        `name_instead` no block counts as named by its tokens, so only full blocks are reused.
         """
         block_size, self._hash_size = sizes
         self._request = request
@@ -331,7 +331,7 @@ class VllmChain:
             return theirs
         at = per_block * len(self._hashes) - 1
         if self._hashes and (at >= len(theirs) or self._ours(theirs[at]) != self._hashes[-1]):
-            self._hashes = []  # vLLM took tokens back, and perhaps has others since
+            self._hashes = []  # vLLM removed tokens, and may have added others
         self._hashes += map(self._ours, theirs[per_block * (len(self._hashes) + 1) - 1 :: per_block])
         return self._hashes
 
@@ -347,10 +347,10 @@ class VllmChain:
         return pack_tokens(self._request.all_token_ids[start : start + self.block_size])
 
     def is_plain(self, child: ChildBlock, parent: ChainHash) -> bool:
-        """Whether a held block behind `parent` has the name that its tokens give it in this request.
+        """Whether a block after `parent` has the name that its tokens give it in this request.
 
-        The root is the parent of every tenant's and adapter's first block, and tokens say nothing of an image. So the
-        name has to agree, with this request's salt, adapter, images and embeddings for that block in it.
+        All tenants and adapters share the root as first parent, and tokens do not identify an image. So the name has to
+        match with this request's salt, adapter, images and embeddings.
         """
         tokens = np.frombuffer(child.tokens, "<u4").tolist()
         if self._name_instead is None or len(tokens) != self.block_size:
@@ -359,7 +359,7 @@ class VllmChain:
         return self._ours(self._name_instead(self._request, block, tokens)) == child.chain_hash
 
     def _ours(self, name: bytes) -> ChainHash:
-        """The name under which a block that vLLM calls so is kept."""
+        """The name under which vLLM's block of that name is stored."""
         if self._lora is not None:
             name = hashlib.sha256(self._lora + name).digest()
         return name if len(name) == _DIGEST else name * 2  # 16 bytes of xxh3 are doubled, as in kvtier's own scheme
@@ -378,21 +378,21 @@ class OwnChain:
         scheme: str,
         kept: HashCache | None = None,
     ) -> None:
-        """`named` is what the root is made of: fingerprint, salt, and an adapter's name and digest.
+        """`named`: the inputs of the root: fingerprint, salt, and an adapter's name and digest.
 
-        `kept`: names of requests before this one.
+        `kept`: names of earlier requests.
         """
         fingerprint, salt, lora_name, lora_digest = named
         root = root_hash(fingerprint, cache_salt=salt, lora_name=lora_name, lora_digest=lora_digest)
         self._request = request
         self._kept = kept
         self._chain = TokenChain(root, block_size, scheme, kept=kept)
-        self._last: int | None = None  # token of the chain
+        self._last: int | None = None  # the chain's last token
 
     def current(self) -> TokenChain:
-        """The chain over all tokens the request has now.
+        """The chain over all tokens that the request has now.
 
-        Between the turns of a session vLLM takes the last sampled token back: then the chain is made anew.
+        Between the turns of a session vLLM removes the last sampled token: then the chain is rebuilt.
         """
         tokens, known, chain = self._request.all_token_ids, self._chain.num_tokens, self._chain
         if known > self._request.num_tokens or (known and tokens[known - 1] != self._last):
@@ -404,21 +404,21 @@ class OwnChain:
 
 
 class RequestNames:
-    """Names the requests of one engine. Those of adapters that cannot be named have none."""
+    """Names the requests of one engine. Requests whose adapter has no digest have none."""
 
     def __init__(
         self, plan: "SlotPlan", cache: CacheConfig, root: bytes, adapters: ServedAdapters | None = None
     ) -> None:
-        """`adapters`: what the engine has loaded; without it, nothing so far."""
+        """`adapters`: the engine's loaded adapters; None: none so far."""
         self._plan = plan
         self._cache = cache
         self._root = root
         self._kept = HashCache()  # of our own chains
         self.adapters = adapters or ServedAdapters()
-        self.name_instead: NameInstead | None = None  # without it no part of a block that vLLM named is reused
+        self.name_instead: NameInstead | None = None  # without it only full blocks that vLLM named are reused
 
     def of(self, request: Any) -> VllmChain | AheadChain | OwnChain | None:
-        """How the request's blocks are named; None if they cannot be."""
+        """The request's chain; None if its blocks cannot be named."""
         lora = request.lora_request
         digest = None if lora is None else self.adapters.digest(lora)
         if lora is not None and digest is None:
@@ -429,13 +429,13 @@ class RequestNames:
         if request.mm_features or request.prompt_embeds is not None:
             return None
         salt = request.cache_salt if request.cache_salt is not None else self._cache.cache_salt
-        named = self._root, salt, None, digest  # an adapter's weights, whatever it is called
+        named = self._root, salt, None, digest  # an adapter's weights, whatever its name
         return OwnChain(request, named, self._plan.block_size, self._cache.hash, self._kept)
 
     def _ahead(self, chain: VllmChain, request: Any) -> VllmChain | AheadChain | None:
-        """The chain, with the tokens that follow a block in its name if a drafter's KV depends on them."""
+        """The chain; if a drafter's KV depends on the tokens after a block, with those in its name."""
         if not self._plan.lookahead:
             return chain
         if request.mm_features or request.prompt_embeds is not None:
-            return None  # what follows a block may be part of an image, which its tokens do not tell
+            return None  # an image may follow a block, which its tokens do not identify
         return AheadChain(chain, request, self._plan.lookahead)

@@ -1,4 +1,4 @@
-"""Messages between the connector's halves, and the copies of which not every rank has reported the end."""
+"""Messages between the connector's halves, and the copies that some ranks have not reported yet."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class CopyReports(KVConnectorWorkerMetadata):
 
     @classmethod
     def of(cls, report: WorkerReport) -> "CopyReports | None":
-        """One rank's report; None if it says nothing."""
+        """One rank's report; None if it is empty."""
         if not (report.finished or report.failed):
             return None
         ops = {**dict.fromkeys(report.finished, (1, 0)), **dict.fromkeys(report.failed, (0, 1))}
@@ -41,8 +41,8 @@ class CopyReports(KVConnectorWorkerMetadata):
         return CopyReports(ops, self.lost | other.lost)
 
 
-# The last report of a worker that shut down in this process, which vLLM no longer asks. By the memory it copied for,
-# since two connectors under one MultiConnector share their engine's id and number their ops alike.
+# The last report of a worker that shut down in this process, which vLLM no longer collects. By the memory it copied
+# for, since two connectors under one MultiConnector share their engine's id and number their ops alike.
 LAST_REPORTS: dict[RegionHandle, CopyReports] = {}
 
 
@@ -52,7 +52,7 @@ class WatchedOp:
 
     request_id: str
     layerwise: bool
-    blocks: tuple[int, ...]  # that it reads, by the workers' ids; none for a load
+    blocks: tuple[int, ...]  # blocks it reads, by the workers' ids; empty for a load
     left: int  # ranks
     failed: bool = False
     lost: bool = False  # some rank's copy may still run
@@ -60,26 +60,26 @@ class WatchedOp:
 
 @dataclass(slots=True)
 class EndedOps:
-    """What reports said: ops that ended, and the requests of the loads among them."""
+    """The result of reports: ops that ended, and the requests of the loads among them."""
 
     finished: list[int]
     failed: list[int]
     loaded: list[str]
-    lost: list[int]  # of those that failed
+    lost: list[int]  # a subset of `failed`
 
 
 class WatchedOps:
     """Every rank's reports of every copy. Called from the scheduler's thread.
 
-    The workers' id of vLLM's block `b` in lane `l` is `l * num_blocks + b`. All groups share one pool and memory,
-    so a block is told by `b` alone where it is about to be written.
+    The workers' id of vLLM's block `b` in lane `l` is `l * num_blocks + b`. All groups share one pool and memory, so
+    before a write `b` alone identifies a block.
     """
 
     def __init__(self, num_blocks: int, num_ranks: int) -> None:
         self._num_blocks = num_blocks
         self._num_ranks = num_ranks
         self._ops: dict[int, WatchedOp] = {}
-        self._readers: dict[int, set[int]] = {}  # block, by vLLM's id → the stores that still have to read it
+        self._readers: dict[int, set[int]] = {}  # block, by vLLM's id → the stores that have yet to read it
 
     def __bool__(self) -> bool:
         return bool(self._ops)
@@ -107,12 +107,12 @@ class WatchedOps:
         return tuple(sorted({op_id for block in written & self._readers.keys() for op_id in self._readers[block]}))
 
     def spoil(self, sound: Collection[str]) -> None:
-        """Fail the stores of all requests but these: what they store was computed on KV that is not right."""
+        """Fail the stores of all requests but these: they were computed on invalid KV."""
         for op in self._ops.values():
             op.failed |= bool(op.blocks) and op.request_id not in sound
 
     def apply(self, reports: CopyReports) -> EndedOps:
-        """Count what the ranks report; an op has ended when the last of them has."""
+        """Count the ranks' reports; an op has ended when the last rank has reported it."""
         ended = EndedOps([], [], [], [])
         for op_id, (well, badly) in reports.ops.items():
             op = self._ops.get(op_id)
@@ -121,7 +121,7 @@ class WatchedOps:
             op.left -= well + badly
             op.failed |= badly > 0
             op.lost |= op_id in reports.lost
-            if op.layerwise and badly:  # everything computed on top of it, perhaps in steps planned since, is invalid
+            if op.layerwise and badly:  # everything computed on it, perhaps in later steps, is invalid
                 self.spoil(())
             if op.left <= 0:
                 del self._ops[op_id]

@@ -1,4 +1,4 @@
-"""Parses vLLM's `kv_connector_extra_config`: kvtier's configuration, and a few words about keys, loads and resets."""
+"""Parses vLLM's `kv_connector_extra_config`: kvtier's configuration, and options for keys, loads and resets."""
 
 import logging
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ Keys = Literal["vllm", "kvtier"]
 OnReset = Literal["drop", "keep"]
 Order = Literal["head-token", "physical"]
 
-_STEPS: Final = 3  # that L2 should have room for: one is planned while the last is copied and the one before is hashed
+_STEPS: Final = 3  # steps that fit into L2: one is planned, one is copied, one is hashed
 
 _OWN: Final = {
     "config": "a TOML file with kvtier's configuration",
@@ -56,7 +56,7 @@ class VllmOptions:
     def shared(self, replica: int = 0, num_replicas: int = 1) -> Config:
         """The configuration with L2 in memory that vLLM's workers can map. They pin it; this process need not.
 
-        Data-parallel replicas of one server divide the size of the file tier, each in its own directory: a slab has one
+        Data-parallel replicas of one server divide the file tier's size, each with its own directory: a slab has one
         owner.
         """
         host = self.config.host.model_copy(update={"shared": True, "pin": False})
@@ -67,11 +67,11 @@ class VllmOptions:
         return self.config.model_copy(update={"host": host, "file": file})
 
     def warn(self, block_size: int, max_model_len: int, *, stores: bool = True) -> None:
-        """Warn of settings that are valid, but probably not meant. `stores`: this engine fills its tiers itself.
+        """Warn of valid settings that are probably not intended. `stores`: this engine fills its tiers itself.
 
         `block_size` and `max_model_len` are in tokens.
         """
-        asked = self.config.cache
+        cache = self.config.cache
         if block_size >= max_model_len:  # the last token of a text has no KV
             _log.warning(
                 "--max-model-len %d: a block has %d tokens here, the least number that all KV groups' blocks divide; "
@@ -81,20 +81,20 @@ class VllmOptions:
         shared = (self.config.redis.url, self.config.objects.bucket, self.config.service.socket)
         if not stores and shared == (None, None, None):
             _log.warning(
-                'kv_role "kv_consumer": this vLLM only loads, and nobody else fills its tiers; name a [redis] url, '
+                'kv_role "kv_consumer": this vLLM only loads, and nothing else fills its tiers; name a [redis] url, '
                 'an [objects] bucket or a [service] socket that the prefill node has as well, or use "kv_both"'
             )
-        if "block_size" in asked.model_fields_set and asked.block_size != block_size:
+        if "block_size" in cache.model_fields_set and cache.block_size != block_size:
             _log.warning(
                 "[cache] block_size %d: vLLM's blocks have %d tokens and so have kvtier's here; leave the option out, "
                 "or start vLLM with --block-size %d",
-                *(asked.block_size, block_size, asked.block_size),
+                *(cache.block_size, block_size, cache.block_size),
             )
 
     def warn_of_memory(self, block_size: int, block_bytes: int, step_tokens: int) -> None:
-        """Warn of an L2 that a few steps fill, so that stores find no slot. A daemon's L2 is the daemon's to judge.
+        """Warn of an L2 that a few steps fill, so that stores find no slot. Not for a daemon's L2.
 
-        `block_size` and `step_tokens`, what one step computes at most, are in tokens.
+        `block_size` and `step_tokens`, the most that one step computes, are in tokens.
         """
         a_step = -(-step_tokens // block_size)
         size, least = self.config.host.size, _STEPS * a_step * block_bytes
@@ -107,7 +107,7 @@ class VllmOptions:
 
 
 def warn_of_policy(failure_policy: str) -> None:
-    """Warn of what vLLM's default policy costs. Under MultiConnector the outer policy counts."""
+    """Warn of the cost of vLLM's default policy. Under MultiConnector the outer policy applies."""
     if failure_policy == "fail":
         _log.warning(
             'kv_load_failure_policy "fail": a request whose KV cannot be loaded (a disk error, say) ends with an '

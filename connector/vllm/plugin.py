@@ -17,7 +17,7 @@ _registered: set[type] = set()  # factories with which this module has registere
 def register() -> None:
     """Register the connector with vLLM's factory. Idempotent. Raises nothing, since vLLM would not start then.
 
-    Does nothing without vLLM. A connector that someone else registered under this name stays, with a warning.
+    Does nothing without vLLM. If another package registered this name, it stays, with a warning.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

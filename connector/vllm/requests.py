@@ -1,8 +1,4 @@
-"""What the scheduler half remembers of vLLM requests and their states, what their end tells, and hand-overs.
-
-vLLM has a group's state at the end of some blocks, where a step ended. A prompt can go on behind a border if its blocks
-up to there are held, and the state of every such group at it.
-"""
+"""The scheduler half's records of vLLM's requests and their states, hints from finished ones, and hand-overs."""
 
 import logging
 import threading
@@ -31,18 +27,18 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_BORDERS: Final = 32  # that are looked at, from the last one held backwards: a step's tokens end in one of them
-_PATIENCE: Final = 0.02  # seconds that may take: over a daemon each look is a round trip
-_MARK: Final = "\0"  # in the names of what belongs to a request; vLLM's have none
+_BORDERS: Final = 32  # borders that are tried, from the last stored one backwards: a step ends at one of them
+_PATIENCE: Final = 0.02  # seconds for that: with a daemon each try is a round trip
+_MARK: Final = "\0"  # in the ids derived from a request's; vLLM's ids have none
 
 
 def owner(request_id: str) -> str:
-    """The request of vLLM's that `ClosedRequest` and `StateRequest` of this name belong to."""
+    """The vLLM request that a `ClosedRequest` or `StateRequest` with this id belongs to."""
     return request_id.partition(_MARK)[0]
 
 
 class StateChain:
-    """A request's state records as one chain: of its first block all groups', then of its second. A `BlockChain`."""
+    """A request's state records as one `BlockChain`: all groups' after its first block, then after its second."""
 
     __slots__ = ("_blocks", "_groups", "block_size")
 
@@ -53,7 +49,7 @@ class StateChain:
         self.block_size = blocks.block_size
 
     def index(self, block: int, group: int) -> int:
-        """Where the record of the state behind `block` stands in this chain."""
+        """The index in this chain of the state after `block`."""
         return block * len(self._groups) + self._groups.index(group)
 
     @property
@@ -69,7 +65,7 @@ class StateChain:
         return self._blocks.root
 
     def parent(self, block: int) -> ChainHash:
-        """The name of the block that the state stands behind."""
+        """The name of the block that the state follows."""
         return self._blocks.hashes[block // len(self._groups)]
 
     def block_tokens(self, block: int) -> bytes:
@@ -77,7 +73,7 @@ class StateChain:
 
 
 class _StateNames(Sequence[ChainHash]):
-    """Hashed only where somebody looks: most borders have no state."""
+    """Hashed on access: most borders have no state."""
 
     def __init__(self, names: Sequence[ChainHash], groups: Sequence[int]) -> None:
         self._names = names
@@ -101,7 +97,7 @@ class _StateNames(Sequence[ChainHash]):
 
 @dataclass(frozen=True, slots=True)
 class UnnamedStates:
-    """What a step leaves behind at a border while its last token is still being sampled, so that it has no name yet."""
+    """The states of a step that ended at a border, while its last token is being sampled: they have no name yet."""
 
     border: int
     blocks: tuple[tuple[int, int], ...]  # groups, and vLLM's block of each
@@ -109,7 +105,7 @@ class UnnamedStates:
 
 @dataclass(frozen=True, slots=True)
 class StateRequest:
-    """Stores a request's states: a `Request` of the scheduler side's."""
+    """Stores a request's states: a `Request` for the scheduler side."""
 
     request_id: str
     chain: StateChain
@@ -122,7 +118,7 @@ class StateRequest:
 
 @dataclass(frozen=True, slots=True)
 class ClosedRequest:
-    """What a lookup asks for: a request's blocks up to a border, and the states there. All of it, or nothing."""
+    """The target of a lookup: a request's blocks up to a border, and the states there. All of it, or nothing."""
 
     request_id: str
     chain: ClosedChain
@@ -140,17 +136,17 @@ class ClosedRequest:
 
     @property
     def num_tokens(self) -> int:
-        """As if a token stood behind the states: all of them may be promised."""
+        """One more than the records have: all of them may be promised."""
         return len(self.chain.hashes) * self.chain.block_size + 1
 
 
 def last_border(
     tiers: CacheTiers, blocks: BlockChain, among: range, groups: Sequence[int], *, keeps_blocks: bool = True
 ) -> int:
-    """The last border in `among` at which blocks and states are known to be held; 0: there is none.
+    """The last border in `among` at which blocks and states are known to be stored; 0: none.
 
-    `keeps_blocks`: the model keeps K and V, too; otherwise states are looked for at every border. It knows L2 and the
-    tiers of this node. Tiers that nodes share are asked by a claim, of one border.
+    `keeps_blocks`: the model keeps K and V, too; otherwise states are looked up at every border. Covers L2 and this
+    node's tiers. Shared tiers are queried by a claim, for one border.
     """
     until = time.monotonic() + _PATIENCE
     first, last = among.start, among.stop - 1
@@ -168,16 +164,16 @@ def last_border(
 
 
 HINT_KEY: Final = "kvtier_hint"  # in `kv_transfer_params`
-_STOPPED: Final = "FINISHED_STOPPED"  # vLLM's status of an answer that ended by itself
+_STOPPED: Final = "FINISHED_STOPPED"  # vLLM's status of an answer that was not cut off
 
 
 def answered_of(
     request: Any, calls_tool: Callable[[Sequence[int]], bool], ignored: Callable[[str], None]
 ) -> Answered | None:
-    """What a request of vLLM's came to; None for one without an answer, or whose answer another node makes.
+    """The outcome of a vLLM request; None if it has no answer, or if another node generates the answer.
 
-    What is said goes before what the answer shows. A word that is no hint counts as none, and `ignored` is called with
-    the reason: vLLM has taken the request in by then.
+    An explicit hint takes precedence over one derived from the answer. An unknown hint is ignored, and `ignored` is
+    called with the reason, since vLLM has already accepted the request.
     """
     given = request.kv_transfer_params
     given = given if isinstance(given, Mapping) else {}
@@ -196,10 +192,10 @@ def answered_of(
 
 
 class AnswerReader:
-    """Says whether an answer calls a tool. The tokenizer is loaded beside the engine; until it is there, none does."""
+    """Detects tool calls in answers. The tokenizer is loaded in the background; until then it detects none."""
 
     def __init__(self, tokenizer: str | None, revision: str | None = None) -> None:
-        """`tokenizer` is a directory, or a repository that the hub's cache has; None: vLLM was told to load none."""
+        """`tokenizer` is a directory, or a repository in the hub's cache; None: vLLM loads none."""
         self._read: ToolCalls | None = None
         if tokenizer is not None:
             threading.Thread(
@@ -226,42 +222,42 @@ class AnswerReader:
 Tables = Sequence[Sequence[int]]
 """A request's block ids, one table for each KV group."""
 
-NULL: Final = 0  # vLLM's block that stands for "not kept", e.g. behind a sliding window
+NULL: Final = 0  # vLLM's id for "not kept", e.g. before a sliding window
 
 
 @dataclass(slots=True)
 class Awaited:
-    """What a prefill node says it has stored, and until when a request waits for it."""
+    """The blocks that a prefill node says it stored, and how long a request waits for them."""
 
     num_tokens: int
-    names: list[ChainHash]  # of the blocks, and of the states behind them
+    names: list[ChainHash]  # of the blocks, and of the states after them
     until: float  # on the monotonic clock
     look_at: float = 0.0
 
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """A live request of vLLM's. Implements the scheduler side's `Request`."""
+    """A live request of vLLM. Implements the scheduler side's `Request`."""
 
     request: Any
     request_id: str
     keys: VllmChain | AheadChain | OwnChain
     stored: int | None = None  # leading blocks stored, loaded or found; None: not scheduled yet
-    refused: int | None = None  # the first of them that got no slot: offered again with the next ones, or at the end
-    adapter: bytes | None = None  # the weights it is named by, beside the model's
-    asked: int = 0  # tokens vLLM had at the last lookup
+    refused: int | None = None  # the first of them without a slot: retried with the next ones, or at the end
+    adapter: bytes | None = None  # digest of its adapter's weights
+    asked: int = 0  # tokens that vLLM had at the last lookup
     answer: tuple[int | None, bool] | None = None
     good_until: float = 0.0
-    patient_until: float | None = None  # for stores of others that are under way; None: not asked for yet
+    patient_until: float | None = None  # for other requests' stores under way; None: not looked up yet
     synchronous: bool = False  # how the answer's load would be made
     tables: Tables = ()  # as of its last load or store
-    closed: ClosedRequest | None = None  # what was looked up for it, if the model has states
+    closed: ClosedRequest | None = None  # its lookup, if the model has states
     states: StateRequest | None = None  # if the model has states
-    has_guessed: bool = False  # tiers that nodes share were asked for its last border
-    gives_up: bool = False  # nothing more is loaded for it with its states: a load failed once
-    is_counted: bool = False  # its misses, where nothing could be asked for
-    awaited: Awaited | None = None  # what a prefill node says it stored, until that is here or took too long
-    border: int = 0  # the last one, in its prompt, behind which all blocks and states were offered to the tiers
+    has_guessed: bool = False  # shared tiers were queried for its last border
+    gives_up: bool = False  # no more loads with states: one failed
+    is_counted: bool = False  # its misses, if there was nothing to look up
+    awaited: Awaited | None = None  # until a prefill node's blocks are here or late
+    border: int = 0  # the last one in its prompt with all blocks and states stored
 
     @property
     def chain(self) -> BlockChain:
@@ -282,9 +278,9 @@ class NextStep:
 def whole_runs(
     lanes: Sequence[tuple[int, GroupLane]], tables: Tables, blocks: range, block_size: int
 ) -> list[Sequence[int]]:
-    """The runs among kvtier's blocks of which vLLM has all that a prompt needs to go on behind them.
+    """Split kvtier's blocks into runs for which vLLM has everything that a prompt needs to continue after them.
 
-    Of nearly every request that is one run of all. `lanes` are those of K and V; `block_size` is in tokens.
+    For nearly every request that is one run of all. `lanes` are those of K and V; `block_size` is in tokens.
     """
     first, last = blocks.start, blocks.stop
     if all(NULL not in tables[lane.group][first * lane.count : last * lane.count] for _, lane in lanes):
@@ -306,9 +302,9 @@ def touched(output: Any) -> set[int]:
 
 
 def handed_out(output: Any, group_sizes: Sequence[int]) -> set[int]:
-    """Blocks that vLLM gives out anew in this step: only those can be written to while a store still reads them.
+    """Blocks that vLLM allocates in this step: only those can be written to while a store still reads them.
 
-    Among them are those that it zeroes or copies others to. `group_sizes` are the tokens in a block of each KV group.
+    They include those that it zeroes or copies others to. `group_sizes`: tokens in a block of each KV group.
     """
     others = touched(output)
     new: list[tuple[Tables, int]] = [(data.block_ids, data.num_computed_tokens) for data in output.scheduled_new_reqs]
@@ -327,7 +323,7 @@ def handed_out(output: Any, group_sizes: Sequence[int]) -> set[int]:
 
 
 _KEY: Final = "kvtier"
-_LOOK: Final = 0.02  # seconds between two looks: over a daemon each is a round trip
+_LOOK: Final = 0.02  # seconds between two checks: with a daemon each is a round trip
 _LATE: Final = (
     "a prompt is computed here: its KV from a prefill node did not come within [cache] prefetch_deadline, %g s"
 )
@@ -340,10 +336,10 @@ _FIXES: Final = {
 
 
 class Handovers:
-    """The hand-overs of one engine, of either side. Called from the scheduler's thread; nothing here waits."""
+    """The hand-overs of one engine, as prefill or decode node. Called from the scheduler's thread; never waits."""
 
     def __init__(self, tiers: CacheTiers, plan: "SlotPlan", store: bytes, patience: float) -> None:
-        """`store` names the namespace. `patience`: for so many seconds a request waits for what was handed over."""
+        """`store` is the namespace. `patience`: seconds a request waits for blocks that were handed over."""
         self._tiers = tiers
         self._size = plan.block_size
         self._groups = [state.group for state in plan.states]
@@ -354,34 +350,34 @@ class Handovers:
         self._quiet_until = 0.0
 
     def offer(self, row: TrackedRequest) -> dict[str, Any] | None:
-        """The `kv_transfer_params` of the answer to a request that has ended; None if nobody asked for them.
+        """The `kv_transfer_params` of a finished request's answer; None if they were not requested.
 
-        With states it names the last border behind which the decode node can go on. vLLM has few of those.
+        With states it names the last border after which the decode node can continue. vLLM has few of those.
         """
-        asked = row.request.kv_transfer_params
-        if not isinstance(asked, dict) or not asked.get("do_remote_decode") or _KEY in asked:
+        given = row.request.kv_transfer_params
+        if not isinstance(given, dict) or not given.get("do_remote_decode") or _KEY in given:
             return None
-        in_prompt = (row.request.num_prompt_tokens - self._lookahead) // self._size  # those that the prompt alone names
+        in_prompt = (row.request.num_prompt_tokens - self._lookahead) // self._size  # named by the prompt alone
         num_blocks = row.border if self._groups else min(row.stored or 0, in_prompt)
         if not num_blocks:
             return None
-        said = {"store": self._store, "blocks": num_blocks, "last": row.chain.hashes[num_blocks - 1].hex()}
-        # Noted there, too: under MultiConnector a second kvtier must not answer under the same key.
-        row.request.kv_transfer_params = {**asked, _KEY: said}
-        return {_KEY: said}
+        offered = {"store": self._store, "blocks": num_blocks, "last": row.chain.hashes[num_blocks - 1].hex()}
+        # Set in the request, too: under MultiConnector a second kvtier must not answer under the same key.
+        row.request.kv_transfer_params = {**given, _KEY: offered}
+        return {_KEY: offered}
 
     def admit(self, row: TrackedRequest) -> None:
-        """Note what a new request is to wait for, if a prefill node says that it has stored something for it."""
+        """Record which blocks a new request waits for, if a prefill node says that it stored some for it."""
         given, hashes = row.request.kv_transfer_params, row.chain.hashes
-        said = given.get(_KEY) if isinstance(given, Mapping) else None
-        if not isinstance(said, Mapping) or given.get("do_remote_prefill") or given.get("do_remote_decode"):
+        offered = given.get(_KEY) if isinstance(given, Mapping) else None
+        if not isinstance(offered, Mapping) or given.get("do_remote_prefill") or given.get("do_remote_decode"):
             return  # if another connector delivers the KV, there is nothing to wait for
-        num_blocks = said.get("blocks")
+        num_blocks = offered.get("blocks")
         if not isinstance(num_blocks, int) or not 0 < num_blocks <= len(hashes):
             return
-        if said.get("store") != self._store:
+        if offered.get("store") != self._store:
             return self._warn(_OTHER_NAMES, "model", _FIXES["model"])
-        if said.get("last") != hashes[num_blocks - 1].hex():
+        if offered.get("last") != hashes[num_blocks - 1].hex():
             return self._warn(_OTHER_NAMES, "prompt", _FIXES["prompt"])
         states = [state_name(hashes[num_blocks - 1], group) for group in self._groups]
         until = time.monotonic() + self._patience
@@ -389,7 +385,7 @@ class Handovers:
         row.awaited = Awaited(num_blocks * self._size, [*blocks, *states], until)
 
     def is_coming(self, row: TrackedRequest, now: float) -> bool:
-        """Whether to delay a lookup: something is not there yet, it may still come, and there is time."""
+        """Whether to delay a lookup: blocks are missing, may still arrive, and there is time."""
         awaited = row.awaited
         if awaited is None or now < awaited.look_at:
             return awaited is not None
@@ -405,18 +401,18 @@ class Handovers:
         return row.awaited is not None
 
     def _is_there(self, names: Sequence[ChainHash]) -> bool:
-        """Whether all is there. What is stored last is looked at first: mostly that costs one name, not thousands."""
+        """Whether all blocks are here. The last one stored is looked up first: usually that is enough."""
         last = names[-1 - len(self._groups) :]
         return not (self._tiers.locate(last, 0.0).miss or self._tiers.locate(names, 0.0).miss)
 
     def _may_come(self) -> bool:
-        """Whether what others store is seen here: through the daemon, or through a shared tier that answers."""
+        """Whether other nodes' stores become visible here: through the daemon, or a shared tier that answers."""
         if isinstance(self._tiers, RemoteTiers):
             return self._tiers.member is not None
         return not isinstance(self._tiers, Hierarchy) or any(port.locates for port in self._tiers.ports)
 
     def _warn(self, message: str, *values: object) -> None:
-        """At most once a minute."""
+        """Log it, at most once a minute."""
         if (now := time.monotonic()) >= self._quiet_until:
             self._quiet_until = now + 60.0
             _log.warning(message, *values)

@@ -36,7 +36,7 @@ from kvtier.tiers.naming import root_hash
 _log = logging.getLogger(__name__)
 
 _ASK_AGAIN: Final = 0.05  # seconds an answer stays valid: vLLM asks at every step for every waiting request
-_LOOK_AGAIN: Final = 0.002  # seconds the answer "ask again" stays valid
+_LOOK_AGAIN: Final = 0.002  # seconds a pending answer stays valid
 _STORED_SOON: Final = 0.05  # seconds a request waits for its first answer while a store of its blocks is under way
 _IDLE_WAIT: Final = 0.005  # seconds an idle step waits for the tiers, and so how long a new request may wait
 _TINY: Final = 1 << 20  # a load up to this many bytes is waited for, since another step would cost more
@@ -61,16 +61,16 @@ class SchedulerHalf:
         num_ranks: int,
         adapters: ServedAdapters | None = None,
     ) -> None:
-        """`num_blocks` is vLLM's number of blocks. `root` is where kvtier's chains begin, and the parent of vLLM's.
+        """`num_blocks` is vLLM's number of blocks. `root`: the root of kvtier's chains and the parent of vLLM's.
 
-        `adapters`: what vLLM has loaded, if it serves any.
+        `adapters`: vLLM's loaded adapters, if it serves any.
         """
         # with several KV groups vLLM's own hits end with a block in every group, and so do ours
         self.side = SchedulerSide(tiers, partial_blocks=cache.partial_blocks and plan.has_one_table, keeps_blocks=False)
         of_states = StateSide(self.side, plan, num_blocks, keeps_answers=bool(cache.store_generated))
         self._states = of_states if plan.states else None
         self._plan = plan
-        self._lanes = plan.attention  # asked for at every step
+        self._lanes = plan.attention  # used at every step
         self._cache = cache
         self._root = root
         self._num_blocks = num_blocks
@@ -81,15 +81,15 @@ class SchedulerHalf:
         self._shares = True
         self._stores = True
         self._was_idle = True
-        self._awaits = False  # some request has no answer yet
+        self._awaits = False  # some request's lookup is pending
         self._events: VllmEvents | None = None  # None unless vLLM publishes events
         self.reads_answers = AnswerReader(None)
         self._rows: dict[str, TrackedRequest] = {}
         self._ops = WatchedOps(num_blocks, num_ranks)
-        self._arriving: dict[str, set[ChainHash]] = {}  # request → blocks on their way to L1 for it
+        self._arriving: dict[str, set[ChainHash]] = {}  # request → blocks being loaded into L1 for it
         self._next = NextStep()
-        self._final: dict[int, Tables] = {}  # stores not planned yet of blocks that may be reused, and their tables
-        self._late: dict[int, Tables] = {}  # likewise, offered again: the daemon was too late to give them slots
+        self._final: dict[int, Tables] = {}  # stores, not planned yet, of blocks that may be reused → their tables
+        self._late: dict[int, Tables] = {}  # likewise, retried: the daemon was too late to grant slots
         self._reported_at = 0.0
         self.names = RequestNames(plan, cache, root, adapters)
         self._handovers = Handovers(tiers, plan, root, cache.prefetch_deadline)
@@ -98,7 +98,7 @@ class SchedulerHalf:
         """Set how requests are served.
 
         `layerwise`: every load overlaps the compute of the step that needs it. `waits`: a step may wait for a load;
-        otherwise vLLM could not take back what it computed on a failed load. `keeps`: blocks are kept; otherwise every
+        otherwise vLLM could not undo what it computed on a failed load. `keeps`: blocks are kept; otherwise every
         request passes unchanged. `shares`: vLLM shares blocks that one request loaded with the next. `stores`: what is
         computed is stored; otherwise blocks are only loaded.
         """
@@ -159,7 +159,7 @@ class SchedulerHalf:
                 self._states.release(row)
             return
         size = self._plan.block_size
-        first, wanted = row.asked // size, -(-num_external_tokens // size)  # the last one is perhaps used in part
+        first, wanted = row.asked // size, -(-num_external_tokens // size)  # the last one may be used in part
         row.tables = tables
         blocks = range(first + wanted)
         if self._states is not None:
@@ -224,7 +224,7 @@ class SchedulerHalf:
             self._ops.spoil({row.request_id for row in self._rows.values() if blocks.isdisjoint(chain(*row.tables))})
 
     def update(self, reports: CopyReports | None) -> None:
-        """vLLM's `update_connector_output`: take in the workers' reports of their copies."""
+        """vLLM's `update_connector_output`: apply the workers' reports of their copies."""
         if self.names.adapters.is_unsettled:
             self._look_at_adapters()
         if reports is None:
@@ -242,7 +242,7 @@ class SchedulerHalf:
     def finished(self, request: Any, tables: Tables) -> dict[str, Any] | None:
         """vLLM's `request_finished`: store the rest of its blocks, which may be reused at once.
 
-        Returns what its answer tells a decode node, if a proxy asked for that.
+        Returns the `kv_transfer_params` for a decode node, if a proxy requested them.
         """
         if self.names.adapters.is_unsettled:
             self._look_at_adapters()
@@ -261,7 +261,7 @@ class SchedulerHalf:
         if (row := self._rows.get(request_id)) is None:
             return 0, num_tokens
         found = self.side.found((row.closed or row).request_id)
-        if not self._lanes:  # a few states stand for all tokens before them
+        if not self._lanes:  # a few states cover all tokens before them
             return (num_tokens, 0) if found and found[L2] == found.blocks else (0, num_tokens)
         in_host = min(num_tokens - in_part, (found[L2] if found else 0) * self._plan.block_size)
         in_host += in_part if self.side.found_in_part(request_id) == L2 else 0
@@ -277,7 +277,7 @@ class SchedulerHalf:
         return coming and time.monotonic() - self._reported_at < _PATIENCE
 
     def reset(self, *, drops: bool = True) -> None:
-        """Take back every promise of a block and, with `drops`, drop every block from every tier below vLLM's own."""
+        """Cancel every promise and, with `drops`, drop every block from every tier below vLLM's own."""
         self.side.forget_promises()
         for row in self._rows.values():
             row.answer = None
@@ -290,19 +290,19 @@ class SchedulerHalf:
         self.side.tiers.close()
 
     def _forget(self, row: TrackedRequest, answered: Answered | None = None) -> None:
-        """Nothing more is loaded or kept for this request."""
+        """Stop loading and storing for this request."""
         del self._rows[row.request_id]
         for known in (row, row.closed, row.states):
             if known is not None:
                 self.side.finished(known.request_id, answered if known is row else None)
 
     def _is_of_its_adapter(self, row: TrackedRequest, num_computed_tokens: int) -> bool:
-        """Whether its adapter still has the weights that name it, and what vLLM found of it is of these."""
+        """Whether its adapter still has the weights it is named by, and vLLM's own hits are of these weights."""
         adapters, lora = self.names.adapters, row.request.lora_request
         return adapters.digest(lora) == row.adapter and not (num_computed_tokens and adapters.is_mixed(lora))
 
     def _look_at_adapters(self) -> None:
-        """Before stores become visible: drop those of adapters that have other weights than they are named by."""
+        """Before stores are published: drop those of adapters whose weights differ from their name."""
         adapters = self.names.adapters
         rows = [(row, row.request.lora_request) for row in self._rows.values() if row.adapter is not None]
         if adapters.look():
@@ -322,10 +322,9 @@ class SchedulerHalf:
     def _is_synchronous(self, num_tokens: int) -> bool:
         """Whether the step waits for this load: it is short, or delays no other request.
 
-        Never with several KV groups or states: vLLM could not be told of a failure in time. Never with
-        several steps in flight: the later ones would compute on a load that failed. Not layer by layer if it ends
-        inside a block: vLLM writes what it computes of a layer before it waits for that layer, and the load would
-        overwrite it.
+        Never with several KV groups or states: a failure could not be reported to vLLM in time. Never with several
+        steps in flight: the later ones would compute on a load that failed. Not layer by layer if it ends inside a
+        block: vLLM writes what it computes of a layer before it waits for that layer, and the load would overwrite it.
         """
         if not self._waits or (self._layerwise and num_tokens % self._plan.block_size):
             return False
@@ -351,7 +350,7 @@ class SchedulerHalf:
         if not (self._shares and self._arriving):
             return False
         first = row.asked // self._plan.block_size
-        wanted = row.chain.hashes[first : first + 1]  # none if it is a prompt's unfinished last one
+        wanted = row.chain.hashes[first : first + 1]  # none for a prompt's partial last block
         return bool(wanted) and any(wanted[0] in hashes for hashes in self._arriving.values())
 
     def _row(self, request: Any) -> TrackedRequest | None:
@@ -370,7 +369,7 @@ class SchedulerHalf:
     def _offer(self, row: TrackedRequest, num_scheduled: int, state: Any) -> None:
         """Plan stores of the blocks that a step fills."""
         request, size = row.request, self._plan.block_size
-        if row.stored is None:  # what vLLM found in its own cache is offered too: tiers that hold it take no copy
+        if row.stored is None:  # blocks of vLLM's own hits are offered too; tiers that have them copy nothing
             row.stored = 0
         computed = request.num_computed_tokens + num_scheduled
         if computed // size > row.stored:
@@ -415,7 +414,7 @@ class SchedulerHalf:
         final, self._final = self._final, {}
         self._late = {op_id: tables for op_id, tables in final.items() if tables and op_id in late}
         for op_id in [each for each, store in late.items() if each not in final and store.request_id in self._rows]:
-            del late[op_id]  # its request offers these blocks again
+            del late[op_id]  # its request retries these blocks
         of_ended = [self._translate(op, final[op.op_id]) for op in plan.stores if op.op_id in final]
         loads, stores = (
             tuple(self._translate(op, self._rows[owner(op.request_id)].tables) for op in ops if op.op_id not in final)
@@ -424,7 +423,7 @@ class SchedulerHalf:
         return StepPlan(plan.step, plan.region, (), tuple(of_ended)), StepPlan(plan.step, plan.region, loads, stores)
 
     def _keep_late(self, written: set[int]) -> None:
-        """Drop the late stores whose blocks this step writes: vLLM keeps a free block until it hands it out again."""
+        """Drop the late stores whose blocks this step writes: vLLM keeps a free block until it allocates it again."""
         for op_id, tables in list(self._late.items()):
             blocks, _ = self._worker_blocks(tables, self.side.late[op_id].blocks)
             if not written.isdisjoint(self._ops.physical(blocks)):
@@ -436,7 +435,7 @@ class SchedulerHalf:
         return with_blocks(replace(op, request_id=owner(op.request_id)), *self._worker_blocks(tables, op.device_blocks))
 
     def _handle(self) -> RegionHandle | None:
-        """The handle by which workers find L2. It changes when a daemon was restarted."""
+        """The handle by which workers find L2. It changes when the daemon restarts."""
         tiers, known = self.side.tiers, self.memory
         region, member = tiers.region, tiers.member if isinstance(tiers, RemoteTiers) else None
         if region is not None and (known is None or (known.region_id, known.client) != (region.region_id, member)):
@@ -444,9 +443,10 @@ class SchedulerHalf:
         return self.memory
 
     def _worker_blocks(self, tables: Tables, positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """vLLM's blocks of these blocks of kvtier's, in every lane of K and V, without those not kept; and whose it is.
+        """vLLM's blocks for these of kvtier's, in every lane of K and V, without those not kept; and each one's
+        position.
 
-        A worker's block of a state stands among the positions as `exactly` names it.
+        Positions below zero are states' blocks, encoded by `exactly`.
         """
         pairs: list[tuple[int, int]] = []
         of_blocks = [(at, position) for at, position in enumerate(positions) if position >= 0]

@@ -1,4 +1,4 @@
-"""Reads from vLLM's configuration whether a model can be kept, and what a slot holds of each layer, in which order."""
+"""Derives from vLLM's configuration whether a model can be kept, and the layout of a slot."""
 
 import logging
 import math
@@ -33,10 +33,10 @@ def specs_of_group(group: Any) -> dict[str, Any]:
 
 
 def layer_sizes(kv_cache_config: Any) -> dict[str, int]:
-    """Bytes of each layer in one block of its group, of one rank. Both halves of the connector get the same answer.
+    """Bytes of each layer in one block of its group, of one rank. Both halves of the connector compute the same.
 
-    vLLM shows its scheduler one spec of a group, its first layer's. Layers with another spec are laid out apart, and
-    vLLM tells both halves how: a layer's bytes are then those between it and the next layer or block, padding included.
+    vLLM gives its scheduler only the spec of a group's first layer. Layers with another spec have a layout of their
+    own, known to both halves: a layer's bytes are those up to the next layer or block, padding included.
     """
     sizes = dict[str, int]()
     shown = set()
@@ -53,12 +53,12 @@ def layer_sizes(kv_cache_config: Any) -> dict[str, int]:
 
 
 def real_bytes(spec: Any) -> int:
-    """Bytes of one block of a layer, without what vLLM pads it with."""
+    """Bytes of one block of a layer, without vLLM's padding."""
     return int(getattr(spec, "real_page_size_bytes", spec.page_size_bytes))
 
 
 def is_packed(spec: Any) -> bool:
-    """Whether the attention backend keeps K and V otherwise than side by side for each head."""
+    """Whether the attention backend stores K and V other than side by side for each head."""
     return getattr(spec, "num_head_slots", None) is not None or getattr(spec, "state_content_bytes", None) is not None
 
 
@@ -71,7 +71,7 @@ def is_mla(spec: Any) -> bool:
 
 
 def is_sliding(spec: Any) -> bool:
-    """Whether vLLM gives up blocks behind the layer's window. Of a uniform group's specs any one may be asked."""
+    """Whether vLLM frees blocks before the layer's window. Any spec of a uniform group will do."""
     return type(spec).__name__ in ("SlidingWindowSpec", "SlidingWindowMLASpec")
 
 
@@ -91,7 +91,7 @@ def require_supported_version() -> None:
 
 
 def require_supported(vllm_config: Any) -> None:
-    """Raise ConfigError, which ends with what does work, for a set-up that kvtier cannot serve right."""
+    """Raise ConfigError, which ends with an alternative, for a set-up that kvtier cannot serve correctly."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:
@@ -118,18 +118,18 @@ _FIX: Final = "use pipeline_parallel_size 1, and divide the model by tensor_para
 
 
 def bytes_around(vllm_config: Any, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Bytes of the other stages' layers in a rank's part of a slot: those before this stage's layers, and behind them.
+    """Bytes of the other stages' layers in a rank's part of a slot: those before this stage's layers, and after them.
 
-    `sizes` are bytes of this stage's layers in a slot. It holds a model's layers in order of index, whatever stage
-    computes them. So engines with different numbers of stages read each other's blocks.
+    `sizes`: bytes of this stage's layers in a slot. A slot has all of a model's layers in order of index, whatever
+    stage computes them. So engines with different numbers of stages read each other's blocks.
 
-    A process sees its own layers alone, and the scheduler the first stage's. So ConfigError unless the model has one
-    layer of K and V for each number, all of one size.
+    A process sees only its own layers, and the scheduler the first stage's. So ConfigError unless the model has one
+    layer of K and V for each index, all of one size.
     """
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages == 1:
         return 0, 0
-    if vllm_config.speculative_config is not None:  # vLLM's first stages do not tell when a step's compute is issued
+    if vllm_config.speculative_config is not None:  # vLLM's first stages have no hook after a step's compute is issued
         fix = "leave --speculative-config out, or use pipeline_parallel_size 1"
         raise ConfigError(f"pipeline_parallel_size {stages} with speculative decoding: nothing is kept; {fix}")
     total = vllm_config.model_config.get_total_num_hidden_layers()
@@ -150,10 +150,10 @@ _TOKENS_FIRST: Final = ("LBNHC", "BLNHC")  # vLLM's names of layouts whose block
 
 
 def slot_order(order: Order, vllm_config: Any, kv_cache_config: Any) -> str:
-    """The order's name, the same in both halves: it is part of the blocks' identity.
+    """The name of the order of bytes in slots, the same in both halves: it is part of the blocks' identity.
 
-    Whatever it is, slots hold exactly that order; if vLLM's memory has it, a layer of a block is one run. ConfigError
-    if vLLM's own order is asked for, and vLLM does not say which it is.
+    If vLLM's memory has the same order, a layer of a block is one contiguous run. ConfigError if vLLM's own order is
+    requested, and this vLLM does not name it.
     """
     if order == "head-token":
         return order
@@ -165,7 +165,7 @@ def slot_order(order: Order, vllm_config: Any, kv_cache_config: Any) -> str:
 
 
 def warn_of_order(plan: SlotPlan, vllm_config: Any, kv_cache_config: Any) -> None:
-    """Say once what a transpose would be spared by."""
+    """Log once how a transpose of every block could be avoided."""
     layout = _layout_of(vllm_config, kv_cache_config)
     if layout in _TOKENS_FIRST and plan.order == "head-token" and not plan.canonical:
         spared = 'every block is transposed; "order": "physical" keeps it so, under other names'
@@ -187,7 +187,7 @@ _SPECS: Final = (
 
 
 def slot_plan(vllm_config: Any, kv_cache_config: Any, *, canonical: bool) -> SlotPlan:
-    """Raises ConfigError for a model or a set-up that cannot be kept right. Both halves make the same plan."""
+    """Raises ConfigError for a model or a set-up that cannot be kept correctly. Both halves make the same plan."""
     require_supported(vllm_config)
     kept = _kept_groups(kv_cache_config)
     specs, sizes = layer_specs(kv_cache_config), layer_sizes(kv_cache_config)
@@ -231,9 +231,9 @@ def is_uneven(plan: SlotPlan) -> bool:
 
 
 def _kept_groups(kv_cache_config: Any) -> dict[int, Any]:
-    """The groups whose blocks are kept, by vLLM's numbers: all but those that vLLM itself finds no prefix in.
+    """The groups whose blocks are kept, by vLLM's numbers: all in which vLLM itself looks up prefixes.
 
-    Such a group is a request's scratch memory. vLLM computes it anew behind every prefix.
+    Other groups are a request's scratch memory, which vLLM recomputes after every prefix.
     """
     groups = dict(enumerate(kv_cache_config.kv_cache_groups))
     for number, group in groups.items():
@@ -245,7 +245,7 @@ def _kept_groups(kv_cache_config: Any) -> dict[int, Any]:
 
 
 def _block_size(kv_cache_config: Any, kept: Mapping[int, Any]) -> int:
-    """Tokens in one of kvtier's blocks: the least number that every kept group's blocks divide."""
+    """Tokens in one of kvtier's blocks: the least common multiple of all kept groups' blocks."""
     sizes = [group.kv_cache_spec.block_size for group in kept.values()]
     if not sizes:
         raise ConfigError(f"KV layout: no layer keeps anything for a next prompt; {LEAVE_OUT}")
@@ -256,9 +256,9 @@ def _block_size(kv_cache_config: Any, kept: Mapping[int, Any]) -> int:
 
 
 def _lanes(number: int, group: Any, size: int) -> list[GroupLane]:
-    spec = specs_of_group(group)[group.layer_names[0]]  # of others vLLM's scheduler sees none; windows are equal
+    spec = specs_of_group(group)[group.layer_names[0]]  # vLLM's scheduler sees no others; windows are equal
     if is_state(spec):
-        return [GroupLane(number)]  # one state at the end of a block, however many blocks of the group that is
+        return [GroupLane(number)]  # one state at the end of a block, whatever the group's block size
     count = size // spec.block_size
     window = spec.sliding_window + spec.extra_retained_tokens if is_sliding(spec) else 0
     chunk = spec.attention_chunk_size if type(spec).__name__ == "ChunkedLocalAttentionSpec" else 0
@@ -290,7 +290,7 @@ def _states(kept: Mapping[int, Any], lanes: Sequence[GroupLane], sizes: Mapping[
 
 
 def fails_behind_prefix(spec: Any) -> bool:
-    """Whether vLLM has no kernel here that goes on from such a state."""
+    """Whether vLLM has no kernel here that continues from such a state."""
     return current_platform.is_cpu() and str(getattr(spec.mamba_type, "name", "")).startswith("MAMBA")
 
 
@@ -309,12 +309,12 @@ def _require_canonical(plan: SlotPlan, specs: Sequence[Any]) -> None:
 
 
 def _contents(specs: Sequence[Any], dtype: torch.dtype) -> str:
-    """`block_content` of all layers; of those that differ, each one's name."""
+    """`block_content` of all layers, joined if they differ."""
     return "+".join(sorted({block_content(spec, dtype) for spec in specs})) or "none"
 
 
 def block_content(spec: Any, dtype: torch.dtype) -> str:
-    """How the platform's kernels arrange a block's inside. Kernels of one name cannot read blocks of another."""
+    """How the platform's kernels arrange a block. Kernels with different names cannot read each other's blocks."""
     if not current_platform.is_cpu():
         return "plain"
     if is_mla(spec):
@@ -329,7 +329,7 @@ def _require_plain(name: str, spec: Any) -> None:
     kind, dtype = type(spec).__name__, str(getattr(spec, "dtype", "")).removeprefix("torch.")
     if kind not in _SPECS:
         raise ConfigError(f"KV layout: layer {name} is of kind {kind}, which kvtier does not keep; {LEAVE_OUT}")
-    if spec.kv_quant_mode or is_mla(spec):  # opaque: scales are the checkpoint's, or lie among the bytes
+    if spec.kv_quant_mode or is_mla(spec):  # opaque: scales are in the checkpoint, or among the bytes
         return
     if dtype not in DTYPE_BYTES:
         fix = "leave --kv-cache-dtype at auto"

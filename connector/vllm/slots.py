@@ -1,4 +1,4 @@
-"""What a slot holds of vLLM's KV, as data, and which bytes of a rank's tensors lie where in it. Needs no vLLM."""
+"""The layout of vLLM's KV in a slot, as data: which bytes of a rank's tensors lie where in it. Needs no vLLM."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,20 +23,20 @@ class GroupLane:
     group: int  # vLLM's number of it
     place: int = 0  # among the group's blocks within one of kvtier's
     count: int = 1  # of the group's blocks within one of kvtier's
-    window: int = 0  # tokens behind which a layer of the group looks at nothing; 0: it looks at all
-    chunk: int = 0  # the same, in layers that look at nothing before the last multiple of so many tokens
+    window: int = 0  # tokens of the sliding window of the group's layers; 0: full attention
+    chunk: int = 0  # tokens of a chunk, for layers with chunked local attention
 
     def position(self, block: int) -> int:
-        """Where in the group's table vLLM's block stands; `block` is the number of kvtier's."""
+        """The position of vLLM's block in the group's table; `block` is the number of kvtier's."""
         return block * self.count + self.place
 
     def is_needed(self, block: int, block_size: int) -> bool:
-        """Whether a prompt that goes on behind kvtier's block, of `block_size` tokens, needs this part of it.
+        """Whether a prompt that continues after kvtier's block, of `block_size` tokens, needs this part of it.
 
-        One that goes on further behind needs less of it. What no prompt needs vLLM may have given up before the block
+        A prompt that continues later needs less of it. vLLM may have freed a part that no prompt needs before the block
         was full: a window may have fewer tokens than kvtier's block.
         """
-        if self.count == 1:  # a whole block: prompts may go on inside it
+        if self.count == 1:  # a full block: prompts may continue inside it
             return True
         border, end = (block + 1) * block_size, (self.position(block) + 1) * (block_size // self.count)
         unseen = border // self.chunk * self.chunk if self.chunk else border - self.window + 1 if self.window else 0
@@ -45,13 +45,13 @@ class GroupLane:
 
 @dataclass(frozen=True, slots=True)
 class StateGroup:
-    """A KV group of layers with a recurrent state. What they hold at a block's end is a record of its own."""
+    """A KV group of layers with a recurrent state. Its content at a block's end is a record of its own."""
 
     group: int  # vLLM's number of it
     lane: int
     layers: tuple[str, ...]
     layer_bytes: tuple[int, ...]  # of one rank
-    block_size: int  # tokens: the state behind token `t` stands at position `t // block_size` of the group's table
+    block_size: int  # tokens: the state after token `t` is at position `t // block_size` of the group's table
 
     @property
     def part_bytes(self) -> int:
@@ -60,29 +60,29 @@ class StateGroup:
 
 @dataclass(frozen=True, slots=True)
 class SlotPlan:
-    """What one slot holds for `block_size` tokens: every rank's part, and in it every layer in order of index.
+    """The layout of one slot with `block_size` tokens: every rank's part, and in it every layer in order of index.
 
     In native form a layer is `[heads, tokens, content]`, as vLLM presents it, or `[tokens, heads, content]` (`order`).
-    Of a group with smaller blocks that comes several times, block by block. In canonical form a layer is
-    `[2 (K, V), tokens, heads, dim]`. A slot that has a group's state instead of a block holds layer by layer what vLLM
-    keeps of it.
+    For a group with smaller blocks that is repeated, block by block. In canonical form a layer is
+    `[2 (K, V), tokens, heads, dim]`. A slot with a group's state instead of a block has vLLM's state of each layer in
+    turn.
     """
 
-    block_size: int  # tokens: of the largest blocks of all groups, or what they all divide
+    block_size: int  # tokens: the least common multiple of all groups' blocks
     hash_size: int  # tokens from one of vLLM's hashes to the next
     groups: tuple[tuple[str, ...], ...]  # layer names of each KV group
     group_sizes: tuple[int, ...]  # tokens in a block of each KV group
     lanes: tuple[GroupLane, ...]  # in order of groups. Block `b` of lane `l` is the workers' block `l * num_blocks + b`
-    layers: tuple[str, ...]  # all that keep K and V, in the order of a slot
+    layers: tuple[str, ...]  # all with K and V, in the order of a slot
     layer_bytes: tuple[int, ...]  # in one block of the layer's group, of one rank
     num_parts: int  # tensor-parallel ranks that hold different heads
     replicas: int  # consecutive ranks that hold the same
-    content: str  # how vLLM's kernels arrange a block's inside: "plain", or the name of another way
+    content: str  # how vLLM's kernels arrange a block: "plain", or the name of another layout
     canonical: bool
     states: tuple[StateGroup, ...] = ()
-    around: tuple[int, int] = (0, 0)  # bytes of other pipeline stages' layers in a part, before these and behind them
-    lookahead: int = 0  # tokens behind a block that its draft KV depends on
-    order: str = "head-token"  # what of a layer comes first in native form; or "token-head"
+    around: tuple[int, int] = (0, 0)  # bytes of other pipeline stages' layers in a part, before these and after them
+    lookahead: int = 0  # tokens after a block that its draft KV depends on
+    order: str = "head-token"  # dimensions of a layer in native form; or "token-head"
 
     @property
     def slot_bytes(self) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ class SlotPlan:
 
     @property
     def block_bytes(self) -> int:
-        """A slot's bytes: what the largest kind of record takes."""
+        """A slot's bytes: the largest kind of record."""
         return self.num_parts * max(self.part_bytes, *(state.part_bytes for state in self.states), 0)
 
     @property
@@ -107,23 +107,23 @@ class SlotPlan:
 
     @property
     def has_one_table(self) -> bool:
-        """Whether a request has one table, of K and V: then vLLM can be told of each block that did not come.
+        """Whether a request has one table, of K and V: then each block that failed to load can be reported to vLLM.
 
-        Otherwise a block's number is ambiguous, or the state of an earlier block is not there to go on from.
+        Otherwise a block's number is ambiguous, or the state of an earlier block is missing.
         """
         return len(self.groups) == 1 and not self.states
 
 
 # of [blocks, kernel blocks, heads, tokens, content]
 _ORDERS: Final = {"head-token": (0, 2, 1, 3, 4), "token-head": (0, 1, 3, 2, 4)}
-_CPU_TILE: Final = 32  # vLLM's CPU kernels keep the keys of this many tokens transposed
+_CPU_TILE: Final = 32  # vLLM's CPU kernels store the keys of this many tokens transposed
 
 
 def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: int) -> EngineBlocks:
     """A rank's KV tensors, by layer name, as parts of slots. Each tensor is `[blocks, heads, tokens, content]`.
 
-    If kernel blocks are smaller than vLLM's blocks, a block is several consecutive entries. What `EngineBlocks` calls a
-    group is a lane. ConfigError if vLLM's tensors are not as large as the plan says.
+    If kernel blocks are smaller than vLLM's blocks, a block is several consecutive entries. A group of `EngineBlocks`
+    is a lane. ConfigError if vLLM's tensors differ in size from the plan.
     """
     part, num_blocks = rank // plan.replicas, _num_blocks(plan, kv_caches)
     starts = dict(zip(plan.layers, accumulate((0, *plan.slot_bytes)), strict=False))
@@ -156,7 +156,7 @@ def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: i
 
 
 def _num_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor]) -> int:
-    """vLLM's number of blocks. Its kernels may count others, and only of a group's first layer the size is exact."""
+    """vLLM's number of blocks. Kernels may count others, and only the size of a group's first layer is exact."""
     sizes = dict(zip(plan.layers, plan.layer_bytes, strict=True))
     for state in plan.states:
         sizes |= dict(zip(state.layers, state.layer_bytes, strict=True))

@@ -1,7 +1,7 @@
-"""The scheduler side of models with recurrent states: prompts go on from borders where blocks and states are held.
+"""The scheduler side for models with recurrent states: prompts continue at borders with stored blocks and states.
 
-vLLM has a group's state at the end of some blocks, where a step ended. A prompt can go on behind a border if its blocks
-up to there are held, and the state of every such group at it.
+vLLM has a group's state at the end of some blocks, where a step ended. A prompt can continue after a border if its
+blocks up to there are stored, and the state of every such group at it.
 """
 
 from collections.abc import Sequence
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 def exactly(block: int) -> int:
-    """A worker's block among positions of tables, and back: below zero, where no position is."""
+    """Encode a worker's block among positions of tables, and decode it: as a negative number."""
     return -1 - block
 
 
 class StateSide:
-    """What `SchedulerHalf` asks and tells of states. Blocks without their states are never promised."""
+    """The part of `SchedulerHalf` for states. Blocks without their states are never promised."""
 
     def __init__(self, side: SchedulerSide, plan: "SlotPlan", num_blocks: int, *, keeps_answers: bool) -> None:
-        """`num_blocks` is vLLM's number of blocks. `keeps_answers`: also what lies behind the prompts is kept."""
+        """`num_blocks` is vLLM's number of blocks. `keeps_answers`: states after the prompts are kept, too."""
         self._side = side
         self._groups = [state.group for state in plan.states]
         self._lanes = [state.lane for state in plan.states]
@@ -41,16 +41,16 @@ class StateSide:
         self._num_blocks = num_blocks
         self._size = plan.block_size
         self._keeps_answers = keeps_answers
-        self._unnamed: dict[str, UnnamedStates] = {}  # what this step leaves behind, by request, and
-        self._of_last_step: dict[str, UnnamedStates] = {}  # what the last one did
+        self._unnamed: dict[str, UnnamedStates] = {}  # this step's unnamed states, by request
+        self._of_last_step: dict[str, UnnamedStates] = {}  # the previous step's
 
     def admit(self, row: TrackedRequest) -> None:
-        """Know a request's states from its first moment: a reset drops them as it drops its blocks."""
+        """Register a request's states at admission: a reset drops them together with its blocks."""
         row.states = StateRequest.of(row.request_id, row.chain, self._groups)
         self._side.admit(row.states)
 
     def lookup(self, row: TrackedRequest) -> int | Pending:
-        """How many tokens beyond the `row.asked` in L1 can be loaded with the states behind them, or PENDING."""
+        """How many tokens beyond the `row.asked` in L1 can be loaded with the states after them, or PENDING."""
         first = row.asked // self._size
         if row.gives_up:
             return 0
@@ -60,7 +60,7 @@ class StateSide:
             among = range(first + 1, usable + 1)
             border = last_border(self._side.tiers, row.chain, among, self._groups, keeps_blocks=self._keeps_blocks)
             if not border and usable > first and not row.has_guessed and self._side.tiers.has_lower:
-                row.has_guessed = row.is_counted = True  # perhaps tiers that nodes share have this very prompt
+                row.has_guessed = row.is_counted = True  # a shared tier may have this very prompt
                 border = usable
             if not border:
                 self._count_misses(row, usable)
@@ -79,7 +79,7 @@ class StateSide:
         return 0
 
     def load(self, row: TrackedRequest, num_tokens: int) -> int:
-        """The request got its blocks: load what was promised. Returns `num_tokens`, or 0 if it is gone."""
+        """The request got its blocks: load what was promised. Returns `num_tokens`, or 0 if the promise is gone."""
         closed = row.closed
         if closed is None:
             row.gives_up = True
@@ -97,12 +97,12 @@ class StateSide:
         self._of_last_step, self._unnamed = self._unnamed, {}
 
     def offer(self, row: TrackedRequest, num_scheduled: int, output: Any) -> list[int]:
-        """Plan stores of the states that a step leaves behind, if it ends where a block ends.
+        """Plan stores of the states after a step, if it ends at the end of a block.
 
-        vLLM itself keeps those of few such ends. Its table says where each is now; a later step may reuse the place.
-        Under asynchronous scheduling the step's last token may not be known yet, and so the states have no name. The
-        next step's call names and stores them: the ids of those ops are returned. They must read before that step
-        computes, since vLLM may have given the places away.
+        vLLM itself keeps the states of few such ends. Its table says where each is now; a later step may reuse the
+        place. With asynchronous scheduling the step's last token may not be known yet, so the states have no name. Then
+        the next step's call names and stores them, and returns the ids of those ops. They must read before that step
+        computes, since vLLM may have reused the places.
         """
         of_last_step = self._name(row, output)
         computed = row.request.num_computed_tokens + num_scheduled
@@ -121,11 +121,11 @@ class StateSide:
         return of_last_step
 
     def _name(self, row: TrackedRequest, output: Any) -> list[int]:
-        """Store the states of the step before, if the token they stand behind is known and is still the request's."""
+        """Store the previous step's states, if the token before them is known and still the request's."""
         unnamed = self._of_last_step.pop(row.request_id, None)
         if unnamed is None or unnamed.border > len(row.chain.hashes):
             return []
-        is_behind = row.request.num_computed_tokens >= unnamed.border * self._size  # else vLLM took tokens back
+        is_behind = row.request.num_computed_tokens >= unnamed.border * self._size  # else vLLM removed tokens
         if not is_behind or row.request_id in output.scheduled_cached_reqs.resumed_req_ids:
             return []
         return self._store(row, unnamed.border, unnamed.blocks)
@@ -143,7 +143,7 @@ class StateSide:
         ]
 
     def _at(self, tables: Tables, border: int) -> list[int]:
-        """vLLM's block of each group's state at a border; of one that its table does not reach, none."""
+        """vLLM's block of each group's state at a border; NULL if its table is too short."""
         positions = [border * per_block - 1 for per_block in self._per_block]
         return [
             tables[group][position] if position < len(tables[group]) else NULL
@@ -151,16 +151,16 @@ class StateSide:
         ]
 
     def _most(self, row: TrackedRequest, computed: int) -> int:
-        """Borders of the request that are to be kept."""
+        """How many borders of the request are kept."""
         kept = computed if self._keeps_answers else int(row.request.num_prompt_tokens)
         return kept // self._size
 
     def targets(self, row: TrackedRequest) -> list[int]:
-        """The workers' blocks that the request's states are loaded to, as `exactly` names them."""
+        """The workers' blocks that the request's states are loaded to, encoded by `exactly`."""
         return self._exact(self._at(row.tables, row.closed.border)) if row.closed is not None else []
 
     def release(self, row: TrackedRequest) -> None:
-        """Drop what was promised to the request."""
+        """Cancel the request's promise."""
         if row.closed is not None:
             self._side.finished(row.closed.request_id)
             row.closed = None

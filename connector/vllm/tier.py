@@ -36,46 +36,46 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
 
-_LOOKED_AT: Final = 64  # chunks a step, of those that were told of: whether the tier still has them
-_MOST: Final = 1 << 20  # chunks that are told of; more push the oldest out, as if the tier had lost them
+_CHECKED: Final = 64  # published chunks that are checked per step: whether the tier still has them
+_MOST: Final = 1 << 20  # published chunks; beyond that the oldest are reported as removed
 
 
 class ChunkEvents:
-    """A chunk is told of when the tier has stored it, and again when the tier is found to have it no more.
+    """Publishes a chunk when the tier has stored it, and again when the tier no longer has it.
 
-    What left is found by looking at some of the chunks that were told of each time. Not thread-safe: vLLM's scheduler
-    calls it. What the tier held before the process began is not told of, as vLLM's own tiers do.
+    Removals are found by checking some of the published chunks each time. Not thread-safe: called by vLLM's scheduler.
+    Like vLLM's own tiers it does not publish what the tier had before the process began.
     """
 
     def __init__(
         self, hold: Callable[[Sequence[ChainHash]], list[bool] | None], medium: Medium, locality: Locality | None
     ) -> None:
-        """`hold` says which chunks the tier has; None while it cannot say."""
+        """`hold` returns which chunks the tier has; None while that is unknown."""
         self._hold = hold
         self._about: dict[str, Any] = {"medium": medium, "locality": locality}
         if "removal_expected" in {each.name for each in fields(OffloadingEvent)}:
-            self._about["removal_expected"] = True  # vLLM then keeps what it needs to tell of it
-        self._told: OrderedDict[ChainHash, OffloadKey] = OrderedDict()  # those looked at longest ago first
+            self._about["removal_expected"] = True  # vLLM then keeps what it needs to publish the removal
+        self._published: OrderedDict[ChainHash, OffloadKey] = OrderedDict()  # least recently checked first
         self._new: list[tuple[ChainHash, OffloadKey]] = []
 
     def stored(self, chunks: Iterable[tuple[ChainHash, OffloadKey]]) -> None:
         """The tier has these now."""
-        self._new += [(name, key) for name, key in chunks if name not in self._told]
+        self._new += [(name, key) for name, key in chunks if name not in self._published]
 
     def take(self) -> list[OffloadingEvent]:
-        """What is to be told since the last call."""
+        """The events since the last call."""
         events = []
         if self._new:
-            self._told.update(self._new)
+            self._published.update(self._new)
             events.append(OffloadingEvent(keys=[key for _, key in self._new], removed=False, **self._about))
             self._new = []
-        looked_at = list(islice(self._told, _LOOKED_AT))
-        held = self._hold(looked_at) if looked_at else None
-        gone = [name for name, is_held in zip(looked_at, held or (), strict=held is not None) if not is_held]
-        for name in looked_at:
-            self._told.move_to_end(name)
-        gone += list(islice(self._told, max(0, len(self._told) - _MOST)))
-        if keys := [self._told.pop(name) for name in dict.fromkeys(gone)]:
+        checked = list(islice(self._published, _CHECKED))
+        present = self._hold(checked) if checked else None
+        gone = [name for name, is_held in zip(checked, present or (), strict=present is not None) if not is_held]
+        for name in checked:
+            self._published.move_to_end(name)
+        gone += list(islice(self._published, max(0, len(self._published) - _MOST)))
+        if keys := [self._published.pop(name) for name in dict.fromkeys(gone)]:
             events.append(OffloadingEvent(keys=keys, removed=True, **self._about))
         return events
 
@@ -136,8 +136,8 @@ class KVTierSecondaryTier(SecondaryTierManager):
         else:
             _log.warning("secondary tier %s keeps no blocks: %s", tier_type, reason)
         if engine.lora_config is not None:
-            said = "vLLM's keys know an adapter's name and path; load changed weights from a new path"
-            _log.warning("secondary tier %s: %s", tier_type, said)
+            advice = "vLLM's keys know an adapter's name and path; load changed weights from a new path"
+            _log.warning("secondary tier %s: %s", tier_type, advice)
         max_storing = num_chunks if config.cache.store_queue is None else config.cache.store_queue // chunk_bytes
         self.jobs = TierJobs(ports, chunk_bytes, max(1, max_storing), config.cache.prefetch_deadline, self.metrics)
         self._chunks = primary_kv_view.cast("B")
@@ -145,7 +145,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._running: dict[int, tuple[TransferJob, list[OffloadKey]]] = {}
         self._events = self._events_of(offloading_spec) if options.get("enable_kv_events") else None
         self._reported: dict[tuple[str, tuple[str, ...]], float] = {}
-        self._has_news = True
+        self._has_ended = True
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """HIT or MISS, from the index alone; never RETRY."""
@@ -194,18 +194,18 @@ class KVTierSecondaryTier(SecondaryTierManager):
                     transfer_bytes=len(good) * self.block_size_bytes,
                 )
             )
-        self._has_news = self._has_news or bool(results)
+        self._has_ended = self._has_ended or bool(results)
         return results
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What came to the tier and left it, with `enable_kv_events`."""
+        """The chunks stored in and removed from the tier, with `enable_kv_events`."""
         return self._events.take() if self._events is not None else ()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
 
     def drain_jobs(self) -> None:
-        """Wait for every job up to a deadline, then give up the rest: none writes to the primary tier after that."""
+        """Wait for all jobs up to a deadline, then cancel the rest: none writes to the primary tier after that."""
         self.jobs.drain(self._deadline)
 
     def shutdown(self) -> None:
@@ -222,10 +222,10 @@ class KVTierSecondaryTier(SecondaryTierManager):
         }
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """What the counters grew by since the last call; None if no job ended since."""
-        if not self._has_news:
+        """The increase of the counters since the last call; None if no job ended since."""
+        if not self._has_ended:
             return None
-        self._has_news = False
+        self._has_ended = False
         stats = OffloadingConnectorStats()
         for sample in self.metrics.samples():
             name = f"vllm:{sample.name}"
@@ -237,10 +237,10 @@ class KVTierSecondaryTier(SecondaryTierManager):
         return stats
 
     def _events_of(self, spec: "OffloadingSpec") -> ChunkEvents | None:
-        """Where chunks are told of; None, after a warning, if vLLM publishes no events."""
+        """The publisher of chunk events; None, after a warning, if vLLM publishes no events."""
         if not spec.kv_events_config.enable_kv_cache_events:
             _log.warning(
-                "secondary tier %s, enable_kv_events: vLLM publishes no KV events, so nothing is told; start it with "
+                "secondary tier %s, enable_kv_events: vLLM publishes no KV events, nor does kvtier; start it with "
                 "--kv-events-config '{\"enable_kv_cache_events\": true}'",
                 self.tier_type,
             )
@@ -266,7 +266,7 @@ def _name(key: OffloadKey) -> ChainHash:
 
 
 def _locality(tier_type: str, options: Mapping[str, Any]) -> Locality | None:
-    """Where the storage is, as seen from this vLLM. ConfigError if it is nowhere."""
+    """Where the storage is, as seen from this vLLM. ConfigError for an unknown locality."""
     if (given := options.get("locality")) is None:
         return None
     try:
@@ -292,6 +292,6 @@ def _configuration(tier_type: str, options: Mapping[str, Any]) -> Config:
         fix = 'name a directory: "file": {"path": "/var/cache/kvtier"}'
         raise ConfigError(f"secondary tier {tier_type}, file.path: none given, so no blocks would be kept; {fix}")
     if config.cache.lossy != "none":
-        said = f'cache.lossy "{config.cache.lossy}": vLLM\'s chunks are kept as they are'
-        raise ConfigError(f"secondary tier {tier_type}, {said}; leave it out")
+        problem = f'cache.lossy "{config.cache.lossy}": vLLM\'s chunks are kept as they are'
+        raise ConfigError(f"secondary tier {tier_type}, {problem}; leave it out")
     return config

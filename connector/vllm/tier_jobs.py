@@ -1,4 +1,4 @@
-"""Whole jobs between an engine's own host memory and the tiers below it: bounded, with deadlines, never waited for."""
+"""Whole jobs between an engine's own host memory and the tiers below it: bounded, with deadlines, never blocking."""
 
 import logging
 import mmap
@@ -17,17 +17,17 @@ from kvtier.tiers import BATCH_BYTES, BlockRecord, ChainHash, Direction, Metrics
 from kvtier.tiers.hierarchy import TierPort
 from kvtier.tiers.host import memory
 
-_STORE_PATIENCE: Final = 10  # a part of a store may wait in a tier's queue for so many times its deadline
-_NO_PARENT: Final = bytes(32)  # the engine's keys do not tell
-_LOOK_AGAIN: Final = 0.02  # seconds between looks at the deadlines while draining
-_LOG_EVERY: Final = 60.0  # seconds between two lines about stores that were refused
+_STORE_PATIENCE: Final = 10  # how many tier deadlines a part of a store may wait in the tier's queue
+_NO_PARENT: Final = bytes(32)  # not known from the engine's keys
+_LOOK_AGAIN: Final = 0.02  # seconds between checks of deadlines while draining
+_LOG_EVERY: Final = 60.0  # seconds between two warnings about refused stores
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """What became of a job: an outcome for each block, in the order they were given, and how long it took."""
+    """The result of a job: an outcome for each block, in the order given, and its duration."""
 
     job_id: int
     outcomes: list[Outcome]
@@ -36,29 +36,29 @@ class EndedJob:
 
 @dataclass(eq=False, slots=True)
 class _StoreLine:
-    """What one request stores in one tier: a part at a time, in the order of its tokens."""
+    """One request's stores in one tier: a part at a time, in the order of its tokens."""
 
     waiting: "deque[_StoreBatch]" = field(default_factory=deque)
     current: "_StoreBatch | None" = None  # in the tier's queue, or written
-    failed: set[int] = field(default_factory=set)  # groups with a block that is not there: those behind it are no use
+    failed: set[int] = field(default_factory=set)  # groups with a missing block: later blocks are useless
 
 
 @dataclass(eq=False, slots=True)
 class StoreOrder:
-    """What one request stores, over all its jobs: a prefix in each tier, without a gap. Kept for as long as it runs."""
+    """One request's stores, over all its jobs: a prefix in each tier, without a gap. Lives as long as the request."""
 
     lines: dict[str, _StoreLine] = field(default_factory=dict)  # by tier
-    is_refused: bool = False  # a job of it was: those that follow lie behind a gap
+    is_refused: bool = False  # one of its jobs was: later ones would leave a gap
 
 
 class TierJobs:
     """Loads into and stores from memory that an engine owns, for engines that keep a host tier of their own.
 
-    Every job ends: each part of it waits and runs up to a deadline, then counts as TIMEOUT, and the engine may use its
-    memory again. So a load is read into memory of ours, verified there, and copied on only while its job still runs: a
-    read that hangs never writes to memory the engine took back. A store is written straight from the engine's memory;
-    one that was given up may have written another block's bytes, so it is forgotten when it ends. A long store is
-    written in parts, one behind the other, and ends with the last. Behind a block that failed nothing is written.
+    Every job ends: each part of it waits and runs up to a deadline, then counts as TIMEOUT, and the engine may reuse
+    its memory. So a load is read into staging memory, verified there, and copied only while its job still runs: a read
+    that hangs never writes to memory that the engine reuses. A store is written directly from the engine's memory; one
+    that timed out may have written another block's bytes, so it is discarded when it ends. A long store is written in
+    parts, one after the other, and ends with the last. After a block that failed nothing more of its chain is written.
 
     Lock: `_changed` guards the bookkeeping; inside it only the metrics' is taken; never held across I/O or a copy.
     """
@@ -72,9 +72,7 @@ class TierJobs:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """No store is begun while `max_storing` blocks wait for or are in a write. A load waits up to `load_deadline`
-        seconds.
-        """
+        """No store starts while `max_storing` blocks wait or are being written. Loads wait up to `load_deadline` s."""
         self.ports = ports
         self.slot_bytes = slot_bytes
         self.metrics = metrics
@@ -86,23 +84,23 @@ class TierJobs:
         self._live: set[_JobBatch] = set()
         self._ended: list[EndedJob] = []
         self._num_storing = 0
-        self._num_refused = 0  # blocks that the next line in the log tells of
-        self._told_at = -_LOG_EVERY
-        self._staging: list[mmap.mmap] = []  # idle ones; there are never more than I/O threads
+        self._num_refused = 0  # blocks to report in the next warning
+        self._warned_at = -_LOG_EVERY
+        self._staging: list[mmap.mmap] = []  # unused buffers; never more than I/O threads
 
     def holds(self, name: ChainHash) -> bool:
-        """Whether some tier holds the block, readable now; index-only."""
+        """Whether a tier has the block and can be read now; index-only."""
         return any(port.holds([name])[0] for port in self.ports)
 
     def held(self, names: Sequence[ChainHash]) -> list[bool] | None:
-        """Which blocks some tier holds; None while a tier cannot say."""
+        """Which blocks are in some tier; None while a tier is unavailable."""
         if not all(port.tier is not None and port.breakers["read"].closed for port in self.ports):
             return None
         by_port = [port.holds(names) for port in self.ports]
         return [any(where) for where in zip(*by_port, strict=True)] if by_port else [False] * len(names)
 
     def load(self, job_id: int, names: Sequence[ChainHash], into: Sequence[memoryview]) -> None:
-        """Fill each buffer (`slot_bytes`, writable) with its block, from the first tier that holds it."""
+        """Fill each buffer (`slot_bytes`, writable) with its block, from the first tier that has it."""
         homes = [next((p for p in self.ports if p.holds([name])[0]), None) for name in names]
         job = _TierJob(job_id, self.clock(), [Outcome.EVICTED] * len(names), 1)
         batches = [
@@ -123,9 +121,9 @@ class TierJobs:
     ) -> None:
         """Store blocks in every tier, parents first. The memory must not change until the job has ended.
 
-        `groups` says which of several chains each block is of; none: they are one. `order` is that of all the request's
-        jobs. A job is taken whole. Where too many blocks wait already it is refused, as QUEUE_FULL, and with it those
-        that follow it, as PARENT_FAILED.
+        `groups`: the chain of each block; empty: all are one chain. `order`: shared by all jobs of the request. A job
+        is accepted or refused as a whole. If too many blocks wait already it is refused as QUEUE_FULL, and the
+        request's later jobs as PARENT_FAILED.
         """
         order = order or StoreOrder()
         with self._changed:
@@ -149,10 +147,10 @@ class TierJobs:
         for line in lines:
             self.advance(line)
         with self._changed:
-            self._end_part(job)  # the one that stood for submitting
+            self._end_part(job)  # the submission itself
 
     def finished(self) -> list[EndedJob]:
-        """The jobs that ended since the last call; also keeps the deadlines and sends probes that are due. Cheap."""
+        """The jobs that ended since the last call. Also expires overdue jobs and sends due probes. Cheap."""
         for port in self.ports:
             port.tick()
         if not self._ended:
@@ -162,14 +160,14 @@ class TierJobs:
         return ended
 
     def drain(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for every job's end, then give up the rest: after it none uses their memory."""
+        """Wait up to `timeout` seconds for all jobs, then cancel the rest. Afterwards none uses the engine's memory."""
         until = time.monotonic() + timeout
         while self._live and time.monotonic() < until:
             for port in self.ports:
                 port.tick()
             with self._changed:
                 self._changed.wait_for(lambda: not self._live, _LOOK_AGAIN)
-        for batch in sorted(self._live, key=lambda batch: batch.is_begun):  # or their turn would come now
+        for batch in sorted(self._live, key=lambda batch: batch.is_begun):  # queued ones first, or they would start now
             self.expire(batch)
         with self._changed:  # what is left is being copied in memory, which cannot hang
             self._changed.wait_for(lambda: not self._live, timeout)
@@ -181,16 +179,16 @@ class TierJobs:
             port.close(timeout)
 
     def check(self) -> None:
-        """Raise AssertionError where the books do not balance at idle, or a tier's own do not."""
+        """Raise AssertionError if the counts are inconsistent at idle, or a tier's check fails."""
         with self._changed:
             assert self._live or not self._num_storing, f"{self._num_storing} blocks being stored by no job"
         for port in self.ports:
             port.check()
 
-    # What the batches report, mostly from I/O threads.
+    # reports of the batches, mostly from I/O threads
 
     def resolve(self, batch: "_JobBatch", outcomes: Sequence[Outcome]) -> bool:
-        """Record what became of a batch; False where it was given up before."""
+        """Record a batch's outcomes; False if it was expired before."""
         with self._changed:
             if batch not in self._live:
                 return False
@@ -198,7 +196,7 @@ class TierJobs:
             job = batch.job
             batch.resolved(outcomes)
             for position, outcome in zip(batch.positions, outcomes, strict=True):
-                if job.outcomes[position] is not Outcome.OK:  # one tier that took a block is enough
+                if job.outcomes[position] is not Outcome.OK:  # one tier that stored the block is enough
                     job.outcomes[position] = outcome
             self._end_part(job)
             self._changed.notify_all()
@@ -206,7 +204,7 @@ class TierJobs:
         return True
 
     def expire(self, batch: "_JobBatch") -> None:
-        """Nobody waits for a batch any more, unless it is being copied already: then it has all but ended."""
+        """Expire a batch, unless it is already being copied in memory: that ends soon."""
         with self._changed:
             if batch.copying:
                 return
@@ -214,7 +212,7 @@ class TierJobs:
         self.advance(batch.line)
 
     def advance(self, line: _StoreLine | None) -> None:
-        """Give the next part in line to its tier, unless one is there."""
+        """Submit the next waiting part to its tier, unless one is there."""
         while line is not None:
             with self._changed:
                 if line.current is not None or not line.waiting:
@@ -232,14 +230,14 @@ class TierJobs:
         return batch in self._live
 
     def begin_copy(self, batch: "_JobBatch") -> bool:
-        """Whether the engine's memory may be written to: from now on until `resolve` the batch is not given up."""
+        """Whether the engine's memory may be written to. If so, the batch does not expire before `resolve`."""
         with self._changed:
             batch.copying = batch in self._live
             return batch.copying
 
     @contextmanager
     def staging(self, count: int) -> Iterator[list[memoryview]]:
-        """Page-aligned buffers for `count` blocks. A read that hangs keeps them."""
+        """Page-aligned buffers for `count` blocks. A read that hangs keeps its buffers."""
         with self._changed:
             room = self._staging.pop() if self._staging else None
         room = room or mmap.mmap(-1, self._per_batch * self.slot_bytes)
@@ -261,28 +259,28 @@ class TierJobs:
             if not self._given(batch, deadline):
                 batch.end(Outcome.QUEUE_FULL, late=False)
         with self._changed:
-            self._end_part(job)  # the one that stood for submitting
+            self._end_part(job)  # the submission itself
 
     def _given(self, batch: "_JobBatch", deadline: float) -> bool:
-        """Whether the tier's queue took a batch, which may wait there until `deadline`."""
+        """Whether the tier's queue accepted a batch, which may wait there until `deadline`."""
         batch.is_begun = True
         batch.deadline = deadline
         batch.epoch = batch.port.epoch
         return batch.port.queue.submit(batch, urgent=batch.direction == "read")
 
     def _refused(self, num_blocks: int, reason: Outcome) -> None:
-        """Count blocks that were not taken, and say so once a minute."""
+        """Count blocks that were refused, and warn once a minute."""
         for port in self.ports:
             self.metrics.dropped(port.name, reason, num_blocks)
         self._num_refused += num_blocks
-        if self.clock() - self._told_at >= _LOG_EVERY:
+        if self.clock() - self._warned_at >= _LOG_EVERY:
             _log.warning(
                 "%d chunks were not stored: %d wait to be written, as many as cache.store_queue allows. Raise it or "
                 "leave it out, or have vLLM store less (its option `backpressure` of this tier)",
                 self._num_refused,
                 self._num_storing,
             )
-            self._num_refused, self._told_at = 0, self.clock()
+            self._num_refused, self._warned_at = 0, self.clock()
 
     def _end_part(self, job: "_TierJob") -> None:
         job.num_parts -= 1
@@ -305,14 +303,14 @@ class TierJobs:
 class _TierJob:
     job_id: int
     began: float
-    outcomes: list[Outcome]  # until its batch ends, what a block ends with that no batch takes
-    num_parts: int  # not yet ended: batches, and one while it is being submitted
-    num_storing: int = 0  # blocks it takes of the bound on stores
+    outcomes: list[Outcome]  # the initial value remains if no batch takes the block
+    num_parts: int  # unfinished batches, plus one during submission
+    num_storing: int = 0  # blocks counted towards the bound on stores
 
 
 @dataclass(eq=False, slots=True)
 class _JobBatch:
-    """The blocks of one job that travel in one call. Implements the queue's `Job`."""
+    """The blocks of one job that are transferred in one call. Implements the queue's `Job`."""
 
     direction: ClassVar[Direction]
 
@@ -322,15 +320,15 @@ class _JobBatch:
     positions: list[int]  # in the job
     names: list[ChainHash]
     buffers: list[memoryview]  # the engine's
-    epoch: int = 0  # the port's when it was given to it
+    epoch: int = 0  # the port's at submission
     deadline: float = 0.0
     copying: bool = False
-    is_begun: bool = False  # given to its tier
+    is_begun: bool = False  # submitted to its tier
     line: _StoreLine | None = None  # of a store
     chains: list[int] = field(default_factory=list)  # of a store: the chain of each block
 
     def run(self) -> list[Outcome] | None:
-        self.deadline = self.owner.clock() + self.port.settings.deadline  # the wait in line had its own
+        self.deadline = self.owner.clock() + self.port.settings.deadline  # the wait in the queue had its own
         return self.transfer() if self.owner.is_live(self) else None
 
     def end(self, result: list[Outcome] | Outcome | None, *, late: bool) -> None:
@@ -344,14 +342,14 @@ class _JobBatch:
         self.owner.expire(self)
 
     def transfer(self) -> list[Outcome]:
-        """What became of each block."""
+        """Each block's outcome."""
         raise NotImplementedError
 
     def expired(self) -> None:
-        """It was transferred, but the engine had its memory back before the end."""
+        """It was transferred after it expired: the engine may have reused its memory meanwhile."""
 
     def resolved(self, outcomes: Sequence[Outcome]) -> None:
-        """What became of it was recorded: under the owner's lock."""
+        """Its outcomes were recorded. Called under the owner's lock."""
 
 
 class _LoadBatch(_JobBatch):
@@ -374,7 +372,7 @@ class _StoreBatch(_JobBatch):
     def transfer(self) -> list[Outcome]:
         if not self.port.writable:
             return [Outcome.BREAKER_OPEN] * len(self.positions)
-        failed = self.line.failed if self.line is not None else set()  # it changes only when this one has ended
+        failed = self.line.failed if self.line is not None else set()  # it changes only after this batch
         outcomes = [Outcome.PARENT_FAILED] * len(self.positions)
         open_chains = set(self.chains) - failed
         for chain in sorted(open_chains):
@@ -393,14 +391,14 @@ class _StoreBatch(_JobBatch):
             line.current = None
 
     def expired(self) -> None:
-        """What was written may be another block's bytes."""
+        """The bytes written may be another block's."""
         tier = self.port.tier
         if tier is not None:
             tier.discard(self.names)
 
 
 def _copy(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
-    """Between buffers of equal size, whose owners keep them mapped; gives the GIL up once for many bytes."""
+    """Copy between buffers of equal size, which their owners keep mapped; releases the GIL once per many bytes."""
     if not targets:
         return
     if not memory.can_copy_scattered():

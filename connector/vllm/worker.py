@@ -20,14 +20,14 @@ from kvtier.tiers.host import HostRegion
 
 @dataclass(frozen=True, slots=True)
 class RegionHandle:
-    """How another process of this user on this machine finds and maps the L2 of the scheduler's process."""
+    """How another process of the same user on this machine finds and maps the scheduler process's L2."""
 
     pid: int
     fd: int
     num_slots: int
     slot_bytes: int
     region_id: int
-    client: tuple[str, bytes] | None = None  # for a daemon's L2: the socket, and the daemon's name for the scheduler
+    client: tuple[str, bytes] | None = None  # for a daemon's L2: the socket, and the scheduler's client id
 
     @classmethod
     def of(cls, region: HostRegion, client: tuple[str, bytes] | None = None) -> "RegionHandle":
@@ -36,12 +36,12 @@ class RegionHandle:
         return cls(os.getpid(), region.fd, region.num_slots, region.slot_bytes, region.region_id, client)
 
     def join(self) -> None:
-        """For a daemon's L2, keep what is leased to us leased until this process has ended as well."""
+        """For a daemon's L2: have the scheduler's slots kept until this process has ended as well."""
         if self.client is not None and self.pid != os.getpid():
             join(Path(self.client[0]), self.client[1])
 
     def attach(self) -> HostRegion:
-        """Map it here. Raises OSError if the process is gone or another user's, TierUnavailable if the daemon is."""
+        """Map it here. OSError if the process is gone or another user's, TierUnavailable if the daemon is gone."""
         self.join()
         fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -52,37 +52,37 @@ class RegionHandle:
 
 @dataclass
 class WorkerStep:
-    """One step of a worker. vLLM gets it as a `StepMessage`."""
+    """One step of a worker. vLLM passes it as a `StepMessage`."""
 
-    region: RegionHandle | None  # None: the daemon was not reached yet, so nothing is planned
+    region: RegionHandle | None  # None: no daemon was reached yet, so nothing is planned
     plan: bytes  # `StepPlan`: loads, and stores of blocks this step fills
     final_stores: bytes  # `StepPlan`: stores of finished requests; made before the step's compute
     is_idle: bool  # nothing is computed in this step
     fences: tuple[int, ...] = ()  # stores that must end first, since this step writes to their blocks
     lost: dict[str, tuple[int, ...]] = field(default_factory=dict)  # request → blocks that were promised and are gone
     late: frozenset[str] = frozenset()  # of those requests, the ones that wait for an asynchronous load
-    touches: bool = False  # before its compute vLLM zeroes or copies blocks that this step's loads write to
+    touches: bool = False  # vLLM zeroes or copies blocks that this step's loads write to
 
 
 _log = logging.getLogger(__name__)
 
 _IDLE_WAIT: Final = 0.005  # seconds an idle step waits for a copy, and so how long a new request may wait
 _DEADLINE: Final = 30.0  # seconds a step waits for a copy: between memories only a dead device takes longer
-_TRY_AGAIN: Final = 30.0  # seconds until memory that could not be mapped is tried again: the daemon may have been busy
+_TRY_AGAIN: Final = 30.0  # seconds before mapping is retried: the daemon may have been busy
 
 
 class WorkerHalf:
     """One rank's copies. Called from the worker's thread, step by step:
 
     `begin` (before anything is written) → `start_load` → compute, `wait_layer` → `start_store` → `collect`.
-    Between two steps the engine may take its KV memory away: `sleep` → `wake`, or `register` for other memory.
+    Between two steps the engine may unmap its KV memory: `sleep` → `wake`, or `register` for other memory.
     """
 
     def __init__(self, plan: SlotPlan, *, layerwise: bool, settles: bool = False, ways: CopyWays | None = None) -> None:
         """`layerwise`: the engine calls `wait_layer` before each layer; else synchronous loads end in `start_load`.
 
-        `settles`: the engine may take its KV memory away behind any step, and calls no `sleep`. All that it does is to
-        wait for what its device was given. `ways`: how a GPU copies, and whether that is measured.
+        `settles`: the engine may unmap its KV memory after any step without calling `sleep`. It only waits for the work
+        that its device was given. `ways`: how a GPU copies, and whether that is measured.
         """
         self._plan = plan
         self._layerwise = layerwise
@@ -91,20 +91,20 @@ class WorkerHalf:
         self._layer_numbers = {name: number for number, name in enumerate(plan.layers)}
         self._rank = 0
         self._blocks: EngineBlocks | None = None
-        self._asleep: EngineBlocks | None = None  # what `wake` brings back
+        self._asleep: EngineBlocks | None = None  # what `wake` restores
         self._stream: CopyStream | None = None
-        self._by_thread = True  # some copies may be made by a thread: not all of L2 is pinned yet
+        self._by_thread = True  # a thread may make copies: not all of L2 is pinned yet
         self._region: HostRegion | None = None
         self._side: WorkerSide | None = None
         self._loads: dict[int, CopyOp] = {}
         self._step: WorkerStep | None = None
         self._stores = StepPlan(0, 0)
         self._spoiled = False  # a load this step's compute relied on has failed
-        self._late: set[int] = set()  # loads that a step was to wait for, and did not have in time
-        self.memory: RegionHandle | None = None  # the scheduler's memory that this rank copies for, or last did
+        self._late: set[int] = set()  # synchronous loads that missed the step's deadline
+        self.memory: RegionHandle | None = None  # the scheduler's L2 that this rank copies for, or last did
         self._unreachable: RegionHandle | None = None  # memory that could not be mapped,
-        self._unreachable_until = 0.0  # and when to try it again
-        self._refused: list[int] = []  # ops that were never started, and count as failed
+        self._unreachable_until = 0.0  # and when to retry
+        self._refused: list[int] = []  # ops that were not started and count as failed
         self._reports: list[WorkerReport] = []
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -117,7 +117,7 @@ class WorkerHalf:
         self._blocks = engine_blocks(self._plan, kv_caches, rank)
 
     def sleep(self) -> None:
-        """The engine's KV memory goes: end every copy, then unpin and unmap L2. Until `wake` nothing is copied.
+        """The engine unmaps its KV memory next: end every copy, then unpin and unmap L2. No copies until `wake`.
 
         Idempotent. RuntimeError if a copy does not end by the deadline: the memory is in use and must stay.
         """
@@ -127,14 +127,14 @@ class WorkerHalf:
         self._asleep, self._blocks = self._blocks or self._asleep, None
 
     def wake(self) -> None:
-        """The memory is back, at the same addresses; what it holds is not known. Idempotent."""
+        """The memory is mapped again at the same addresses, with undefined content. Idempotent."""
         self._blocks = self._blocks or self._asleep
 
     def begin(self, message: WorkerStep) -> None:
-        """Begin a step: wait until the blocks it writes to have been read."""
+        """Begin a step: wait until stores have read the blocks it writes to."""
         if message is self._step:
             return
-        self._refuse(StepPlan(0, 0, (), self._stores.stores))  # vLLM never said that their compute was issued
+        self._refuse(StepPlan(0, 0, (), self._stores.stores))  # vLLM never reported that their compute was issued
         self._step, self._spoiled = message, False
         final_stores = StepPlan.decode(message.final_stores)
         self._stores = StepPlan.decode(message.plan)
@@ -187,24 +187,23 @@ class WorkerHalf:
         if self._side is None:
             return
         if self._settles and self._by_thread and self._stream is not None and self._region is not None:
-            # From and to pageable memory a thread copies, of which the device knows nothing. What it was given last may
-            # be older than the pin.
+            # A thread copies from and to pageable memory, unknown to the device. Its last copy may precede the pin.
             self._by_thread = not self._region.pinned
             self._stream.drain(_DEADLINE)
         if self._step is not None and self._step.is_idle:
             self._side.wait(_IDLE_WAIT)
         self._apply(self._side.poll())
         if self._spoiled:
-            # What the device was given of a failed load goes on; behind our report its blocks are computed again.
+            # The device continues a failed load; after our report its blocks are computed again.
             if not self._side.wait_loads():
                 raise RuntimeError(f"a load that a step needed has not ended in {_DEADLINE:.0f} s: memory is stuck")
             self._apply(self._side.poll())
 
     def _starts_early(self, message: WorkerStep) -> bool:
-        """Whether this step's loads start before its compute, and so end with it: a request comes a step sooner.
+        """Whether this step's loads start before its compute, and so end with it: the request computes a step sooner.
 
-        vLLM calls `start_load` behind a compute that waits for no load. On a GPU that has only been issued by then, and
-        what loads wait for is what `begin` marked. On a CPU it is over, and the request would wait for another step.
+        vLLM calls `start_load` after a compute that waits for no load. On a GPU that compute is only issued by then,
+        and loads start at the mark of `begin`. On a CPU it is over, and the request would wait for another step.
         """
         is_host = self._blocks is not None and self._blocks.device.type == "cpu"
         return is_host and not message.touches and not any(op.layerwise for op in self._stores.loads)
@@ -214,7 +213,7 @@ class WorkerHalf:
         plan = self._stores
         self._loads |= {op.op_id: op for op in plan.loads}
         side.start_load(plan)
-        if not any(op.layerwise for op in plan.loads):  # else they are asked for until the step ends
+        if not any(op.layerwise for op in plan.loads):  # else they are needed until the step ends
             self._stores = replace(plan, loads=())
 
     def _await(self, side: WorkerSide, layer: int) -> None:
@@ -223,7 +222,7 @@ class WorkerHalf:
             self._late |= {op.op_id for op in self._stores.loads if op.layerwise}
 
     def _apply(self, report: WorkerReport) -> None:
-        """What was late has failed even if it has come since: the step had computed without it."""
+        """Apply a report. A late load counts as failed, though it has ended: the step computed without it."""
         if late := self._late.intersection(report.finished):
             in_time = tuple(op_id for op_id in report.finished if op_id not in late)
             report = WorkerReport(in_time, (*report.failed, *late), report.lost)
@@ -250,7 +249,7 @@ class WorkerHalf:
         return invalid
 
     def take_reports(self) -> WorkerReport:
-        """Reports of copies since the last call, as one."""
+        """The reports since the last call, merged."""
         reports, self._reports = self._reports, []
         return WorkerReport(
             tuple(op_id for report in reports for op_id in report.finished),
@@ -278,7 +277,7 @@ class WorkerHalf:
             self._reports.append(WorkerReport(tuple(op.op_id for op in plan.stores)))
 
     def _lost(self, request_id: str, blocks: tuple[int, ...], *, waits: bool) -> None:
-        """Promised KV did not come. If blocks do not say whose they are, the request is named instead."""
+        """Promised KV is missing. If a block id does not identify the request, the request is named instead."""
         self._spoiled |= not waits
         if waits:
             self._received.add(request_id)
@@ -294,9 +293,9 @@ class WorkerHalf:
             self._lost(op.request_id, op.device_blocks, waits=not op.layerwise)
 
     def _connected(self, handle: RegionHandle | None) -> WorkerSide | None:
-        """Map L2 at the first step that needs it: the scheduler's half is made after this one. None: not possible now.
+        """Map L2 at the first step that needs it, since the scheduler's half is made later. None: not possible now.
 
-        After a daemon's restart its memory is mapped again.
+        After a restart of the daemon its new memory is mapped.
         """
         if handle is None or self._blocks is None:
             return None
@@ -322,7 +321,7 @@ class WorkerHalf:
         stream = CudaCopyStream(blocks, region, ways=self._ways) if on_device else HostCopyStream(blocks, region)
         self._stream = stream
         self._by_thread = True
-        # Models of states alone have no layer of K and V. Of a group of states there may be more layers than of these.
+        # Models with only states have no layer of K and V. A group of states may have more layers than those.
         sizes = blocks.num_layers, max(self._plan.slot_bytes, default=blocks.slot_bytes)
         return WorkerSide(stream, *sizes, _DEADLINE, by_layers=self._layerwise)
 

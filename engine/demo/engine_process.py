@@ -1,4 +1,4 @@
-"""The engine's process of a demo: started, asked by JSON lines, killed; with a progress bar for each question."""
+"""The engine's process of a demo: started, called by JSON lines, killed; with a progress bar per question."""
 
 import json
 import os
@@ -24,7 +24,7 @@ class EngineProcess:
     def __init__(self, module: str, home: Path, model: Path | None, progress: Progress) -> None:
         self._progress = progress
         worker = [sys.executable, "-m", module, str(home), *([str(model)] if model else [])]
-        # Threads that spin at barriers slow each other down tenfold if another process wants a core.
+        # Threads that spin at barriers slow each other down tenfold if another process needs a core.
         arguments = ["env", "OMP_WAIT_POLICY=PASSIVE", *worker]
         self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._replies = self._read()

@@ -93,7 +93,7 @@ def save_model(directory: Path) -> None:
         train_tokenizer(_SPECIAL).save(str(draft / "tokenizer.json"))
         settings = {"eos_token": _SPECIAL[turn_end], "chat_template": _TEMPLATE}
         (draft / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
-        # the configuration comes last: if it is there, the model is whole, despite any interruption
+        # the configuration is moved last: if it exists, the model is complete, despite any interruption
         for file in sorted(draft.iterdir(), key=lambda file: file.name == "config.json"):
             file.replace(directory / file.name)
 

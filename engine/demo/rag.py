@@ -1,4 +1,4 @@
-"""`kvtier demo rag`: a handful of documents, asked about in different orders, answered in four ways side by side.
+"""`kvtier demo rag`: questions about a few documents in different orders, answered in four ways side by side.
 
 This process only directs. A child computes the documents and ends. Another, which has only what the first left on the
 slab, answers: with a full prefill, from prefixes alone, and from segments without and with repair.
@@ -60,7 +60,7 @@ class RagOptions:
 
 
 class _Manner(NamedTuple):
-    """A way to answer: what the engine may reuse, what of it is computed anew, and the bound of its deviation."""
+    """A way to answer: what the engine may reuse, the share it recomputes, and the bound of the deviation."""
 
     name: str
     way: str
@@ -87,7 +87,7 @@ def rag_demo(options: RagOptions) -> int:
 
 
 class _Rag:
-    """Two models asked in every way, over one directory that the first process leaves to the second."""
+    """Runs two models in every way, over one directory that the first process leaves to the second."""
 
     def __init__(self, home: Path, options: RagOptions, progress: Progress) -> None:
         self._home = home
@@ -129,14 +129,14 @@ class _Rag:
     def _ask(self, child: EngineProcess, kind: str, manner: _Manner, questions: list[RagQuestion]) -> RagResult:
         arguments: dict[str, Any] = {"kind": kind, "asked": [each.texts for each in questions], **manner._asdict()}
         reply = child.call("answer", arguments, f"{manner.name}, {self._model_of(kind)}", len(questions))
-        told = [each.answer for each in questions]
-        right = sum(found == answer for found, answer in zip(reply["answers"], told, strict=True))
+        expected = [each.answer for each in questions]
+        right = sum(found == answer for found, answer in zip(reply["answers"], expected, strict=True))
         return RagResult(
             name=manner.name,
             num_questions=len(questions),
             prompt_tokens=sum(reply["sources"].values()),
             sources=reply["sources"],
-            right=None if None in told else right,
+            right=None if None in expected else right,
             ttft_ms=median(reply["ttft_ms"]),
             named_behind=reply["named_behind"],
             segments_loaded=reply["segments_loaded"],

@@ -8,7 +8,7 @@ import numpy as np
 from kvtier.engine.demo.recall import in_words, linked_names, make_documents, questions, read, right_answers
 from kvtier.tiers import ConfigError
 
-# Two models: one that knows the answers, one that is large enough to be timed. Three ways to make use of what is held.
+# Two models: one that knows the answers, one that is large enough to be timed. Three ways of reuse.
 RECALL: Final = "recall"
 TIMED: Final = "timed"
 FULL: Final = "full"
@@ -27,11 +27,11 @@ _QUESTION_TOKENS: Final = 24
 
 @dataclass(frozen=True, slots=True)
 class RagQuestion:
-    """What is asked over which documents, in their order, and the token that answers it."""
+    """A question over documents, in their order, and the token that answers it."""
 
     documents: list[list[int]]
     question: list[int]
-    answer: int | None  # None: nobody knows, it is timed alone
+    answer: int | None  # None: unknown, it is only timed
 
     @property
     def texts(self) -> list[list[int]]:
@@ -55,7 +55,7 @@ def recall_questions(number: int) -> list[RagQuestion]:
 
 
 def timed_questions(vocab_size: int, max_model_len: int) -> list[RagQuestion]:
-    """Over five long documents of random tokens, which nobody understands. ConfigError for too short a context."""
+    """Over five long documents of random tokens, without meaning. ConfigError for too short a context."""
     room = (max_model_len - _QUESTION_TOKENS - 1) // _FOLDER
     length = min(_TIMED_TOKENS, room // TIMED_BLOCK * TIMED_BLOCK)
     if length < TIMED_BLOCK:

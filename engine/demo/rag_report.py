@@ -35,7 +35,7 @@ class RagResult:
     sources: dict[str, int]
     right: int | None  # None: it was only timed
     ttft_ms: float  # median
-    named_behind: int  # blocks behind the exact prefix that a tier has under the prompts' own names
+    named_behind: int  # blocks after the exact prefix that a tier has under the prompts' own names
     segments_loaded: int  # from the slab, whole
     segments_computed: int  # no tier had them
     blends_in_full: int  # requests whose deviation was too high
@@ -53,20 +53,20 @@ class RagReport:
     @property
     def failures(self) -> list[str]:
         """What of the demo's claims did not hold."""
-        told = []
+        failures = []
         full, repaired = (_named(self.answers, name).right or 0 for name in (FULL_PREFILL, REPAIRED))
         if full < LEAST_RIGHT * (asked := self.answers[0].num_questions):
-            told.append(f"After a full prefill {full} of {asked} answers are right: too few to measure anything.")
+            failures.append(f"After a full prefill {full} of {asked} answers are right: too few to measure anything.")
         if repaired < OF_FULL * full:
-            told.append(
+            failures.append(
                 f"With repair {repaired} answers are right, under {OF_FULL:.0%} of the {full} of a full prefill."
             )
         results = [*self.answers, *self.times]
         if behind := sum(each.named_behind for each in results):
-            told.append(f"{behind} blocks behind the exact prefix are named: they are approximate.")
+            failures.append(f"{behind} blocks behind the exact prefix are named: they are approximate.")
         if computed := sum(each.segments_computed for each in results):
-            told.append(f"{computed} segments were computed: they should have been on the slab.")
-        return told
+            failures.append(f"{computed} segments were computed: they should have been on the slab.")
+        return failures
 
 
 def show(console: Console, report: RagReport) -> None:

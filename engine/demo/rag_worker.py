@@ -28,7 +28,7 @@ _DEADLINE: Final = 60.0  # seconds for background writes to reach the disk
 _ONE: Final = SamplingParams(max_tokens=1, ignore_eos=True)
 _COUNTED: Final = ("segments_held", "segments_loaded", "segments_computed", "blends_in_full")
 
-Told = Callable[[int], object]
+Done = Callable[[int], object]
 
 
 class RagEngines:
@@ -43,22 +43,22 @@ class RagEngines:
         self.models: Final = {RECALL: recall, TIMED: timed}
         self._home = home
 
-    def precompute(self, kind: str, documents: list[list[int]], told: Told) -> dict[str, Any]:
+    def precompute(self, kind: str, documents: list[list[int]], done: Done) -> dict[str, Any]:
         """Compute documents, each alone, and wait until they are on the slab."""
         with self._engine(kind, SEGMENTS) as engine:
             for number, document in enumerate(documents):
                 engine.precompute([document])
-                told(number + 1)
+                done(number + 1)
             return {"settled": _settled(engine)}
 
-    def answer(self, kind: str, way: str, repair: Repair, asked: list[list[list[int]]], told: Told) -> dict[str, Any]:
+    def answer(self, kind: str, way: str, repair: Repair, asked: list[list[list[int]]], done: Done) -> dict[str, Any]:
         """Answer each prompt, given as its documents and its question, with one token."""
         with self._engine(kind, way) as engine:
             engine.generate([[1, 2, 3]], _ONE, cache_salt="warm-up")  # the first forward of an engine is slow
             found = []
             for number, texts in enumerate(asked):
                 found.append(_completed(engine, texts, repair if way == SEGMENTS else None))
-                told(number + 1)
+                done(number + 1)
             behind = 0
             if way == SEGMENTS:
                 _settled(engine)
@@ -125,7 +125,7 @@ def _settled(engine: Engine) -> bool:
 
 
 def _named_behind(engine: Engine, texts: list[list[int]], found: Completion) -> int:
-    """How many blocks behind the first document, which is an ordinary prefix, any tier has under the prompt's names."""
+    """How many blocks after the first document, an ordinary prefix, are in any tier under the prompt's names."""
     chain = engine.prompt([*(token for text in texts for token in text), *found.token_ids]).chain
     assert chain is not None
     assert isinstance(engine.connector, LocalConnector)
@@ -147,15 +147,15 @@ def main(home: Path, model_dir: Path | None) -> None:
                 continue
             assert engines is not None
             if request["verb"] == "precompute":
-                _reply(engines.precompute(request["kind"], request["documents"], _tell))
+                _reply(engines.precompute(request["kind"], request["documents"], _report))
             else:
                 repair = Repair(request["rule"], request["share"], max_deviation=request["bound"])
-                _reply(engines.answer(request["kind"], request["way"], repair, request["asked"], _tell))
+                _reply(engines.answer(request["kind"], request["way"], repair, request["asked"], _report))
         except KVTierError as error:
             _reply({"error": str(error), "is_usage": isinstance(error, ConfigError)})
 
 
-def _tell(done: int) -> None:
+def _report(done: int) -> None:
     _reply({"done": done})
 
 

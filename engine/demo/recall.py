@@ -1,9 +1,8 @@
 """Documents whose meaning depends on those before them: made from a seed, with the right answer to every question.
 
-A document states of names which value they have ("Ada: red") or that they have another's ("Ben: as Ada"). Whoever reads
-several documents keeps what was said last. So the same documents in another order give other answers, and the KV of
-"Ben: as Ada" is worth nothing unless it knows the documents before it. `recall-model` was trained to answer, by
-benchmarks/_train_recall.py.
+A document states for names which value they have ("Ada: red") or that they have another's ("Ben: as Ada"). The last
+statement in a text counts. So the same documents in another order give other answers, and the KV of "Ben: as Ada" is
+useless without the documents before it. `recall-model` was trained to answer, by benchmarks/_train_recall.py.
 """
 
 from pathlib import Path
@@ -23,7 +22,7 @@ _STATEMENTS: Final = 4  # of a document, about different names; the rest is fill
 _LINKS: Final = 0.45  # how likely a statement refers to another name
 _FILLERS: Final = 24
 
-# A token each: a document's begin, the word "ask", the answer "unknown", names that are asked for, values, statements.
+# A token each: a document's begin, the word "ask", the answer "unknown", names in questions, values, statements.
 _DOCUMENT, _ASK, _UNKNOWN = 1, 2, 3
 _FIRST_NAME: Final = 4
 _FIRST_VALUE: Final = _FIRST_NAME + len(NAMES)
@@ -51,12 +50,12 @@ def make_documents(rng: np.random.Generator, *shape: int) -> TokenArray:
 
 
 def read(texts: TokenArray) -> tuple[TokenArray, TokenArray]:
-    """What a reader knows in the end, and what each statement says where it stands: the tokens that answer.
+    """The final value of each name, and the value of each statement at its position: the tokens that answer.
 
     `[texts, names]`, -1 for a name that no document states; and `[texts, tokens]`, -1 where nothing is stated.
     """
     known = np.full((len(texts), len(NAMES)), -1)
-    said = np.full(texts.shape, -1)
+    stated = np.full(texts.shape, -1)
     rows = np.arange(len(texts))
     for place in range(texts.shape[1]):
         token = texts[:, place]
@@ -66,8 +65,8 @@ def read(texts: TokenArray) -> tuple[TokenArray, TokenArray]:
         other = known[rows, np.where(is_link, (token - _FIRST_LINK) % len(NAMES), 0)]
         value = np.where(other < 0, _UNKNOWN, other)
         value = np.where(is_link, value, _FIRST_VALUE + (token - _FIRST_FACT) % len(VALUES))
-        known[rows[states], name[states]] = said[states, place] = value[states]
-    return known, said
+        known[rows[states], name[states]] = stated[states, place] = value[states]
+    return known, stated
 
 
 def linked_names(documents: TokenArray) -> TokenArray:
@@ -77,7 +76,7 @@ def linked_names(documents: TokenArray) -> TokenArray:
 
 
 def questions(names: TokenArray) -> TokenArray:
-    """The word "ask", and the names that are asked for: what follows the documents, along the last axis."""
+    """The word "ask" and the names in question, which follow the documents, along the last axis."""
     return np.concatenate([np.full((*names.shape[:-1], 1), _ASK), _FIRST_NAME + names], -1)
 
 

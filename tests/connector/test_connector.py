@@ -220,7 +220,7 @@ def test_a_failed_store_leaves_nothing_visible(bench: Bench) -> None:
     bench.scheduler.finished("a")
 
 
-def test_blocks_already_held_are_released_without_a_copy(bench: Bench) -> None:
+def test_blocks_already_stored_are_released_without_a_copy(bench: Bench) -> None:
     request = request_of(4)
     store(bench.hierarchy, request.chain, 0, 2)
     bench.scheduler.lookup(request, 0)
@@ -280,7 +280,7 @@ def test_a_request_from_before_a_reset_never_stores_again(bench: Bench) -> None:
     bench.scheduler.finished("a")
 
 
-def test_a_promise_nobody_took_for_too_long_is_not_loaded() -> None:
+def test_an_expired_promise_is_not_loaded() -> None:
     clock = FakeClock()
     bench = Bench(clock=clock)
     request = request_of(2)
@@ -311,7 +311,7 @@ def test_layerwise_each_layer_is_waited_for_by_itself(bench: Bench) -> None:
     bench.scheduler.finished("a")
 
 
-def test_a_drafter_computes_behind_the_poll_that_reported_the_load(bench: Bench) -> None:
+def test_a_drafter_computes_after_the_poll_that_reported_the_load(bench: Bench) -> None:
     """vLLM polls between the model and its drafter, and stores behind both."""
     request = request_of(2)
     store(bench.hierarchy, request.chain)

@@ -41,7 +41,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[RequestEnd]:
     return ends
 
 
-def test_an_end_is_told_once_and_behind_the_last_stores(bench: Bench, told: list[RequestEnd]) -> None:
+def test_a_finished_request_is_reported_once_and_after_the_last_stores(bench: Bench, told: list[RequestEnd]) -> None:
     request = request_of(3)
     bench.scheduler.lookup(request, 0)
     bench.scheduler.allocated("a", [0, 1, 2, 3], 0)
@@ -59,7 +59,7 @@ def test_an_end_is_told_once_and_behind_the_last_stores(bench: Bench, told: list
     assert len(told) == 1
 
 
-def test_an_idle_engines_last_end_is_told_at_once(bench: Bench, told: list[RequestEnd]) -> None:
+def test_an_idle_engines_last_finished_request_is_reported_at_once(bench: Bench, told: list[RequestEnd]) -> None:
     """Nothing is left to store, and an engine without requests makes no more plans."""
     request = request_of(3)
     bench.scheduler.lookup(request, 0)
@@ -67,7 +67,7 @@ def test_an_idle_engines_last_end_is_told_at_once(bench: Bench, told: list[Reque
     assert [end.num_output_tokens for end in told] == [9]
 
 
-def test_an_aborted_request_tells_no_end(bench: Bench, told: list[RequestEnd]) -> None:
+def test_an_aborted_request_is_not_reported_as_finished(bench: Bench, told: list[RequestEnd]) -> None:
     bench.scheduler.lookup(request_of(3), 0)
     bench.scheduler.finished("a")
     bench.scheduler.build_plan()

@@ -74,7 +74,7 @@ def held(bench: Bench, *tokens: list[int]) -> list[ChainHash]:
     return [chain_over(each).hashes[-1] for each in tokens]
 
 
-def test_the_child_that_shares_most_is_loaded_behind_the_own_blocks() -> None:
+def test_the_child_that_shares_most_is_loaded_after_the_own_blocks() -> None:
     bench = PartialBench()
     _, best, _ = held(bench, [*PREFIX, 1, 9, 9, 9], [*PREFIX, 1, 2, 3, 9], [*PREFIX, 1, 2, 9, 9])
     prompt = Prompt("a", [*PREFIX, 1, 2, 3, 4, 5])
@@ -91,7 +91,7 @@ def test_the_child_that_shares_most_is_loaded_behind_the_own_blocks() -> None:
     bench.close()
 
 
-def test_a_prompt_inside_one_held_block_computes_its_last_token_alone() -> None:
+def test_a_prompt_inside_one_stored_block_computes_only_its_last_token() -> None:
     bench = PartialBench()
     [name] = held(bench, [1, 2, 3, 4])
     short, whole = Prompt("a", [1, 2, 3]), Prompt("b", [1, 2, 3, 4])  # the second ends where its own block does

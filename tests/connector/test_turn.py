@@ -18,7 +18,7 @@ def started(work: Callable[[], object]) -> Thread:
     return thread
 
 
-def test_who_leaves_comes_behind_those_who_wait() -> None:
+def test_a_thread_that_leaves_queues_behind_waiting_ones() -> None:
     turn, order, is_first = Turn("engine"), [], Event()
 
     def take(name: str) -> None:
@@ -42,7 +42,7 @@ def test_who_leaves_comes_behind_those_who_wait() -> None:
     assert not turn._queue.locked()
 
 
-def test_nobody_is_in_there_twice_at_once() -> None:
+def test_no_two_threads_have_the_turn_at_once() -> None:
     turn, inside, most = Turn("engine"), [0], [0]
 
     def work() -> None:
@@ -58,7 +58,7 @@ def test_nobody_is_in_there_twice_at_once() -> None:
     assert (inside, most) == ([0], [1])
 
 
-def test_a_call_from_inside_a_call_is_refused_and_the_turn_goes_on() -> None:
+def test_a_call_from_inside_a_call_is_refused_and_the_turn_continues() -> None:
     turn = Turn("engine")
     with turn:
         with pytest.raises(RequestError, match="this engine was called from inside one of its own calls"), turn:

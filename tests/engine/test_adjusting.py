@@ -161,7 +161,7 @@ def test_what_cannot_be_is_refused_by_name(engine: Engine, wrong: dict[str, Any]
         engine.generate([PROMPT], SamplingParams(**wrong))
 
 
-def test_who_asks_for_nothing_pays_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_requests_adjust_and_score_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """No logits are copied, no logarithm is taken."""
     for name in ("adjusted", "sampled_logprobs", "PromptRows"):
         monkeypatch.setattr(f"kvtier.engine.model_runner.{name}", SimpleNamespace(__call__=None))

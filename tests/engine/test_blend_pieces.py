@@ -119,7 +119,7 @@ def test_pieces_of_one_token_come_to_what_one_pass_does(make: Make, family: str,
 
 
 @pytest.mark.parametrize("rule", ["deviation", "question", "first"])
-def test_who_answers_gets_a_token_in_every_step_beside_a_blend(
+def test_an_answer_gets_a_token_in_every_step_beside_a_blend(
     make: Make, monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:
     repair = Repair(rule, 0.3, max_deviation=9)
@@ -171,7 +171,7 @@ def test_a_blend_that_falls_back_takes_more_steps_and_is_a_full_prefill(make: Ma
     assert engine.stats["blends_in_full"] == 1
 
 
-def test_what_stands_before_the_segments_is_computed_and_named_first(make: Make) -> None:
+def test_tokens_before_the_segments_are_computed_and_named_first(make: Make) -> None:
     engine = make(**ON, max_num_batched_tokens=16)
     engine.precompute(DOCUMENTS)
     tokens, segments = asked(DOCUMENTS, lead=40)

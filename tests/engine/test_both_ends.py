@@ -94,7 +94,7 @@ def test_when_somebody_else_wants_the_compute_the_rest_is_loaded() -> None:
     assert first.num_external_tokens == TOKENS - front
 
 
-def test_who_is_not_alone_when_asked_for_is_loaded_or_computed() -> None:
+def test_a_request_that_is_not_alone_is_loaded_or_computed() -> None:
     engine = ScriptedEngine("auto", 1024, 1.0, linear(1.0, 1024))
     engine.add("a")
     engine.add("b", first_token=50_000)

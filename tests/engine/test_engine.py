@@ -159,7 +159,7 @@ def test_a_forward_that_raises_leaves_the_engine_whole(make: Make, monkeypatch: 
 @pytest.mark.parametrize("family", brief(["mistral-window"], ["llama", "qwen3", "mistral-window"]))
 @pytest.mark.parametrize("dtype", brief(["bfloat16"], ["float32", "bfloat16"]))
 @pytest.mark.parametrize("loading", ["async", "layerwise"])
-def test_what_l1_forgot_comes_back_from_l2_bit_for_bit(make: Make, family: str, dtype: str, loading: str) -> None:
+def test_blocks_evicted_from_l1_return_from_l2_bit_for_bit(make: Make, family: str, dtype: str, loading: str) -> None:
     tokens = prompt(1, 90)
     bare = make(family, dtype, exact=True, exact_rows=64, enable_prefix_caching=False)
     [cold] = bare.generate([tokens], KEEP)

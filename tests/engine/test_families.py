@@ -114,6 +114,6 @@ def test_phi_3_with_long_factors_ends_where_these_begin() -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("gemma2", "gemma2"), ("llava", "llava"), ("deepseek-v3", "deepseek_v3")])
-def test_segments_are_refused_for_layers_that_no_blend_knows(name: str, kind: str) -> None:
-    with pytest.raises(ConfigError, match=rf"model kind '{kind}': a blend knows the layers of llama, .*; set them"):
+def test_segments_are_refused_for_layers_that_no_blend_supports(name: str, kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model kind '{kind}': a blend supports the layers of llama, .*; set them"):
         engine_of(name, segments="on")

@@ -48,7 +48,7 @@ def run(engine: Engine, tokens: list[int], interrupt: type[BaseException] = Keyb
     return np.array([output.logits for output in outputs])
 
 
-def test_a_layerwise_load_that_fails_behind_its_fence_is_computed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layerwise_load_that_fails_after_its_fence_is_computed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device's fence returns at once; that the copy failed shows when the compute has ended."""
     engine = make(tiers=True, loading="layerwise", **EXACT)
     cold = engine.generate([prompt(1, 90)], KEEP)[0]
@@ -120,7 +120,7 @@ def test_what_l1_holds_is_offered_below_again(make: Make, monkeypatch: pytest.Mo
     assert engine.generate([[*prompt(1, 64), *prompt(10, 20)]], ONE)[0].num_external_tokens == 80
 
 
-def test_a_step_that_raises_still_tells_what_others_were_brought(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_raises_still_delivers_other_outputs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
     other = engine.add_request(prompt(9, 12), SamplingParams(max_tokens=3, ignore_eos=True))
     engine.generate([prompt(1, 30)], GREEDY)  # meets the outputs of the other one
@@ -282,7 +282,7 @@ def test_stores_that_cannot_be_started_leave_their_slots_and_blocks(
     assert engine.stats["finished"] == 2
 
 
-def test_a_connector_that_cannot_start_lets_go_of_the_slab(make: Make, tmp_path: Any) -> None:
+def test_a_connector_that_cannot_start_releases_the_slab(make: Make, tmp_path: Any) -> None:
     config = Config(host={"size": "4MiB"}, file={"path": tmp_path, "size": "16MiB"})
     model = make().model
     pool = make().pool

@@ -89,7 +89,7 @@ def test_our_attention_survives_the_callers_use_of_the_config() -> None:
     assert distance(engine, plain("llama"), prompt(2, 40)) < 1e-4
 
 
-def test_identity_tells_apart_whatever_changes_kv() -> None:
+def test_identity_distinguishes_everything_that_changes_kv() -> None:
     def fingerprint(family: str = "llama", seed: int = 0, dtype: str = "float32", **options: object) -> bytes:
         model = Model.from_config(config_of(family), seed=seed, dtype=dtype)
         return model.identity(EngineConfig(**options)).fingerprint()  # type: ignore[arg-type]

@@ -246,7 +246,7 @@ def test_logits_tell_a_state_from_that_of_the_border_before(
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "qwen3.5"])
-def test_an_abort_leaves_nothing_behind(open_engine: Open, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_an_abort_leaves_nothing(open_engine: Open, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     tokens = prompt(1, 391)
     params = SamplingParams(max_tokens=NEW, ignore_eos=True)
     engine = open_engine(kind)
@@ -409,7 +409,7 @@ def test_what_such_a_model_leaves_out(open_engine: Open) -> None:
     for kind in ("qwen3.5", "gemma4"):
         with pytest.raises(ConfigError, match=r"exact, model kind '.*': transformers computes it over .*; leave exact"):
             Engine(model(kind), EngineConfig(exact=True))
-        with pytest.raises(ConfigError, match=r"a blend knows the layers of llama"):
+        with pytest.raises(ConfigError, match=r"a blend supports the layers of llama"):
             Engine(model(kind), EngineConfig(segments="on"))
 
 

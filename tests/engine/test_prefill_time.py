@@ -10,7 +10,7 @@ from tiny_models import config_of
 
 
 @pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
-def test_the_verb_measures_each_tier_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_the_verb_measures_each_tier_and_leaves_nothing(tmp_path: Path) -> None:
     config_of("llama").save_pretrained(tmp_path / "model")  # a config.json alone: random weights
     (tmp_path / "slab").mkdir()
     slab = {"file__path": str(tmp_path / "slab"), "file__size": "8MiB", "file__deadline": "30s"}

@@ -46,7 +46,7 @@ def test_a_finished_request_leaves_its_blocks_to_the_next_turn(stories: list[Sto
     assert story.live["b"].num_l1_tokens == 12
 
 
-def test_generated_blocks_stay_private_when_asked(stories: list[Story]) -> None:
+def test_generated_blocks_stay_private_if_configured(stories: list[Story]) -> None:
     stories.append(story := Story(16, store_generated=False))
     first = story.add("a", tokens(1, 6), max_tokens=7)
     story.run()
@@ -229,7 +229,7 @@ def test_failed_blocks_are_computed(stories: list[Story]) -> None:
     story.step()
 
 
-def test_full_blocks_are_stored_once_and_held_until_copied() -> None:
+def test_full_blocks_are_stored_once_and_referenced_until_copied() -> None:
     connector = ScriptedConnector()
     story = Story(8, connector)
     story.add("a", tokens(1, 7), max_tokens=3)

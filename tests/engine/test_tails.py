@@ -77,7 +77,7 @@ def test_an_aborted_request_leaves_what_it_has_computed(num_steps: int, cold: Bi
     end(engine)
 
 
-def test_who_leaves_nothing(cold: Bits) -> None:
+def test_tails_that_are_off_too_short_or_private_are_not_stored(cold: Bits) -> None:
     first = prompt(1, 40)
     off = engine_over(None, 64, partial_blocks=False)
     off.generate([first], keep(1))
@@ -125,7 +125,7 @@ def test_a_full_l1_waits_for_the_tails_copy() -> None:
     story.idle()
 
 
-def test_readers_of_l1s_events_are_told_of_whole_blocks_alone(cold: Bits) -> None:
+def test_l1s_events_have_only_full_blocks(cold: Bits) -> None:
     engine, shelf = engine_over(None, 16), Shelf()
     events, first = TierEvents("l1", engine.pool), prompt(1, 40)
     engine.generate([first], keep(1))

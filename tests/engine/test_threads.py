@@ -99,7 +99,7 @@ def test_threads_generate_and_stream_at_once_and_all_of_it_is_found_again(
     end(again)
 
 
-def test_a_stream_that_is_collected_inside_a_step_is_ended_behind_it(texts: list[list[int]]) -> None:
+def test_a_stream_that_is_collected_inside_a_step_is_aborted_after_it(texts: list[list[int]]) -> None:
     engine = small_engine()
     forgotten = [engine.stream(PROMPTS[0], GREEDY)]
     next(forgotten[0])
@@ -195,7 +195,7 @@ def test_an_engine_interrupted_in_its_books_refuses_all_and_stores_nothing_more(
     end(again)
 
 
-def test_behind_close_threads_are_told(texts: list[list[int]]) -> None:
+def test_after_close_threads_get_an_error(texts: list[list[int]]) -> None:
     engine = small_engine()
     outputs = engine.stream(PROMPTS[0], SamplingParams(max_tokens=8, ignore_eos=True))
     assert next(outputs).token_id == texts[0][0]

@@ -1,6 +1,6 @@
 """The contract of the tiers below L1, in this process or behind the node's daemon: claims, stores and upkeep.
 
-A claim is one request's question, and then the promise made to it: `ask` → `poll` until it is not PENDING → `take`, or
+A claim is a request's lookup and then the promise made to it: `ask` → `poll` until it is not PENDING → `take`, or
 `cancel` at any time. A store is `reserve` → the worker copies → `seal`, or `abandon`. `bring` is a claim for a caller
 that can wait.
 """
@@ -17,12 +17,12 @@ from kvtier.tiers.host import HostRegion
 from kvtier.tiers.pool import Causes, Lease, Reservation
 from kvtier.tiers.reuse import RequestEnd
 
-_LOOK: Final = 0.05  # seconds `bring` waits for news before it looks at its deadline
-_REFUSED: Final = 0.01  # seconds before `bring` asks again after a refusal
+_LOOK: Final = 0.05  # seconds `bring` waits for progress before it checks its deadline
+_REFUSED: Final = 0.01  # seconds before `bring` retries after a refusal
 
 
 class Pending:
-    """The answer "ask again": blocks are still on their way and the deadline has not passed."""
+    """ "Poll again": blocks are still being loaded and the deadline has not passed."""
 
     def __repr__(self) -> str:
         return "PENDING"
@@ -31,16 +31,16 @@ class Pending:
 PENDING: Final = Pending()
 
 
-@dataclass(slots=True, unsafe_hash=True)  # nobody changes it: see `value`
+@dataclass(slots=True, unsafe_hash=True)  # never mutated: see `value`
 class Attribution:
-    """Where the blocks of one lookup were when first asked: `found["l2"]`, or any other tier of the table by its name.
+    """Where the blocks of one lookup were at first: `found["l2"]`, or any other tier of the table by its name.
 
-    `Attribution(4, l2=1, file=2, miss=1)`: AssertionError if the parts do not sum to `blocks`, KeyError for no tier.
+    `Attribution(4, l2=1, file=2, miss=1)`: AssertionError if the parts do not sum to `blocks`, KeyError: unknown tier.
     """
 
     blocks: int
     miss: int
-    by_tier: Mapping[str, int] = field(hash=False)  # of the tiers that had any
+    by_tier: Mapping[str, int] = field(hash=False)  # only tiers that had any
     loadable: int = field(compare=False, repr=False)  # blocks found below L1
 
     def __init__(self, blocks: int, *, miss: int = 0, **by_tier: int) -> None:
@@ -56,100 +56,100 @@ class Attribution:
 
 
 class Meeting(NamedTuple):
-    """Where computing from the front and loading from the back meet."""
+    """The split point of an overlapped load: blocks before it are computed while those from it on are loaded."""
 
-    block: int  # of the chain: the first that is loaded
-    seconds: float  # until then, as measured rates foretell
+    block: int  # the first loaded block of the chain
+    seconds: float  # until both are done, as measured rates predict
 
 
 class Ends(IntEnum):
-    """From which ends the request comes to its blocks."""
+    """Which part of the chain the claim loads."""
 
-    FRONT = 0  # from the front: what is loaded comes first, what is computed behind it
-    BOTH = 1  # it could compute the front while what lies behind is loaded, if that is fastest: see `Claim.meeting`
-    BACK = 2  # this claim is a part of what lies behind: the question was counted, loading it is decided
+    FRONT = 0  # the leading blocks; what follows them is computed
+    BOTH = 1  # the caller may compute the front while the rest is loaded, if that is fastest: see `Claim.meeting`
+    BACK = 2  # the part after a split point: the lookup was counted before, and loading it is decided
 
 
 LooksBehind = Callable[[bytes], Sequence[ChildBlock]]
-"""Tokens, u32 little-endian → blocks held now that follow a claim's last one and begin with them."""
+"""Tokens, u32 little-endian → stored blocks that follow a claim's last one and begin with them."""
 
 
 @dataclass(eq=False)
 class Claim:
-    """One request's question, and then the promise made to it. `ask` makes it; each implementation adds its own."""
+    """A request's lookup, then the promise made to it. `ask` makes it; each implementation adds fields."""
 
     hashes: list[ChainHash]
     parent: ChainHash  # of hashes[0]
-    num_l1: int  # leading blocks that L1 holds: counted, not claimed
-    block_size: int  # tokens; 0: nobody could compute the blocks instead, so they are always worth loading
-    found: Attribution | None = None  # where the blocks were; None while a tier is still being asked
-    refusal: Outcome | None = None  # RECOMPUTE: final, computing is faster; NO_SLOT: for now, others have the room
-    good_until: float = 0.0  # on the monotonic clock: an answer that nothing is held may be asked for anew from then on
-    missing: Outcome | None = Outcome.ABSENT  # why the misses of `found` are misses; None: that is counted already
+    num_l1: int  # leading blocks in L1: counted, not claimed
+    block_size: int  # tokens; 0: the blocks cannot be computed instead, so they are always worth loading
+    found: Attribution | None = None  # where the blocks were; None while a tier is still queried
+    refusal: Outcome | None = None  # RECOMPUTE: final, computing is faster; NO_SLOT: others use the slots for now
+    good_until: float = 0.0  # on the monotonic clock: from then on the caller may repeat a lookup that missed
+    missing: Outcome | None = Outcome.ABSENT  # why the misses of `found` are misses; None: already counted
     ends: Ends = Ends.FRONT
-    # Set together with `found`: compute up to there, and ask for what lies behind as `Ends.BACK`. Only the leading
-    # blocks that L2 has are claimed then, and there are no `children`. None: what is loaded is claimed.
+    # Set together with `found`: compute up to there, and claim the rest with `Ends.BACK`. Then this claim covers only
+    # the leading blocks in L2, and has no `children`. None: everything to load is claimed.
     meeting: Meeting | None = None
-    promised: int | None = None  # what `poll` would answer now, if that is known as the claim is made
-    told: bool = False  # the answer was read: by a poll, or as `promised` by whoever sets this
-    # Set together with `found`: looks for `children` that begin with these tokens. Most callers never do.
+    promised: int | None = None  # the result of `poll`, if known at `ask`
+    told: bool = False  # a poll has returned the answer, or the caller read `promised`
+    # Set together with `found`: finds `children` that begin with these tokens. Most callers never do.
     behind: LooksBehind | None = field(default=None, init=False, repr=False)
-    # Set together with `found` where blocks are missing: what became of them. Asked once, when they are counted.
+    # Set together with `found` if blocks are missing: why they left. Called once, when the misses are counted.
     why: Callable[[], Causes] | None = field(default=None, init=False, repr=False)
 
     @property
     def causes(self) -> Causes | None:
-        """Good once `found` is: how many of its misses left which tier, and why. None: nobody here knows."""
+        """Valid once `found` is set: how many of the misses left which tier, and why. None: unknown here."""
         return None if self.why is None else self.why()
 
     @property
     def children(self) -> Sequence[ChildBlock]:
-        """Good once `found` is: up to eight blocks, held by L2 or the slab, that follow the last block found.
+        """Valid once `found` is set: up to eight blocks of L2 or the slab that follow the last block found.
 
-        That is `parent`, if none was. The next block asked for is not among them. They are held when looked at, not
-        promised: ask for them to have one.
+        If none was found they follow `parent`. The next block of the chain is left out. They are not promised:
+        claim them to load one.
         """
         return () if self.behind is None else self.behind(b"")
 
 
 class NewsCondition(Condition):
-    """The lock of claims served in this process, and the news that one moved on.
+    """The lock of claims in this process; notified when a claim moves on.
 
-    It also tells watchers, which wait for something else than a lock: an event loop does.
+    Watchers are callbacks for those that cannot wait on a lock, such as an event loop.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._watchers: list[Callable[[], None]] = []
 
-    def watch(self, told: Callable[[], None]) -> None:
-        """Have `told` called at every step forward. It is called under the lock, so it may only make a note."""
-        self._watchers.append(told)
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Call `callback` at every notification. It runs under the lock, so it may only set a flag."""
+        self._watchers.append(callback)
 
     def notify_all(self) -> None:
-        """Wake every thread that waits, and tell every watcher."""
+        """Wake every waiting thread and call every watcher."""
         super().notify_all()
-        for told in self._watchers:
-            told()
+        for callback in self._watchers:
+            callback()
 
 
-@dataclass(slots=True, unsafe_hash=True)  # not frozen: what is wanted becomes what is stored (`StoringOp`)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: `StoringOp` extends it
 class Wanted:
-    """Consecutive new blocks of one chain that a step wants to store; or a tail, a chain's unfinished last block."""
+    """Consecutive new blocks of one chain that a step is to store; or a tail, the chain's partial last block."""
 
     hashes: Sequence[ChainHash]
     parent: ChainHash  # of hashes[0]
-    tenant: ChainHash  # whose blocks they are: the root of chains with their cache_salt
-    is_tail: bool = False  # `hashes` is one name, with fewer tokens than a block has; of no use to who wants blocks
-    is_rest: bool = False  # offered again, as there was no room: it waits until a lower tier has what comes before it
+    tenant: ChainHash  # the root of the chains with its cache_salt
+    is_tail: bool = False  # a partial block: `hashes` is one name, with fewer tokens than `block_size`
+    is_rest: bool = False  # offered again after NO_SLOT: waits until a lower tier has its parent
 
 
 Filled = tuple[Reservation, Sequence[bytes], int]
-"""A reservation whose slots are filled, the tokens of each of its blocks (u32 little-endian), and the epoch then."""
+"""A reservation with filled slots, the tokens of each of its blocks (u32 little-endian), and the epoch of the fill."""
 
 
 class BlockClaims(Protocol):
-    """How a request comes to blocks. No method raises for a storage failure; only `wait_news` waits."""
+    """How a request claims blocks. No method raises for a storage failure; only `wait_news` waits."""
 
     def ask(
         self,
@@ -160,24 +160,24 @@ class BlockClaims(Protocol):
         block_size: int = 0,
         ends: Ends = Ends.FRONT,
     ) -> Claim:
-        """Ask where the blocks of a chain are, and claim those beyond the first `num_l1` that are worth loading."""
+        """Look up the blocks of a chain, and claim those beyond the first `num_l1` that are worth loading."""
 
     def poll(self, claim: Claim) -> int | Pending:
-        """How many blocks beyond `num_l1` are in L2, verified and leased; PENDING: more may come, ask again.
+        """How many blocks beyond `num_l1` are in L2, verified and leased; PENDING: more may arrive, poll again.
 
-        Polling renews the promise: one that nobody polls lapses after the lease deadline.
+        Polling renews the promise, which otherwise expires after the lease deadline.
         """
 
     def take(self, claim: Claim) -> Lease:
-        """The lease of the promised blocks; empty if the promise lapsed. Release it when its copies have ended."""
+        """The lease of the promised blocks; empty if the promise expired. Release it after its copies."""
 
     def cancel(self, claim: Claim) -> None:
-        """The request went away. Idempotent."""
+        """The request no longer needs the claim. Idempotent."""
 
     def count(self, found: Attribution, missing: Outcome | None = Outcome.ABSENT, causes: Causes | None = None) -> None:
-        """Count a request's blocks by where they were, and its misses for that reason: once per request.
+        """Count a request's blocks by tier, and its misses under `missing`: once per request.
 
-        `causes`: what became of those that are absent.
+        `causes`: why the absent ones left.
         """
 
     def wait_news(self, timeout: float) -> None:
@@ -185,7 +185,7 @@ class BlockClaims(Protocol):
 
 
 class BlockStores(Protocol):
-    """How computed blocks come to L2. No method raises for a storage failure.
+    """How computed blocks are stored in L2. No method raises for a storage failure.
 
     Only `reserve` may wait for an answer, once for a whole step and up to a deadline of its own.
     """
@@ -195,28 +195,28 @@ class BlockStores(Protocol):
 
     @property
     def is_short(self) -> bool:
-        """Whether the last `reserve` had no room for some blocks now, and left it to the caller to count them."""
+        """Whether the last `reserve` lacked slots for some blocks and left counting them to the caller."""
 
     def reserve(self, wanted: Sequence[Wanted], *, may_retry: bool = False) -> list[Reservation | None]:
-        """L2 slots for all that a step stores: of each chain as many leading blocks as fit, None if not one does.
+        """L2 slots for all that a step stores: of each chain as many leading blocks as fit, None if not even one.
 
-        Blocks already held need no slot and are left out of the reservation; so is a tail where none are kept.
-        `may_retry`: if it `is_late` or `is_short`, the caller tries again, or counts what it drops.
+        Blocks that are in L2 need no slot and are left out of the reservation, as are partial blocks if they are off.
+        `may_retry`: if it `is_late` or `is_short`, the caller retries, or counts what it drops.
         """
 
     def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
         """The reservation's slots are filled: hash, publish and offer them to the lower tiers, in the background.
 
-        `records` are its blocks in order, their checksums ignored; `epoch` is that in which they were computed.
+        `records` are its blocks in order, their checksums ignored; `epoch`: when they were computed.
         """
 
     def seal_each(self, stores: Sequence[Filled]) -> None:
-        """`seal` of all that a step has filled: one job, however many there are. Names and parents are as reserved."""
+        """`seal` for everything a step has filled, as one job. Names and parents are as reserved."""
 
     def abandon(self, reservation: Reservation, reason: Outcome) -> None:
-        """The store failed or was called off: its slots are free again, nothing became visible.
+        """The store failed or was cancelled: its slots become free, nothing is published.
 
-        Not behind `seal`: of this process's tiers that is a ValueError, and the daemon passes it over.
+        Not after `seal`: the tiers of this process raise ValueError, the daemon's client ignores it.
         """
 
     def quarantine(self, reservation: Reservation, reason: Outcome) -> None:
@@ -224,27 +224,27 @@ class BlockStores(Protocol):
 
 
 class TierUpkeep(Protocol):
-    """The tiers as a whole: their memory, their figures, their deadlines and their end.
+    """The tiers as a whole: memory, metrics, deadlines, shutdown.
 
-    No method raises for a storage failure. `locate` and `holds` may wait for an answer and are not for a scheduler's
-    thread; `drain`, `reset` and `close` wait.
+    No method raises for a storage failure. `locate` and `holds` may wait for an answer: do not call them on a
+    scheduler's thread. `drain`, `reset` and `close` wait.
     """
 
     metrics: Metrics
     sends_later: bool
-    """Whether what is said waits for company before it is sent: a caller that has nothing more to say calls `tick`."""
+    """Whether messages are batched before they are sent: a caller calls `tick` after its last one."""
 
     @property
     def region(self) -> HostRegion | None:
-        """L2's memory. Another one after the daemon was restarted; None before it was ever reached."""
+        """L2's memory. A new one after the daemon restarted; None until it was first reached."""
 
     @property
     def epoch(self) -> int:
-        """Counts resets: what was admitted before one is not stored after it."""
+        """Counts resets: a block computed before a reset is not stored after it."""
 
     @property
     def num_slots(self) -> int:
-        """Slots in L2; 0 before the daemon was ever reached."""
+        """Slots in L2; 0 until the daemon was first reached."""
 
     @property
     def has_lower(self) -> bool:
@@ -252,28 +252,28 @@ class TierUpkeep(Protocol):
 
     @property
     def wanting(self) -> dict[str, str]:
-        """What of the configuration is not there now → why; its blocks are misses. Thread-safe, and never waits."""
+        """Configured tiers that are unavailable → why; their blocks are misses. Thread-safe, never waits."""
 
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
-        """A step prefilled `num_tokens` in `seconds`, behind `position` others: what loading competes with."""
+        """A step prefilled `num_tokens` in `seconds`, after `position` others: loading is weighed against it."""
 
     def ended(self, end: RequestEnd) -> None:
-        """A request has ended: what the order of eviction learns from."""
+        """A request has finished; the eviction policy learns from it."""
 
     def locate(self, hashes: Sequence[ChainHash], timeout: float) -> Attribution:
-        """Where the blocks are, without a claim; waits up to `timeout` seconds for tiers that nodes share."""
+        """Where the blocks are, without a claim; waits up to `timeout` seconds for shared tiers."""
 
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
-        """Which of the blocks L2 holds, each by itself."""
+        """For each block, whether L2 holds it."""
 
     def tick(self) -> None:
-        """Let deadlines pass; `ask` and `poll` do it too."""
+        """Expire what is past its deadline; `ask` and `poll` do it too."""
 
     def reset(self) -> None:
         """Forget everything in every tier; stores and reads under way will not become visible."""
 
     def drain(self, timeout: float, *, below: bool = True) -> bool:
-        """Wait until every store offered so far is found in L2 and, with `below`, written; False when time ran out."""
+        """Wait until every store is published in L2 and, with `below`, written to lower tiers; False at timeout."""
 
     def stats(self) -> dict[str, float]:
         """Every counter and gauge by its exposition name."""
@@ -282,7 +282,7 @@ class TierUpkeep(Protocol):
         """Raise AssertionError if a conservation law is broken."""
 
     def close(self, timeout: float = 5.0) -> None:
-        """Let go of everything. Idempotent."""
+        """Release everything. Idempotent."""
 
 
 class CacheTiers(BlockClaims, BlockStores, TierUpkeep, Protocol):
@@ -298,11 +298,11 @@ def bring(
     block_size: int = 0,
     cancelled: Callable[[], bool] = bool,
 ) -> Lease | None:
-    """Have leading blocks of a chain in L2, verified, and lease them; waits until `deadline` (monotonic clock).
+    """Load leading blocks of a chain into L2, verify and lease them; waits until `deadline` (monotonic clock).
 
-    The lease is as long as the blocks that came in time, maybe empty. None: until the deadline other requests held all
-    that waiting requests may hold. `block_size` as in `ask`. Nothing is counted as a lookup. Once `cancelled` returns
-    True it waits no more; what has come by then is returned all the same, and is the caller's to release.
+    The lease covers the blocks that arrived in time, maybe none. None: until the deadline other requests used all slots
+    that waiting requests may lease. `block_size` as in `ask`. Counts no lookup. Once `cancelled` returns True it stops
+    waiting; it still returns the blocks that arrived, and the caller releases them.
     """
     while True:
         claim = tiers.ask(hashes, parent, block_size=block_size)
@@ -315,7 +315,7 @@ def bring(
             if claim.refusal is not Outcome.NO_SLOT:
                 return lease
         finally:
-            tiers.cancel(claim)  # taken, it has nothing left to give up
+            tiers.cancel(claim)  # no effect after `take`
         if cancelled() or (left := deadline - time.monotonic()) <= 0:
             return None
         time.sleep(min(left, _REFUSED))

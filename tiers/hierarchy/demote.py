@@ -1,4 +1,4 @@
-"""Demotion: sealed L2 blocks on their way to a lower tier, behind a bounded queue, never in an engine's way."""
+"""Demotion: sealed L2 blocks on their way to a lower tier, behind a bounded queue; never blocks an engine."""
 
 import logging
 import math
@@ -21,22 +21,22 @@ from kvtier.tiers.reuse import EDGES
 
 _log = logging.getLogger(__name__)
 
-_BEHIND: Final = 0.75  # of the store queue's room is taken: the tier falls behind
-_CALM: Final = 0.25  # from here on it has caught up
-_SHORTEST: Final = 10.0  # seconds without a sign of it before every block is taken again
-_LONGEST: Final = 160.0  # each stay that follows at once on one before is twice as long, up to this
-_LOOK: Final = 30.0  # seconds between two looks at how long blocks live
-_FEWEST: Final = 16  # evictions and returns that tell anything
+_BEHIND: Final = 0.75  # of the store queue is full: the tier falls behind
+_CALM: Final = 0.25  # below this it has caught up
+_SHORTEST: Final = 10.0  # seconds since it last was behind, before every block is accepted again
+_LONGEST: Final = 160.0  # each relapse soon after the previous one doubles that time, up to this
+_LOOK: Final = 30.0  # seconds between two measurements of how long blocks live
+_FEWEST: Final = 16  # evictions, and returns, needed for an estimate
 _MAX_FAILED: Final = 65_536  # remembered blocks that failed or were not admitted; their descendants are refused
-# What a write may end with and succeed later, as long as L2 has the block.
+# Outcomes of a write that may succeed later, as long as L2 has the block.
 _PASSING: Final = frozenset(
     {Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.FULL, Outcome.BREAKER_OPEN, Outcome.PARENT_FAILED}
 )
-_FORGOTTEN: Final = frozenset({Outcome.OK, Outcome.EPOCH})  # nobody has to know that a write ended so
-_MAX_SWEPT: Final = 1024  # blocks queued from a line in one go: some milliseconds
-SOONEST: Final = 0.1  # seconds before what failed is tried again: another node may wait for it
-_LONGEST_PAUSE: Final = 60.0  # seconds between two tries of what failed again and again
-_LOG_EVERY: Final = 60.0  # seconds between two lines about blocks that L2 lost before they were written
+_FORGOTTEN: Final = frozenset({Outcome.OK, Outcome.EPOCH})  # outcomes that need not be remembered
+_MAX_SWEPT: Final = 1024  # blocks queued from a backlog at once: some milliseconds
+SOONEST: Final = 0.1  # seconds before what failed is tried again: another node may need it
+_LONGEST_PAUSE: Final = 60.0  # seconds between two retries after repeated failures
+_LOG_EVERY: Final = 60.0  # seconds between two warnings about blocks that L2 evicted before they were written
 _LOST: Final = (
     "%s: %d blocks left host memory before they were written: they come faster than it stores. A larger [host] size "
     'keeps more until it has caught up; [cache] admit_after = "auto" writes less meanwhile'
@@ -44,7 +44,7 @@ _LOST: Final = (
 _NOT_WRITTEN: Final = "%s: %d blocks of host memory were not written before the end: %s"
 _TOO_LATE: Final = "a longer time to close writes more"
 _AWAY: Final = "it does not answer; a longer time to close waits longer for it"
-_REFUSED: Final = "it fails to take them; kvtier_store_dropped_total tells why"
+_REFUSED: Final = "it fails to store them; kvtier_store_dropped_total has the reasons"
 _LOST_WHILE_OFF: Final = "%s is off for now: %d blocks left host memory unwritten. A larger [host] size keeps more"
 BlocksEnded = Callable[[Sequence[ChainHash], Sequence[Outcome]], None]
 
@@ -52,12 +52,12 @@ BlocksEnded = Callable[[Sequence[ChainHash], Sequence[Outcome]], None]
 class Demoter:
     """Copies blocks one tier down. One per lower tier. Thread-safe.
 
-    At most `store_queue` bytes wait here (and a quarter of L2, since what waits is leased). What finds no room then
-    stands in line, unleased, as long as L2 has it: the oldest is queued when half of the room is free. A block that
-    fails takes its descendants with it (`PARENT_FAILED`): without their parent nobody could reach them. They stand in a
-    line of their own, which is tried again later, a batch at first. With `admit_after = "auto"` a tier that falls
-    behind is offered only what was seen before.
-    Lock: `_lock` guards the counter, the failed set and what paces the lines; never held across I/O or another lock.
+    At most `store_queue` bytes wait here (and a quarter of L2, since queued blocks are leased). A block that finds the
+    queue full enters the backlog, unleased, as long as L2 has it; the oldest are queued once the queue is half empty.
+    The descendants of a failed block fail, too (`PARENT_FAILED`), as they could not be reached. Failed blocks have a
+    backlog of their own, which is retried later, at first one batch. With `admit_after = "auto"` a tier that falls
+    behind is offered only blocks that were seen before.
+    Lock: `_lock` guards the counter, the failed set and the pacing; never held across I/O or another lock.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Demoter:
         clock: Callable[[], float],
         look_again: Callable[[float], None],
     ) -> None:
-        """`look_again` has `sweep_soon` called in so many seconds, also if nobody uses the tiers meanwhile."""
+        """`look_again` schedules `sweep_soon` in so many seconds, also while no request uses the tiers."""
         self.port = port
         self.host = host
         self.clock = clock
@@ -82,15 +82,15 @@ class Demoter:
         self._num_waiting = 0
         self.num_written = 0
         self.failed: OrderedDict[ChainHash, bool] = OrderedDict()  # whether it may succeed later
-        self._line = host.pool.backlog()  # blocks that found no room
-        self._again = host.pool.backlog()  # blocks that failed, and were counted
+        self._line = host.pool.backlog()  # blocks that found the queue full
+        self._again = host.pool.backlog()  # blocks that failed; already counted as dropped
         self._is_sweeping = False
         self._look_again = look_again
-        self._pause = SOONEST  # seconds before `_again` is tried next,
+        self._pause = SOONEST  # seconds before `_again` is retried,
         self._again_at = -math.inf  # when that is,
         self._num_again = self._batch  # and with how many blocks
-        self._num_lost = 0  # blocks that the next line in the log tells of
-        self._told_at = -math.inf
+        self._num_lost = 0  # blocks to report in the next warning
+        self._warned_at = -math.inf
         self._is_through = settings.write_policy == "write_through"
         self._admission: TierAdmission | None = None
         if self._is_through and settings.admit_after == "auto":
@@ -105,7 +105,7 @@ class Demoter:
 
     @property
     def num_in_line(self) -> int:
-        """Blocks that are to be queued when there is room or the tier is well, with such as left L2 unnoticed."""
+        """Blocks in the two backlogs, including some that L2 evicted and that are not counted yet."""
         return len(self._line) + len(self._again)
 
     @property
@@ -114,14 +114,14 @@ class Demoter:
         return self._again_at - self.clock() if len(self._again) and self.port.writable else math.inf
 
     def pass_down(self, hashes: Sequence[ChainHash]) -> Sequence[ChainHash]:
-        """Have consecutive blocks written that were just sealed; returns those for which L2 is to hold on.
+        """Write consecutive blocks that were just sealed; returns those that L2 is to retain.
 
-        These found no room, and will be queued in their turn. L2 seals a block once: what failed goes with its
-        children.
+        Those found the queue full and entered the backlog. L2 seals a block only once: failed ancestors are written
+        with their children.
         """
         if not hashes:
             return ()
-        epoch = self.port.epoch  # before the leases: what they name was stored in this epoch or a later one
+        epoch = self.port.epoch  # before the leases: the leased blocks were stored in this epoch or a later one
         ancestors = self._failed_ancestors(hashes[0]) if self.failed else []
         if self._admission is not None:
             hashes = self._admitted(hashes, self._admission)
@@ -142,9 +142,9 @@ class Demoter:
         return refused if self.port.writable else ()
 
     def offer(self, hashes: Sequence[ChainHash], ended: BlocksEnded) -> int:
-        """Queue consecutive blocks for writing; returns how many leading ones were taken.
+        """Queue consecutive blocks for writing; returns how many leading ones were accepted.
 
-        `ended` is told, on an I/O thread, what became of every block taken: its owner offers the others again.
+        `ended` is called, on an I/O thread, with the outcome of every accepted block. The caller retries the others.
         """
         epoch = self.port.epoch
         taken = self._take_room(len(hashes))
@@ -155,13 +155,13 @@ class Demoter:
         return taken
 
     def owe(self, hashes: Sequence[ChainHash]) -> None:
-        """Put blocks in line that this tier lacks, and another one took."""
+        """Put blocks into the backlog that another tier has and this one lacks."""
         self._line.add(hashes)
-        if not self._num_waiting:  # else some of them may be on their way here
+        if not self._num_waiting:  # else some of them may be in the queue
             self.sweep_soon()
 
     def settle(self, job: "_WriteJob", outcomes: Sequence[Outcome]) -> None:
-        """A write has ended, or was not queued for want of room."""
+        """A write has ended, or the port's queue refused it."""
         hashes = job.hashes
         good = [h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK]
         again = [h for h, outcome in zip(hashes, outcomes, strict=True) if outcome in _PASSING]
@@ -196,12 +196,12 @@ class Demoter:
         if self._line.is_used or self._again.is_used:
             self.sweep_soon()
 
-    # what stands in line
+    # the backlog
 
     def sweep_soon(self, *, at_once: bool = False) -> None:
-        """Have what stands in line queued, on an I/O thread, if half of the room is free. Cheap.
+        """Queue the backlog on an I/O thread, if the queue is at most half full. Cheap.
 
-        What failed waits a while before it is tried again, unless `at_once`.
+        Failed blocks wait before they are retried, unless `at_once`.
         """
         if at_once:
             self._again_at = -math.inf
@@ -217,23 +217,23 @@ class Demoter:
             self._is_sweeping = False
 
     def sweep(self) -> None:
-        """Queue what stands in line, oldest first, as far as there is room: on an I/O thread."""
+        """Queue the backlog, oldest first, as far as there is room; runs on an I/O thread."""
         epoch = self.port.epoch
         with self._lock:
             room = min(self._max_blocks - self._num_waiting, _MAX_SWEPT)
-        if len(self._again) and self.clock() >= self._again_at:  # it came first
+        if len(self._again) and self.clock() >= self._again_at:  # these are older
             room -= self._sweep(*self._again.take(min(room, self._num_again)), epoch, is_repeated=True)
         if room > 0:
             self._sweep(*self._line.take(room), epoch, is_repeated=False)
         self._note_lost()
 
     def swept(self) -> None:
-        """A sweep has ended. What came or ended meanwhile asked for none."""
+        """A sweep has ended: start another for what was added meanwhile."""
         self._is_sweeping = False
         self.sweep_soon()
 
     def close(self, num_dirty: int) -> None:
-        """The tier was closed: what still stands in line is counted, and what is dirty; one line tells of it."""
+        """The tier was closed: count the backlog and dirty blocks as dropped, and log one warning."""
         is_away = not self.port.breakers["write"].closed
         self._note_lost(look=True)
         if num_left := len(self._line) + num_dirty:
@@ -243,7 +243,7 @@ class Demoter:
             _log.warning(_NOT_WRITTEN, self.port.name, num_left + len(self._again), why)
 
     def _sweep(self, names: list[ChainHash], slots: list[int], epoch: int, *, is_repeated: bool) -> int:
-        """Queue these blocks, chain by chain; returns how many were."""
+        """Queue these blocks, chain by chain; returns how many were queued."""
         parents = [self.host.parent_in(slot, name) for name, slot in zip(names, slots, strict=True)]
         num_queued = 0
         for run, parent in _runs(names, parents):
@@ -251,12 +251,12 @@ class Demoter:
             if parent is not None and self.failed and self.has_failed(parent):
                 with self._lock:
                     self._remember_failed(dict.fromkeys(run, True))
-                if not is_repeated:  # it goes with its parent
+                if not is_repeated:  # it is retried with its parent
                     self._not_written(run, Outcome.PARENT_FAILED)
                     self._again.add(run)
                     continue
                 chain = [*self._failed_ancestors(run[0]), *run]
-                if self.has_failed(self.host.parent_of(chain[0]) or b""):  # L2 has lost it, or it never succeeds
+                if self.has_failed(self.host.parent_of(chain[0]) or b""):  # L2 evicted it, or it cannot succeed
                     continue
             with self._lock:
                 self._num_waiting += len(chain)
@@ -265,22 +265,22 @@ class Demoter:
         return num_queued
 
     def _not_written(self, hashes: Sequence[ChainHash], reason: Outcome, *, is_repeated: bool = False) -> None:
-        """Count blocks that the tier did not get, but for what was counted when it failed first."""
+        """Count blocks that were not written, except retried ones: those were counted at their first failure."""
         if not (is_repeated and reason in _PASSING):
             self.metrics.dropped(self.port.name, reason, len(hashes))
         self.port.not_stored(hashes, reason)
 
     def _keep_in_line(self, good: Sequence[ChainHash], again: Sequence[ChainHash]) -> None:
-        """What L2 holds on for was written, or will be when the tier is well."""
+        """L2 retains these: `good` are written now, `again` will be when the tier recovers."""
         if good and self.host.pool.has_dirty:
             self.host.pool.mark_clean(good)
         if again:
             self._again.add(again)
         if again and self._is_through and self.host.pool.has_dirty and not self.port.writable:
-            self.host.pool.mark_all_clean()  # the tier takes nothing for now: holding on would cost others their place
+            self.host.pool.mark_all_clean()  # the tier accepts no writes: retaining these would evict other blocks
 
     def _pace(self, job: "_WriteJob", *, has_failed: bool) -> None:
-        """Under the lock: when and how much of what failed is tried next."""
+        """Under the lock: set when the failed blocks are retried, and how many."""
         if has_failed:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE) if job.is_repeated else SOONEST
             self._again_at = self.clock() + self._pause
@@ -290,33 +290,33 @@ class Demoter:
             self._num_again = min(2 * self._num_again, self._max_blocks)
 
     def _recovered(self, *, is_fresh: bool) -> None:
-        """The tier's probe was answered. One opened anew may lack what it had: it gets what L2 has of that."""
+        """The tier's probe succeeded. A reopened tier may lack blocks it had: queue those that L2 has."""
         if is_fresh and self._is_through and self._admission is None:
             pool, records = self.host.pool, self.host.records
             whole = sorted(set(pool.ready_slots().tolist()) - set(pool.tails))
             names = [record.chain_hash for slot in whole if (record := records[slot]) is not None]
             self._line.add([name for name, is_held in zip(names, self.port.holds(names), strict=True) if not is_held])
-        if self._pause <= self.port.settings.retry_after:  # else the blocks themselves fail
+        if self._pause <= self.port.settings.retry_after:  # else the blocks themselves are the cause
             self._again_at = -math.inf
         self.sweep_soon()
 
     def _note_lost(self, *, look: bool = False) -> None:
-        """Count the blocks that left L2 while they stood in line, and say so once a minute."""
+        """Count the blocks that L2 evicted while they were in the backlog, and warn once a minute."""
         lost = self._line.take_lost(look=look)
-        self._again.take_lost(look=look)  # were counted when they failed
+        self._again.take_lost(look=look)  # counted when they failed
         if lost:
             self.metrics.dropped(self.port.name, Outcome.EVICTED, lost)
         with self._lock:
             self._num_lost += lost
-            if not self._num_lost or self.clock() - self._told_at < _LOG_EVERY:
+            if not self._num_lost or self.clock() - self._warned_at < _LOG_EVERY:
                 return
-            lost, self._num_lost, self._told_at = self._num_lost, 0, self.clock()
+            lost, self._num_lost, self._warned_at = self._num_lost, 0, self.clock()
         _log.warning(_LOST if self.port.writable else _LOST_WHILE_OFF, self.port.name, lost)
 
-    # what is queued
+    # the queue
 
     def _take_room(self, num_blocks: int) -> int:
-        """How many of so many blocks may be queued; they count as waiting from now on."""
+        """Reserve room in the queue; returns how many of so many blocks fit. They count as waiting from now on."""
         with self._lock:
             taken = max(0, min(num_blocks, self._max_blocks - self._num_waiting))
             self._num_waiting += taken
@@ -325,12 +325,12 @@ class Demoter:
     def _submit(
         self, hashes: Sequence[ChainHash], epoch: int, ended: BlocksEnded | None = None, *, is_repeated: bool = False
     ) -> None:
-        """Queue blocks that count as waiting, a batch a job."""
+        """Queue blocks that already count as waiting, one job per batch."""
         if self.failed:
             with self._lock:
-                for chain_hash in hashes:  # tried anew
+                for chain_hash in hashes:  # they are retried
                     self.failed.pop(chain_hash, None)
-            self._line.remove(hashes)  # ancestors that came along
+            self._line.remove(hashes)  # ancestors among them
             self._again.remove(hashes)
         for first in range(0, len(hashes), self._batch):
             batch = list(hashes[first : first + self._batch])
@@ -339,7 +339,7 @@ class Demoter:
                 job.refuse()
 
     def refuse(self, job: "_WriteJob") -> None:
-        """The tier's queue has too many jobs, or is closed: as if there were no room."""
+        """The port's queue is full or closed: treat the job as if there were no room."""
         if job.ended is not None:
             self.settle(job, [Outcome.QUEUE_FULL] * len(job.hashes))
             return
@@ -348,9 +348,9 @@ class Demoter:
         (self._again if job.is_repeated else self._line).add(job.hashes)
 
     def _admitted(self, hashes: Sequence[ChainHash], admission: "TierAdmission") -> Sequence[ChainHash]:
-        """The leading blocks of a chain just sealed that are to be written now; what is left out is counted.
+        """The leading blocks of a chain just sealed to write now; the others are counted as dropped.
 
-        If somebody continues them, or they come again, they were seen twice, and are offered then.
+        Those are offered when a later block continues them, or when they are sealed again: they then count as seen.
         """
         if not admission.is_selective(self._filling()):
             return hashes
@@ -379,12 +379,12 @@ class Demoter:
             self.failed.popitem(last=False)
 
     def _failed_ancestors(self, chain_hash: ChainHash) -> list[ChainHash]:
-        """The blocks before it that failed for now and that L2 still holds: without them nobody could reach it."""
+        """Its ancestors that failed and may be retried, if L2 has them: without them it could not be reached."""
         found: list[ChainHash] = []
         parent = self.host.parent_of(chain_hash) if self.port.writable else None
         while parent is not None and self.failed.get(parent):
             grandparent = self.host.parent_of(parent)
-            if grandparent is None:  # L2 has lost it
+            if grandparent is None:  # L2 evicted it
                 break
             found.append(parent)
             parent = grandparent
@@ -398,8 +398,8 @@ class Demoter:
 def _runs(
     names: Sequence[ChainHash], parents: Sequence[ChainHash | None]
 ) -> list[tuple[list[ChainHash], ChainHash | None]]:
-    """Blocks as runs of consecutive ones, each with the name before it: chains that grew side by side come apart."""
-    runs: dict[ChainHash, tuple[list[ChainHash], ChainHash | None]] = {}  # by the name of the last block
+    """Blocks as runs of consecutive ones, each with its parent; interleaved chains are separated."""
+    runs: dict[ChainHash, tuple[list[ChainHash], ChainHash | None]] = {}  # key: the run's last block
     for name, parent in zip(names, parents, strict=True):
         run = runs.pop(parent, None) if parent is not None else None
         runs[name] = run or ([], parent)
@@ -409,7 +409,7 @@ def _runs(
 
 @dataclass(eq=False, slots=True)
 class _WriteJob:
-    """One batch of consecutive blocks; their lease keeps them in L2 until the write has ended. Implements `Job`."""
+    """One batch of consecutive blocks, leased in L2 until the write has ended. Implements `Job`."""
 
     demoter: Demoter
     hashes: list[ChainHash]
@@ -417,14 +417,14 @@ class _WriteJob:
     epoch: int  # the port's when they were offered
     ended: BlocksEnded | None
     is_repeated: bool  # they failed before
-    deadline: float = math.inf  # waiting hurts nobody; `run` sets it
+    deadline: float = math.inf  # none while queued; `run` sets it
 
     def run(self) -> list[Outcome]:
-        """Re-hash, compare with the checksums taken at seal, and write: on an I/O thread."""
+        """Re-hash, compare with the checksums taken at seal, and write. Runs on an I/O thread."""
         demoter, slots = self.demoter, self.lease.slots
         host, port = demoter.host, demoter.port
         self.deadline = demoter.clock() + port.settings.deadline
-        # The lease is shorter than asked if an eviction or a reset came before it.
+        # The lease is shorter than requested if an eviction or a reset came first.
         gone = [Outcome.EVICTED] * (len(self.hashes) - len(slots))
         if not slots:
             return gone
@@ -449,7 +449,7 @@ class _WriteJob:
         self.demoter.settle(self, [result] * len(self.hashes) if isinstance(result, Outcome) else result)
 
     def refuse(self) -> None:
-        """The queue did not take it."""
+        """The port's queue refused it."""
         self.lease.release()
         self.demoter.refuse(self)
 
@@ -459,7 +459,7 @@ class _WriteJob:
 
 @dataclass(eq=False, slots=True)
 class _SweepJob(Job):
-    """Queues what stands in line."""
+    """Queues the backlog."""
 
     demoter: Demoter
     deadline: float = math.inf
@@ -472,14 +472,14 @@ class _SweepJob(Job):
 
 
 class Why(StrEnum):
-    """Why a tier takes only what was seen before."""
+    """Why a tier accepts only blocks that were seen before."""
 
-    QUEUE = "queue"  # it takes stores more slowly than they come
+    QUEUE = "queue"  # it writes more slowly than blocks are sealed
     RESIDENCE = "residence"  # blocks are evicted there before half of all requests would have returned
 
 
 class TierAdmission:
-    """One tier's. Thread-safe; no I/O, and nothing kept for each block: what left a tier is remembered there."""
+    """One tier's admission. Thread-safe; no I/O, and no state per block: the eviction logs have that."""
 
     def __init__(
         self,
@@ -489,7 +489,7 @@ class TierAdmission:
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
-        """`departures`: of L2 and the tier, the tier's last. `gaps`: returns by age, as `SlotPool.return_gaps`."""
+        """`departures`: eviction logs of L2 and the tier, the tier's last. `gaps`: returns by age (`return_gaps`)."""
         self._tier = tier
         self._departures = departures
         self._gaps = gaps
@@ -499,14 +499,14 @@ class TierAdmission:
         self._reasons: set[Why] = set()
         self._behind_at = self._left_at = self._looked_at = -np.inf
         self._stay = _SHORTEST
-        self._ages = np.zeros(NUM_AGES, np.int64)  # of evictions before the last look that told anything,
-        self._told_at = 0.0  # and when that was
+        self._ages = np.zeros(NUM_AGES, np.int64)  # of evictions, at the last usable measurement,
+        self._measured_at = 0.0  # and its time
         self._show()
 
     def is_selective(self, filling: float, *, refused: bool = False) -> bool:
-        """Whether only what was seen before is to be stored now.
+        """Whether to store only blocks that were seen before.
 
-        `filling`: the part of the store queue's room that is taken. `refused`: it had no room for a block.
+        `filling`: the used fraction of the store queue. `refused`: it had no room for a block.
         """
         now = self._clock()
         with self._lock:
@@ -519,7 +519,7 @@ class TierAdmission:
             return bool(reasons)
 
     def num_seen(self, hashes: Sequence[ChainHash]) -> int:
-        """How many leading blocks were here before: they left a tier, or were not stored in one."""
+        """How many leading blocks were seen before: evicted from a tier, or dropped before they were stored in one."""
         departures = self._departures()
         for count, name in enumerate(hashes):
             if not why_gone(departures, name).tier:
@@ -540,7 +540,7 @@ class TierAdmission:
         return was_behind
 
     def _is_short_lived(self, now: float) -> bool:
-        """Blocks live less there than the median request takes to return; once so, until they live twice as long."""
+        """Whether blocks live shorter than the median request takes to return. Ends once they live twice as long."""
         was_short = Why.RESIDENCE in self._reasons
         departures = self._departures()
         if now - self._looked_at < _LOOK or not departures or departures[-1].tier != self._tier:
@@ -551,9 +551,9 @@ class TierAdmission:
         if gaps is None or gaps.sum() < _FEWEST:
             return was_short
         gap = float(EDGES[_median(gaps)]) + 1.0
-        if evicted.sum() < _FEWEST:  # the tier has room again: what is there has lived so long since
-            return was_short and now - self._told_at < 2.0 * gap
-        self._ages, self._told_at = ages, now
+        if evicted.sum() < _FEWEST:  # the tier evicts little: its blocks have lived at least this long
+            return was_short and now - self._measured_at < 2.0 * gap
+        self._ages, self._measured_at = ages, now
         residence = 2.0 ** (_median(evicted) - 0.5)  # a bucket's middle: each is up to twice the one before
         return bool(residence < (2.0 if was_short else 1.0) * gap)
 
@@ -563,5 +563,5 @@ class TierAdmission:
 
 
 def _median(counts: NDArray[np.int64] | NDArray[np.float64]) -> int:
-    """The bin that the middle one of all that were counted lies in."""
+    """The bin of the median sample."""
     return int(np.searchsorted(np.cumsum(counts), counts.sum() / 2))

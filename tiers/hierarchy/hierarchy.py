@@ -1,4 +1,4 @@
-"""The hierarchy: L2 and the tiers below it as one store. The only module that knows two tiers."""
+"""The hierarchy: L2 and the tiers below it as one store. The only module that uses more than one tier."""
 
 import math
 import os
@@ -30,19 +30,19 @@ from kvtier.tiers.host import HostRegion, HostTier
 from kvtier.tiers.pool import MAX_CHILDREN, REMOVED, Causes, Departure, Departures, Lease, Places, causes_of, why_gone
 from kvtier.tiers.reuse import RequestEnd
 
-_TICK: Final = 0.005  # seconds between two looks at deadlines, however often they are wanted
-_SWEEP: Final = 0.05  # seconds between two looks at what waits to be stored: mostly the end of a write brings the next
-_ASK_AGAIN: Final = 0.05  # seconds an answer of a shared tier is good for: asking costs it a round trip
-_SEALING: Final = 0.05  # seconds a claim waits for a block that is being hashed: some 10 ms, for a long prompt's
+_TICK: Final = 0.005  # seconds between two checks of deadlines
+_SWEEP: Final = 0.05  # seconds between two checks of the backlogs: usually the end of a write starts the next
+_ASK_AGAIN: Final = 0.05  # seconds a shared tier's answer stays valid: a query costs a round trip
+_SEALING: Final = 0.05  # seconds a claim waits for a block that is being hashed: some 10 ms for a long prompt
 MOST: Final = 4096  # blocks of one tier taken at a time: bounds the time under the tier's lock
 
 
 class Hierarchy:
     """Claim, store and look up blocks in L2 and every tier below: `CacheTiers` in this process.
 
-    Thread-safe; one claim is for one thread. No method raises for a storage failure and none waits for storage (except
-    `locate`, `drain`, `reset` and `close`): a failure is a miss or a dropped store, counted by reason. Lock order:
-    `_lock` → the pool's, a port's, a queue's or a tier's index lock; never held across I/O.
+    Thread-safe; a claim belongs to one thread. No method raises for a storage failure and none waits for storage
+    (except `locate`, `drain`, `reset` and `close`): a failure is a miss or a dropped store, counted by reason. Lock
+    order: `_lock` → the pool's, a port's, a queue's or a tier's index lock; never held across I/O.
     """
 
     is_late = sends_later = False
@@ -69,7 +69,7 @@ class Hierarchy:
         self.locator = Locator(ports, self.news, clock)
         self.promoter = Promoter(host, ports, self._lock, metrics, clock, settings.lease_deadline)
         self.stores = stores = StoreQueue(host, self.ports, self._lock, settings, metrics, clock)
-        # What `BlockStores` and `TierUpkeep` say of these is what their owners do.
+        # These methods are documented in `BlockStores` and `TierUpkeep`.
         self.reserve, self.seal, self.abandon, self.drain = stores.reserve, stores.seal, stores.abandon, stores.drain
         self.seal_each, self.quarantine = stores.seal_each, stores.quarantine
         self.holds = host.pool.holds
@@ -77,7 +77,7 @@ class Hierarchy:
         self.count = metrics.looked_up
         self._clock = clock
         self._ticked_at = self._swept_at = -math.inf
-        self._num_dirty_dropped = 0  # of those the pool counts: shown as dropped already
+        self._num_dirty_dropped = 0  # the part of the pool's count that the metrics have
         self._closed = False
         self._pid = os.getpid()
         if host.pool.departures is None:
@@ -96,13 +96,13 @@ class Hierarchy:
         block_size: int = 0,
         ends: Ends = Ends.FRONT,
     ) -> Claim:
-        """Ask the indexes of this process; shared tiers are asked in the background.
+        """Look up the indexes of this process; query shared tiers in the background.
 
-        A block that was just stored and is not hashed yet is waited for a moment rather than computed again.
+        A claim waits up to `_SEALING` seconds for a block that was stored and is not hashed yet.
         """
         claim = LocalClaim(list(hashes), parent, num_l1, block_size, ends=ends)
         wanted = claim.hashes[num_l1:] if num_l1 else claim.hashes
-        is_sealing = bool(self.stores.unsealed)  # asked first: what is published meanwhile is found in neither place
+        is_sealing = bool(self.stores.unsealed)  # read first: else a block published in between is found nowhere
         places: Places | None = None
         if wanted and (self.rates.policy != "recompute" or not block_size or ends is Ends.BACK):
             places = self.promoter.lease_whole(claim, wanted)
@@ -118,7 +118,7 @@ class Hierarchy:
         return claim
 
     def poll(self, claim: Claim) -> int | Pending:
-        """How far the promise goes, or PENDING."""
+        """The number of promised blocks, or PENDING."""
         assert isinstance(claim, LocalClaim)
         if claim.done:
             claim.told, claim.polled_at, leases = True, self._clock(), claim.leases
@@ -137,12 +137,12 @@ class Hierarchy:
         return self.promoter.poll(claim) if claim.run else 0
 
     def promised(self, claim: Claim) -> Lease | None:
-        """The lease behind a promise, which stays the claim's: for telling somebody else which slots it is of."""
+        """The lease behind a promise, which the claim keeps; for passing the slots to another process."""
         assert isinstance(claim, LocalClaim)
         return claim.leases[0] if claim.done and claim.leases else None
 
     def cancel(self, claim: Claim) -> None:
-        """Let go of questions and of what was promised. Idempotent."""
+        """Release its queries and promised blocks. Idempotent."""
         assert isinstance(claim, LocalClaim)
         if claim.questions:
             self.locator.read(claim.questions)
@@ -151,9 +151,9 @@ class Hierarchy:
             self.promoter.cancel(claim)
 
     def wait_news(self, timeout: float) -> None:
-        """Wait until a claim moved on or a shared tier answered, at most `timeout` seconds.
+        """Wait until a claim moves on or a shared tier answers, at most `timeout` seconds.
 
-        Returns at once if a claim has an answer that no `poll` has reported yet, or an answer was not read.
+        Returns at once if a claim has an answer that no `poll` has returned, or a shared tier's answer is unread.
         """
         with self._lock:
             if not (self.promoter.has_news() or self.locator.unread):
@@ -162,15 +162,15 @@ class Hierarchy:
     # lookups without a claim
 
     def lookup(self, hashes: Sequence[ChainHash], num_l1: int = 0) -> Attribution:
-        """Where each block of the chain is now, leading run only; the first `num_l1` were found in L1. No side effect.
+        """The tier of each block in the chain's leading run; the first `num_l1` were found in L1. No side effect.
 
-        By the indexes of this process alone. A run may change tiers on its way, e.g. L2, then file, then L2 again.
+        Uses the indexes of this process only. A run may change tiers, e.g. L2, then file, then L2 again.
         """
-        self.tick()  # an open breaker hides its tier from every lookup: this is what sends its probe
+        self.tick()  # an open breaker hides its tier from every lookup: the tick sends its probe
         return self._lookup(hashes, num_l1)[0]
 
     def locate(self, hashes: Sequence[ChainHash], timeout: float) -> Attribution:
-        """As `lookup`, once the shared tiers have been asked about what the indexes do not name."""
+        """As `lookup`, after querying the shared tiers about blocks that the indexes lack."""
         deadline, asked_until = time.monotonic() + timeout, 0
         while True:
             where = self.lookup(hashes)
@@ -187,16 +187,16 @@ class Hierarchy:
             asked_until = known + max(len(question.hashes) for question in questions)
 
     def causes(self, hashes: Sequence[ChainHash]) -> Causes:
-        """What became of consecutive blocks that no tier holds: (cause, tier) → blocks."""
+        """Why consecutive blocks that no tier has are gone: (cause, tier) → blocks."""
         return causes_of(self._departures, hashes)
 
     def why_gone(self, chain_hash: ChainHash) -> Departure:
-        """What became of one block that no tier holds."""
+        """Why one block that no tier has is gone."""
         return why_gone(self._departures, chain_hash)
 
     @property
     def _departures(self) -> list[Departures]:
-        """Of each tier that remembers what left it; of one that nodes share only while it answers."""
+        """The eviction logs of all tiers that have one; of a shared tier only while it answers."""
         known = [port.departures for port in self.ports if not port.is_shared or port.readable() is not None]
         return [each for each in (self._host_departures, *known) if each is not None]
 
@@ -208,17 +208,17 @@ class Hierarchy:
         return self.stores.is_short
 
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
-        """Into the rates that decide whether loading is worth it."""
+        """Record a prefill in the rates that decide whether loading is worth it."""
         self.rates.computed(num_tokens, seconds, position)
 
     def ended(self, end: RequestEnd) -> None:
-        """Into the order of L2's idle blocks, and from there into that of the tiers below."""
-        if (told := self.host.pool.ended(end)) is not None:
+        """Apply a finished request to the eviction order of L2, and then to that of the tiers below."""
+        if (classified := self.host.pool.ended(end)) is not None:
             for port in self.ports:
-                port.ended(told)
+                port.ended(classified)
 
     def tick(self) -> None:
-        """Let deadlines pass: reclaim stale promises, expire hung I/O, probe open breakers."""
+        """Expire stale promises and hung I/O, probe open breakers, retry stores."""
         if (now := self._clock()) - self._ticked_at < _TICK:
             return
         self._ticked_at = now
@@ -233,7 +233,7 @@ class Hierarchy:
     def reset(self) -> None:
         """Forget everything in every tier; stores and reads under way will not become visible.
 
-        A request that was promised blocks before keeps its lease on them: it was admitted before.
+        A request that was promised blocks before the reset keeps its lease.
         """
         with self._lock:
             self.epoch = self.stores.epoch = self.epoch + 1
@@ -245,7 +245,7 @@ class Hierarchy:
 
     @property
     def wanting(self) -> dict[str, str]:
-        """Tiers that are left alone for now."""
+        """Tiers with an open breaker → why."""
         return {port.name: why for port in self.ports if (why := port.wanting) is not None}
 
     def stats(self) -> dict[str, float]:
@@ -255,12 +255,12 @@ class Hierarchy:
     def check(self, *, in_use: bool = False) -> None:
         """Raise AssertionError if a conservation law is broken; at idle also if a lease or a slot leaked.
 
-        `in_use`: somebody holds leases or fills slots that this hierarchy does not know the end of.
+        `in_use`: a caller has leases, or reservations it has not sealed yet.
         """
         self.promoter.check()
         self.locator.check()
         queues_idle = self.stores.sealing_queue.idle and all(port.queue.idle for port in self.ports)
-        idle = queues_idle and self.promoter.idle  # asked before counting: what ends in between is no leak
+        idle = queues_idle and self.promoter.idle  # read before counting: what ends in between is no leak
         counts = self.host.pool.check()
         self.host.check()
         for port in self.ports:
@@ -269,9 +269,9 @@ class Hierarchy:
             raise AssertionError(f"at idle nothing may be leased, filling or quarantined: {counts}")
 
     def close(self, timeout: float = 5.0) -> None:
-        """Drain, drop what is left (counted), close every tier: in `timeout` seconds altogether. Idempotent.
+        """Drain, drop what is left (counted), close every tier: within `timeout` seconds altogether. Idempotent.
 
-        In a forked child there is nothing to close.
+        Does nothing in a forked child.
         """
         if self._closed or self._pid != os.getpid():
             return
@@ -290,13 +290,13 @@ class Hierarchy:
     def _lookup(
         self, hashes: Sequence[ChainHash], num_l1: int, places: Places | None = None
     ) -> tuple[Attribution, Places]:
-        """Where the blocks are, and in which slots L2 has those behind the ones in L1: `places`, if that is known."""
+        """Where the blocks are, and L2's slots of the leading ones after those in L1 (`places`, if known)."""
         pool = self.host.pool
         if places is None:
             places = pool.places(hashes[num_l1:] if num_l1 else hashes)
         at = num_l1 + len(places.slots)
         found = {L2: at - num_l1}
-        if at < len(hashes) and self.ports:  # L2 does not hold the next one
+        if at < len(hashes) and self.ports:  # L2 lacks the next block
             rest, upper = hashes[at:], self.ports[0]
             count = upper.lookup(rest)
             if count == len(rest) and (count == 1 or not any(pool.holds(rest))):
@@ -307,21 +307,21 @@ class Hierarchy:
         return Attribution(blocks=len(hashes), l1=num_l1, miss=len(hashes) - at, **found), places
 
     def _lookup_each(self, rest: Sequence[ChainHash], found: dict[str, int]) -> int:
-        """Add to `found` which tier, the first that does, holds each leading block of `rest`; returns how many.
+        """Add each leading block of `rest` to `found`, under the first tier that has it; returns how many.
 
-        A run through several tiers takes one pass over all of them.
+        One pass over all tiers, even if the run changes tiers.
         """
-        held = {L2: self.host.pool.holds(rest), **{port.name: port.holds(rest) for port in self.ports}}
-        owners = np.array(list(held.values())).argmax(axis=0)
-        anywhere = [any(where) for where in zip(*held.values(), strict=True)]
+        present = {L2: self.host.pool.holds(rest), **{port.name: port.holds(rest) for port in self.ports}}
+        owners = np.array(list(present.values())).argmax(axis=0)
+        anywhere = [any(where) for where in zip(*present.values(), strict=True)]
         end = anywhere.index(False) if False in anywhere else len(rest)
-        for name, num_blocks in zip(held, np.bincount(owners[:end], minlength=len(held)).tolist(), strict=True):
+        for name, num_blocks in zip(present, np.bincount(owners[:end], minlength=len(present)).tolist(), strict=True):
             found[name] = found.get(name, 0) + num_blocks
         return end
 
     def _look(self, claim: LocalClaim, places: Places | None = None) -> None:
-        """Ask the indexes. Where the run ends: wait for a store, ask shared tiers once; bring what is worth loading."""
-        is_sealing = bool(self.stores.unsealed)  # asked first: what is published meanwhile is found in neither place
+        """Look up the indexes. At the run's end wait for a store, query shared tiers once; load what is worth it."""
+        is_sealing = bool(self.stores.unsealed)  # read first: see `ask`
         where, places = self._lookup(claim.hashes, claim.num_l1, places)
         claim.sealing = None
         while where.miss and is_sealing and time.monotonic() < claim.patient_until:
@@ -331,7 +331,7 @@ class Hierarchy:
                 return
             if not self.host.pool.holds([first])[0]:
                 break
-            where, places = self._lookup(claim.hashes, claim.num_l1)  # it was published between the two looks
+            where, places = self._lookup(claim.hashes, claim.num_l1)  # it was published between the two lookups
         known = where.blocks - where.miss
         if where.miss and known >= claim.asked_until and any(port.is_shared for port in self.ports):
             claim.questions = self.locator.ask(claim.hashes[known:])
@@ -348,7 +348,7 @@ class Hierarchy:
             self._promote(claim, where, places, num_loadable)
 
     def _children(self, parent: ChainHash, following: Sequence[ChainHash], start: bytes = b"") -> Sequence[ChildBlock]:
-        """Held blocks that follow the parent and begin with these tokens, other than a claim's own; L2's, each once."""
+        """Up to eight distinct blocks that follow the parent and begin with these tokens, except `following`."""
         found = self.host.children(parent, MAX_CHILDREN, start)
         for port in self.ports:
             if len(found) < MAX_CHILDREN:
@@ -361,9 +361,9 @@ class Hierarchy:
         return [ChildBlock(*child) for child in by_name.items()][:MAX_CHILDREN]
 
     def _promote(self, claim: LocalClaim, where: Attribution, places: Places, num_blocks: int) -> None:
-        """Bring the blocks beyond `num_l1`, unless computing them is faster.
+        """Load the blocks beyond `num_l1`, unless computing them is faster.
 
-        Where it is fastest to do both, only those that L2 has already. For room that other requests hold it waits no
+        If an overlapped load is fastest, claim only those in L2. A claim waits for slots that other requests use no
         longer than computing would take.
         """
         block_bytes = self.host.region.slot_bytes
@@ -385,7 +385,7 @@ class Hierarchy:
         parent = claim.hashes[first - 1] if first else claim.parent
         run = claim.hashes if num_blocks == len(claim.hashes) else claim.hashes[first : first + num_blocks]
         deadline, patience = self.settings.prefetch_deadline, 0.0
-        if claim.meeting is None and claim.ends is not Ends.BACK:  # nobody computes meanwhile
+        if claim.meeting is None and claim.ends is not Ends.BACK:  # nothing is computed meanwhile
             is_weighed = bool(claim.block_size)
             spared = self.rates.spared(num_blocks * claim.block_size, below_l2) if is_weighed else math.inf
             patience = min(deadline, spared)
@@ -396,7 +396,7 @@ class Hierarchy:
             claim.meeting = None
 
     def _meets(self, claim: LocalClaim, num_blocks: int, num_in_l2: int, below_l2: Mapping[str, int]) -> bool:
-        """Decide where both ends meet, behind the leading blocks that L2 has. False: one way is as fast."""
+        """Set the split point, after the leading blocks in L2. False: loading or computing alone is as fast."""
         size = claim.block_size
         if num_blocks * size < MIN_FRONT or not any(below_l2.values()):
             return False
@@ -410,7 +410,7 @@ class Hierarchy:
     def _show_pools(self) -> None:
         pool = self.host.pool
         for departures in self._departures:
-            if len(departures.came_at):  # else it knows no ages
+            if len(departures.came_at):  # else it has no ages
                 self.metrics.ages(departures.tier, departures.ages.tolist())
         counts = pool.counts()
         for state in ("free", "filling", "ready", "leased", "quarantined", "dirty", "tails"):
@@ -419,7 +419,7 @@ class Hierarchy:
         with self._lock:
             self.metrics.evicted(L2, pool.num_evicted)
             dropped, self._num_dirty_dropped = pool.num_dirty_dropped - self._num_dirty_dropped, pool.num_dirty_dropped
-            is_ours = dropped and self.settings.write_policy == "write_back"  # else the tiers' lines count them
+            is_ours = dropped and self.settings.write_policy == "write_back"  # else the demoters' backlogs count them
             for port, room in zip(self.ports, rooms, strict=True):
                 if is_ours and port.settings.takes_stores:
                     self.metrics.dropped(port.name, Outcome.EVICTED, dropped)
@@ -435,10 +435,10 @@ class Hierarchy:
 
 
 def evict_everywhere(hierarchy: Hierarchy, hashes: Sequence[ChainHash], timeout: float) -> dict[str, int]:
-    """Drop these blocks from L2 and every tier below, and tails behind them; returns how many blocks went, by tier.
+    """Drop these blocks, and partial blocks after them, from every tier below L1; returns how many blocks, by tier.
 
-    Waits up to `timeout` seconds for writes under way, which would bring them back; I/O: not for a serving thread. What
-    is leased keeps its slot until its leases end, but nobody finds it any more.
+    Waits up to `timeout` seconds for writes under way, which could restore them. Does I/O: not for a serving thread. A
+    leased block keeps its slot until its leases end, but lookups no longer find it.
     """
     pool, deadline = hierarchy.host.pool, time.monotonic() + timeout
     hierarchy.drain(timeout, below=False)
@@ -446,30 +446,30 @@ def evict_everywhere(hierarchy: Hierarchy, hashes: Sequence[ChainHash], timeout:
     gone = {L2: pool.evict(hashes)}
     pool.evict(tails)
     for port in hierarchy.ports:
-        port.queue.drain(max(0.0, deadline - time.monotonic()))  # its writers lease their blocks, name or no name
+        port.queue.drain(max(0.0, deadline - time.monotonic()))  # writes under way still have leases on their blocks
         tier = port.tier  # a probe may detach it meanwhile
         if tier is not None:
-            held = [name for name, is_held in zip(hashes, tier.holds(hashes), strict=True) if is_held]
-            gone[port.name] = len(held)
+            removed = [name for name, is_held in zip(hashes, tier.holds(hashes), strict=True) if is_held]
+            gone[port.name] = len(removed)
             tier.discard(hashes)
-            if port.is_shared:  # others remember it themselves
-                port.not_stored(held, REMOVED)
-    pool.evict(hashes)  # what was read meanwhile from tiers that had it still
+            if port.is_shared:  # other tiers log it themselves
+                port.not_stored(removed, REMOVED)
+    pool.evict(hashes)  # blocks that were loaded meanwhile from a tier
     return gone
 
 
 @dataclass(frozen=True, slots=True)
 class HeldRun:
-    """Consecutive blocks of one chain; `parent` names what comes before the first, held or not."""
+    """Consecutive blocks of one chain; `parent` names the block before the first, stored or not."""
 
     parent: ChainHash
     hashes: list[ChainHash]
 
 
 def held_runs(hierarchy: Hierarchy) -> list[HeldRun]:
-    """Every block of L2 and of the tiers that can tell, once, as long runs; a run comes after the one it branches off.
+    """Every block of L2 and of the tiers that list theirs, once, as maximal runs, each after the run it branches off.
 
-    No I/O, but time for every block: not for a serving thread. Blocks may come and go meanwhile.
+    No I/O, but it visits every block: not for a serving thread. Blocks may be added or evicted meanwhile.
     """
     parents: dict[ChainHash, ChainHash] = {}
     for port in hierarchy.ports:
@@ -481,7 +481,7 @@ def held_runs(hierarchy: Hierarchy) -> list[HeldRun]:
 
 
 def lineages(hierarchy: Hierarchy) -> dict[str, Lineage]:
-    """The blocks of L2 and of each tier that can tell, by the tier's name, as arrays. No I/O."""
+    """The blocks of L2 and of each tier that lists its own, by tier name, as arrays. No I/O."""
     found = {L2: hierarchy.host.lineage()}
     for port in hierarchy.ports:
         tier = port.tier  # a probe may detach it meanwhile
@@ -508,7 +508,7 @@ def in_runs(parents: Mapping[ChainHash, ChainHash]) -> list[HeldRun]:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A run of consecutive blocks became findable in a tier; each is the parent of the next."""
+    """Consecutive blocks became findable in a tier; each is the parent of the next."""
 
     tier: str  # its name in the table of tiers
     blocks: tuple[BlockRecord, ...]
@@ -516,7 +516,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Blocks left a tier. With `all` they are everything that it was said to hold: it was reset, or went off."""
+    """Blocks left a tier. `all`: they are everything reported as stored there; it was reset, or became unavailable."""
 
     tier: str
     hashes: tuple[ChainHash, ...]
@@ -527,16 +527,16 @@ Event = Stored | Removed
 
 
 class EventSource:
-    """What changes in a hierarchy's tiers, for one reader. The tiers keep no log before it is made.
+    """Changes in a hierarchy's tiers, for one reader. The tiers keep no log before it is made.
 
     Law: a reader that applied every event up to an empty `take` knows exactly what each tier `holds`, if nothing is
-    under way. No block is stored twice, and none is removed that was not stored. A tier that goes off, or fails to
-    answer, is emptied by an event once it is closed, not while its breaker is open. Tiers do not wait for each other: a
-    block may leave one tier before the event that it is in the next.
+    under way. No block is stored twice, and none is removed that was not stored. A tier that fails is emptied by an
+    event once it is closed, not while its breaker is open. Tiers are not synchronised: a block may leave one tier
+    before the event that the next has it.
     """
 
     def __init__(self, hierarchy: Hierarchy) -> None:
-        """Looks at every block there is: with a large slab, not on a thread that others wait for."""
+        """Visits every block: with a large slab, not on a thread that serves requests."""
         self._hierarchy = hierarchy
         self._host = hierarchy.host
         self._ports = [_PortEvents(port) for port in hierarchy.ports]
@@ -544,17 +544,17 @@ class EventSource:
 
     @property
     def waiting(self) -> bool:
-        """Whether there may be something to take."""
+        """Whether `take` may return events."""
         return self._host.pool.has_changes or any(port.waiting for port in self._ports)
 
     @property
     def coming(self) -> bool:
-        """Whether stores or reads are under way that will end in events."""
+        """Whether stores or reads are under way, so that events will follow."""
         queues = [port.queue for port in self._hierarchy.ports]
         return not all((self._hierarchy.drain(0, below=False), *(queue.idle for queue in queues)))
 
     def take(self, limit: int = MOST) -> list[Event]:
-        """What happened since the last time; of each tier at most `limit` new blocks, the others with the next call."""
+        """Events since the last call; at most `limit` new blocks per tier, the others with the next call."""
         events = list(events_of(L2, self._host.pool.changes(self._host.records, limit)))
         for port in self._ports:
             events += port.take(limit)
@@ -562,7 +562,7 @@ class EventSource:
 
 
 class TierEvents:
-    """What changes in one tier by itself, an engine's L1. As `EventSource`, for one reader."""
+    """Changes in one tier outside a hierarchy, such as an engine's L1. As `EventSource`, for one reader."""
 
     def __init__(self, tier: str, announcer: Announcer) -> None:
         self._tier = tier
@@ -574,12 +574,12 @@ class TierEvents:
         return self._announcer.waiting
 
     def take(self, limit: int = MOST) -> list[Event]:
-        """What happened since the last time; at most `limit` new blocks, the others with the next call."""
+        """Events since the last call; at most `limit` new blocks, the others with the next call."""
         return list(events_of(self._tier, self._announcer.take(limit)))
 
 
 class _PortEvents:
-    """The events of one lower tier, which may be closed and opened anew meanwhile."""
+    """The events of one lower tier, which may be closed and reopened."""
 
     def __init__(self, port: TierPort) -> None:
         self._port = port
@@ -610,7 +610,7 @@ def _announcer(tier: Tier | None) -> Announcer | None:
 
 
 def events_of(tier: str, changes: Changes) -> Iterator[Event]:
-    """A tier's changes as events: removals first, and runs of blocks each of which is the next one's parent."""
+    """A tier's changes as events: removals first, then runs in which each block is the next one's parent."""
     if changes.gone:
         yield Removed(tier, tuple(changes.gone), changes.cleared)
     run: list[BlockRecord] = []

@@ -1,4 +1,4 @@
-"""A tier's I/O threads: loads before stores, small loads together, bounds and deadlines on what waits and runs."""
+"""A tier's I/O threads: loads before stores, small loads batched, bounds and deadlines for queued and running jobs."""
 
 import logging
 import time
@@ -15,25 +15,25 @@ from kvtier.tiers import Outcome
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-_MOMENT: Final = 0.25  # seconds: most storage has deadlines of its own, which come a moment later
+_MOMENT: Final = 0.25  # seconds: most storage has its own deadline, slightly later than ours
 
 
 def begun(name: str, work: Callable[[], T]) -> "Future[T]":
-    """What comes of `work`, done on a thread of its own: should it never end, it keeps no process from ending."""
-    came: Future[T] = Future()
+    """Run `work` on a daemon thread: if it hangs, the process can still exit."""
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            came.set_result(work())
+            future.set_result(work())
         except BaseException as error:
-            came.set_exception(error)
+            future.set_exception(error)
 
     Thread(target=run, name=name, daemon=True).start()
-    return came
+    return future
 
 
 class Job(Protocol):
-    """One piece of I/O. The queue sees to it that `end` is called exactly once for every job it has taken.
+    """One I/O operation. The queue calls `end` exactly once for every job it accepted.
 
     `overdue` is called at most once, only while `run` runs, and has returned before `end` is called.
     """
@@ -41,37 +41,37 @@ class Job(Protocol):
     deadline: float  # on the queue's clock; inf: memory only, it cannot hang
 
     def run(self) -> Any:
-        """Do the I/O, on an I/O thread, and return what came of it."""
+        """Do the I/O, on an I/O thread, and return its result."""
 
     def end(self, result: Any, *, late: bool) -> None:
-        """Settle: `result` is what `run` returned, or an Outcome that says why it never ran or that it raised.
+        """Complete the job. `result`: what `run` returned, or the Outcome that says why it did not run or raised.
 
         `late`: `overdue` was called before. Must not raise.
         """
 
     def overdue(self) -> None:
-        """It runs past its deadline: nobody waits for it any more; `end` still follows. Must not wait for I/O."""
+        """It runs past its deadline: nothing waits for it now, but `end` still follows. Must not wait for I/O."""
         return
 
 
 class JoinedJob(ABC):
-    """A `Job` that one thread may run together with others of its kind, where the storage answers many at once."""
+    """A `Job` that one thread may run together with others of its kind, if the storage serves many blocks at once."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def num_blocks(self) -> int:
-        """How large it is."""
+        """The job's size in blocks."""
 
     @abstractmethod
     def run_with(self, others: "Sequence[JoinedJob]") -> Sequence[Any]:
-        """Do its I/O and that of the others at once; returns what came of it, its own first."""
+        """Do its I/O and that of the others in one call; returns the results, its own first."""
 
 
 @dataclass(eq=False, slots=True)
 class _RunningJob:
-    """A job on its thread. `lock` puts `overdue` and the job's end in order; it is taken before any other lock."""
+    """A job on its thread. `lock` orders `overdue` and the end of `run`; it is taken before any other lock."""
 
     job: Job
     lock: Lock = field(default_factory=Lock)
@@ -82,12 +82,12 @@ class _RunningJob:
 class IoQueue:
     """`num_threads` threads over two bounded queues, urgent first.
 
-    A thread takes small urgent jobs that wait in a row together, up to `joined` blocks of them, but leaves their share
-    to other threads that are free. Who takes wakes the next one if something is left: a job that comes while a thread
-    is on its way to the queue wakes nobody, because a thread woken for each job would take each by itself.
+    A thread runs consecutive small urgent jobs together, up to `joined` blocks, but leaves a fair share to free
+    threads. The thread that takes a batch wakes the next one if jobs are left. A job submitted while a thread is on its
+    way to the queue wakes no other: if each job woke a thread, each would run alone.
 
-    Lock: `_lock`, held only around the queues, never while a job runs or is told anything. Workers and drainers wait on
-    conditions of their own, because a `notify` meant for a worker must not wake a drainer instead.
+    Lock: `_lock` guards the queues and is never held while a job's methods run. Workers and drainers have conditions of
+    their own, because a `notify` meant for a worker must not wake a drainer instead.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class IoQueue:
         self._num_threads = num_threads
         self._max_queued = max_queued
         self._lock = Lock()
-        self._work_came = Condition(self._lock)
+        self._job_added = Condition(self._lock)
         self._work_ended = Condition(self._lock)
         self.urgent: deque[Job] = deque()
         self.normal: deque[Job] = deque()
-        self.running: dict[int, _RunningJob] = {}  # by thread number, and its place among those it runs
+        self.running: dict[int, _RunningJob] = {}  # key: thread number + i × num_threads, i: place in its batch
         self._closed = False
-        self._num_waiting = 0  # threads that wait to be woken
-        self._num_coming = num_threads  # … and those that will look at the queues in a moment
+        self._num_waiting = 0  # threads that sleep
+        self._num_coming = num_threads  # … and threads that are about to check the queues
         self._threads = [
             Thread(target=self._work, args=(n,), name=f"kvtier-{name}-{n}", daemon=True) for n in range(num_threads)
         ]
@@ -113,7 +113,7 @@ class IoQueue:
             thread.start()
 
     def submit(self, job: Job, *, urgent: bool = False) -> bool:
-        """Enqueue; False when the queue is full or closed (the job is not touched)."""
+        """Enqueue; False if the queue is full or closed (then no method of the job is called)."""
         with self._lock:
             if self._closed or len(self.urgent) + len(self.normal) >= self._max_queued:
                 return False
@@ -127,9 +127,9 @@ class IoQueue:
             return not (self.urgent or self.normal or self.running)
 
     def expire(self) -> bool:
-        """End what waited past its deadline; tell what runs past its own. Needed only where something waits or runs.
+        """End queued jobs that are past their deadline; call `overdue` of those that run past theirs.
 
-        True if every thread hangs: nothing that waits will run.
+        True if every thread hangs, so that no queued job will run.
         """
         now = self._clock()
         with self._lock:
@@ -150,7 +150,7 @@ class IoQueue:
         return len(hanging) == self._num_threads
 
     def drain(self, timeout: float) -> bool:
-        """Wait until idle; False when `timeout` seconds (real time) pass first."""
+        """Wait until idle; False if `timeout` seconds (real time) pass first."""
         deadline = time.monotonic() + timeout
         with self._lock:
             while self.urgent or self.normal or self.running:
@@ -161,9 +161,9 @@ class IoQueue:
         return True
 
     def close(self, timeout: float) -> bool:
-        """End what waits with CLOSED and join the threads; False if one still runs a job. Idempotent.
+        """End queued jobs with CLOSED and join the threads; False if a job still runs. Idempotent.
 
-        A thread that is only about to end hangs in nothing, also where `timeout` leaves it no time for that.
+        A thread that is merely about to exit does not count as hanging, even if `timeout` is too short to join it.
         """
         with self._lock:
             self._closed = True
@@ -171,7 +171,7 @@ class IoQueue:
             waiting = [*self.urgent, *self.normal]
             self.urgent.clear()
             self.normal.clear()
-            self._work_came.notify_all()
+            self._job_added.notify_all()
             self._work_ended.notify_all()
         for job in waiting:
             job.end(Outcome.CLOSED, late=False)
@@ -188,7 +188,7 @@ class IoQueue:
                 self._num_coming += 1
             for running, result in zip(batch.values(), results, strict=True):
                 with running.lock:
-                    running.is_over = True  # from here on nobody calls it late
+                    running.is_over = True  # from here on `overdue` is not called
                 try:
                     running.job.end(result, late=running.is_late)
                 except Exception:
@@ -199,7 +199,7 @@ class IoQueue:
                 self._work_ended.notify_all()
 
     def _result(self, batch: list[_RunningJob]) -> Sequence[Any]:
-        """What came of each job, or why there is no such thing."""
+        """Each job's result, or the Outcome of those that did not run or raised."""
         now = self._clock()
         are_due = [now < running.job.deadline for running in batch]
         due = [running.job for running, is_due in zip(batch, are_due, strict=True) if is_due]
@@ -215,18 +215,18 @@ class IoQueue:
         except Exception:
             _log.exception("an I/O job failed; counted as %s", Outcome.IO_ERROR)
             results = [Outcome.IO_ERROR] * len(due)
-        came = iter(results)
-        return [next(came) if is_due else Outcome.TIMEOUT for is_due in are_due]
+        remaining = iter(results)
+        return [next(remaining) if is_due else Outcome.TIMEOUT for is_due in are_due]
 
     def _next(self, number: int) -> dict[int, _RunningJob]:
-        """What this thread runs now, under its keys in `running`; nothing: the queue is closed."""
+        """The jobs this thread runs next, under their keys in `running`; empty if the queue is closed."""
         with self._lock:
             self._num_coming -= 1
             while not (self.urgent or self.normal):
                 if self._closed:
                     return {}
                 self._num_waiting += 1
-                self._work_came.wait()  # who wakes it counts it as coming
+                self._job_added.wait()  # the waker already added it to `_num_coming`
                 self._num_coming -= 1
             num_free = 1 + self._num_coming + self._num_waiting
             share = -(-len(self.urgent) // num_free)
@@ -245,8 +245,8 @@ class IoQueue:
             return batch
 
     def _wake_one(self) -> None:
-        """Unless a thread comes anyway: it wakes the next if it leaves something."""
+        """Unless a thread is about to check the queues: that one wakes the next if it leaves jobs."""
         if self._num_waiting and not self._num_coming:
             self._num_waiting -= 1
             self._num_coming += 1
-            self._work_came.notify()
+            self._job_added.notify()

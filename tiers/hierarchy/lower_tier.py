@@ -1,4 +1,4 @@
-"""A lower tier as the hierarchy sees it: its threads, its breakers, its measured rate; detaches and re-attaches."""
+"""A lower tier behind its I/O threads and breakers, with its measured rate; it detaches and re-attaches."""
 
 import logging
 import math
@@ -33,25 +33,25 @@ _log = logging.getLogger(__name__)
 
 _WEIGHT: Final = 0.2  # of the newest sample in the moving average
 _RETRY: Final = 32  # every so many refusals one load goes through, so that a stale rate can recover
-_GAIN: Final = 0.85  # of the best single way: both ends have to be faster than that …
-_SAVED: Final = 0.005  # … and to save so many seconds, or their steps and claims are not worth it
-MIN_FRONT: Final = 32  # tokens: what is worth a step of its own
-_MIN_SPREAD: Final = 256.0  # tokens between the positions of samples, before attention's growth is read off them
+_GAIN: Final = 0.85  # of the best time of loading or computing alone: an overlapped load must be faster …
+_SAVED: Final = 0.005  # … and save so many seconds, or its extra steps and claims cost more
+MIN_FRONT: Final = 32  # tokens: the smallest front that is worth a step of its own
+_MIN_SPREAD: Final = 256.0  # tokens between the positions of samples, before attention's growth is estimated
 LoadPolicy = Literal["auto", "load", "recompute"]
-_MAX_SPANS: Final = 8  # reads in one sample, where reads follow each other without a pause
+_MAX_SPANS: Final = 8  # reads in one sample, when reads follow each other without a pause
 _FAILURES: Final = frozenset({Outcome.IO_ERROR, Outcome.TIMEOUT})  # what a breaker counts
 _CORRUPTION: Final = frozenset({Outcome.CHECKSUM, Outcome.KEY_MISMATCH})
 _MAX_QUEUED: Final = 4096  # jobs per tier
-_OPENING: Final = 5  # deadlines that it may take: all names of a slab are read
-_LEAST_WAIT: Final = 0.02  # seconds between two looks whether a probe is due
-_LEAST: Final = 2.0  # seconds for it, however short these are
-_SENT: Final = 1 << 17  # blocks stored in a tier that tells nobody what it drops: so many are remembered
+_OPENING: Final = 5  # deadlines that opening may take: it reads all names of a slab
+_LEAST_WAIT: Final = 0.02  # seconds between two checks whether a probe is due
+_LEAST: Final = 2.0  # seconds for opening, at least
+_SENT: Final = 1 << 17  # blocks remembered as stored in a tier that does not report what it drops
 WritePolicy = Literal["write_through", "write_back"]
 _DIRECTIONS: Final[tuple[Direction, Direction]] = ("read", "write")
 
 
 class Span(NamedTuple):
-    """Consecutive held tokens of a prompt that could be loaded, and where their bytes are."""
+    """Consecutive stored tokens of a prompt that could be loaded, and the bytes of each tier."""
 
     start: int  # tokens before them
     num_tokens: int
@@ -59,7 +59,7 @@ class Span(NamedTuple):
 
 
 class Rates:
-    """Moving averages: bytes per second by tier, tokens per second of prefill. Thread-safe."""
+    """Moving averages: each tier's bytes per second, prefill's tokens per second. Thread-safe."""
 
     def __init__(self, policy: LoadPolicy) -> None:
         self.policy = policy
@@ -70,9 +70,9 @@ class Rates:
         self._refused = 0
 
     def loaded(self, tier: str, num_bytes: int, seconds: float) -> None:
-        """A tier delivered `num_bytes` in `seconds`, however many reads that were (`BusyTime` adds them up).
+        """A tier delivered `num_bytes` in `seconds`, over any number of reads (`BusyTime` adds them up).
 
-        A read that delivered nothing says nothing about the rate.
+        A read that delivered nothing is ignored.
         """
         if seconds > 0 and num_bytes > 0:
             with self._lock:
@@ -89,11 +89,11 @@ class Rates:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of prefill, as engines measured it; None until one has."""
+        """Of prefill, as engines measured it; None before the first measurement."""
         return self._tokens_per_second
 
     def prefill_seconds(self, start: int, num_tokens: int) -> float | None:
-        """What it would take to prefill so many tokens behind the first `start`; None until an engine measured it."""
+        """Predicted time to prefill so many tokens after the first `start`; None before the first measurement."""
         with self._lock:
             return None if self._tokens_per_second is None else self._compute(start, num_tokens)
 
@@ -108,7 +108,7 @@ class Rates:
             return self._refused % _RETRY == 0
 
     def is_quicker_computed(self, num_tokens: int, bytes_by_tier: Mapping[str, int]) -> bool:
-        """Whether computing these tokens is known, or set, to beat loading these bytes. Learns nothing."""
+        """Whether computing these tokens is measured, or configured, to beat loading these bytes. Changes no state."""
         if self.policy != "auto":
             return self.policy == "recompute"
         with self._lock:
@@ -116,16 +116,16 @@ class Rates:
             return rate is not None and self._load(bytes_by_tier) > num_tokens / rate
 
     def spared(self, num_tokens: int, bytes_by_tier: Mapping[str, int]) -> float:
-        """Seconds by which loading these bytes beats computing these tokens; inf where that is not known or weighed."""
+        """Seconds by which loading these bytes beats computing these tokens; inf if unknown or not weighed."""
         with self._lock:
             if self.policy != "auto" or self._tokens_per_second is None:
                 return math.inf
             return max(0.0, num_tokens / self._tokens_per_second - self._load(bytes_by_tier))
 
     def meeting(self, span: Span, block_size: int) -> Meeting | None:
-        """Where to meet, if computing a front and loading the rest at once beats either way alone; else None.
+        """The split point, if computing a front while loading the rest beats either alone; else None.
 
-        As long as one of the rates is unknown, it is None: one way is tried, and teaches it.
+        None while one of the rates is unknown: loading or computing alone then measures it.
         """
         with self._lock:
             needed = [tier for tier, num_bytes in span.bytes_by_tier.items() if num_bytes]
@@ -153,7 +153,7 @@ class Rates:
         return sum(n / self._bytes_per_second[t] for t, n in bytes_by_tier.items() if t in self._bytes_per_second)
 
     def _compute(self, start: int, num_tokens: int) -> float:
-        """Seconds to prefill so many tokens behind the first `start`. The caller holds the lock and knows a rate."""
+        """Seconds to prefill so many tokens after the first `start`. The caller holds the lock; a rate is known."""
         assert self._tokens_per_second is not None
         per_token = 1 / self._tokens_per_second
         more = self._growth.slope * (start + num_tokens / 2 - self._growth.position)
@@ -161,7 +161,7 @@ class Rates:
 
 
 class _Growth:
-    """How much dearer a token is for each token before it: a line through moving averages of what steps took."""
+    """How much slower a token gets per token before it: a line fitted to moving averages of step times."""
 
     def __init__(self) -> None:
         self.position = 0.0  # the samples' average
@@ -171,7 +171,7 @@ class _Growth:
         self._is_first = True
 
     def add(self, position: float, seconds: float) -> None:
-        """One step: tokens at that position took so long each."""
+        """One step: tokens at that position took `seconds` each."""
         weight, self._is_first = (1.0 if self._is_first else _WEIGHT), False
         further, longer = position - self.position, seconds - self._seconds
         self.position += weight * further
@@ -181,15 +181,15 @@ class _Growth:
 
     @property
     def slope(self) -> float:
-        """Seconds a token more for each token before it; 0 while all samples were at about one place."""
+        """Seconds a token more per token before it; 0 while all samples lie at about one position."""
         return max(0.0, self._covariance / self._variance) if self._variance > _MIN_SPREAD**2 else 0.0
 
 
 class BusyTime:
-    """What reads of one tier that run side by side came to: their bytes, over the time in which at least one ran.
+    """Throughput of concurrent reads of one tier: their bytes, over the time in which at least one ran.
 
-    Threads that share a tier's bandwidth each see a part of it; timed one by one, the tier would look that much slower.
-    A read that brought nothing, or hangs, adds no time. Thread-safe.
+    Threads that share a tier's bandwidth each get a part of it; timed one by one, the tier would look slower.
+    A read that delivered nothing, or hangs, adds no time. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ class BusyTime:
         self._num_running = 0
         self._num_bytes = 0
         self._spans: list[tuple[float, float]] = []  # of reads since the last sample
-        self._counted_until = -math.inf  # what ran before is in an earlier sample
+        self._counted_until = -math.inf  # time before this is in an earlier sample
 
     def begin(self) -> None:
         """A read starts; `end` must follow."""
@@ -205,9 +205,9 @@ class BusyTime:
             self._num_running += 1
 
     def end(self, num_bytes: int, began: float, ended: float) -> tuple[int, float] | None:
-        """A read of `num_bytes` (0: it brought nothing) ran from `began` to `ended`, in seconds of one clock.
+        """A read of `num_bytes` (0: it delivered nothing) ran from `began` to `ended`, in seconds of one clock.
 
-        Returns a sample (bytes, seconds) as soon as nobody reads any more, or after eight reads.
+        Returns a sample (bytes, seconds) once no read runs, or after eight reads.
         """
         with self._lock:
             self._num_running -= 1
@@ -227,15 +227,15 @@ class BusyTime:
 
 @dataclass(frozen=True, slots=True)
 class PortSettings:
-    """How patient the hierarchy is with one tier."""
+    """Deadlines, breaker and threads of one tier."""
 
     deadline: float = 2.0  # seconds per operation
     failures: int = 5  # in a row, before the breaker opens
     retry_after: float = 1.0  # seconds until the first probe
     num_threads: int = 2
-    joined: int = 1  # blocks of small reads that one call brings together
+    joined: int = 1  # blocks that one call reads for several small reads
     takes_stores: bool = True  # False: blocks are only read from the tier
-    codec: Fp8Codec | None = None  # the tier has blocks as this packs them; None: as they are
+    codec: Fp8Codec | None = None  # packs the tier's blocks; None: stored unpacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,16 +246,16 @@ class HierarchySettings:
     admit_after: int | Literal["auto"] = 1  # sightings of a block before it is stored; auto: `admission.py`
     store_queue: int | None = None  # bytes leased while they wait for each lower tier; None: a quarter of L2
     prefetch_deadline: float = 2.0  # seconds a request waits for lower tiers
-    lease_deadline: float = 60.0  # seconds a promise is kept that nobody asks about
-    clean_share: float = 0.25  # write-back: the share of L2 that is kept free or clean for instant eviction
+    lease_deadline: float = 60.0  # seconds after its last poll in which a promise expires
+    clean_share: float = 0.25  # write-back: the share of L2 kept free or clean for immediate eviction
 
 
 class TierPort:
     """One lower tier behind its breakers. While it is detached or a breaker is open, everything is a miss or a drop.
 
     `open` makes the tier. A tier that is absent at start (TierUnavailable, OSError) attaches later without a restart:
-    the probes ask `open` again. What the user has to fix (ConfigError, FormatError, StoreLocked…) is raised, at start
-    only.
+    the probes call `open` again. An error the user has to fix (ConfigError, FormatError, StoreLocked…) is raised, at
+    start only.
     """
 
     def __init__(
@@ -274,18 +274,18 @@ class TierPort:
         self._rates = rates
         self._reading = BusyTime()
         self._clock = clock
-        self._attaching = Lock()  # held while `open` runs, by the constructor and by probes only
+        self._attaching = Lock()  # held while `open` runs; taken only by the constructor and probes
         self._lock = Lock()  # guards what follows; innermost, never held across I/O
         self._closed = False
-        self.why: str | None = None  # it is off, if that is no count of failures
-        # Told, on an I/O thread, when writes are tried again, and whether the tier was opened anew.
+        self.why: str | None = None  # it is off, if the cause is not a count of failures
+        # Called on an I/O thread when writes work again, with whether the tier was reopened.
         self.recovered: Callable[..., None] | None = None
-        self._is_fresh = False  # opened anew since `recovered` was told
+        self._is_fresh = False  # reopened since the last call of `recovered`
         self.epoch = 0  # counts resets: a write offered before one never lands after it
-        self.is_shared = False  # the tier, once it was open
-        self.departures: Departures | None = None  # what left the tier lately, if it remembers; or it is `sent`
-        self._sent: Departures | None = None  # what was stored in a tier that tells nobody what it drops
-        self._shared_forgot_at = 0  # the last reset that a tier which nodes share was told of
+        self.is_shared = False  # valid once the tier was open
+        self.departures: Departures | None = None  # the tier's eviction log, if it has one; else `_sent`
+        self._sent: Departures | None = None  # blocks stored in a tier that does not report what it drops
+        self._shared_forgot_at = 0  # the epoch at which a shared tier was last reset
         self._num_writing = 0  # writes under way that began in this epoch …
         self._num_stale = 0  # … and in an earlier one
         self.breakers = {
@@ -293,25 +293,25 @@ class TierPort:
         }
         self.tier: Tier | None = None
         self._closing = Event()
-        self._is_probing = True  # not before there is a queue for it
+        self._is_probing = True  # no probes before the queue exists
         self._attach_in_time(max(_LEAST, _OPENING * settings.deadline))
         self.queue = IoQueue(name, settings.num_threads, _MAX_QUEUED, clock, settings.joined)
         self._is_probing = False
         self._show_breakers()
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
-        """Leading blocks held, and readable now."""
+        """How many leading blocks the tier has and can be read now."""
         if (tier := self.tier) is None or self._num_stale or not self.breakers["read"].closed:
             return 0
         return tier.lookup(hashes)
 
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
-        """Which of the blocks are held, and readable now, each by itself."""
+        """For each block, whether the tier has it and can be read now."""
         tier = self.readable()
         return tier.holds(hashes) if tier is not None else [False] * len(hashes)
 
     def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
-        """`Tier.children`, of a tier that is readable now."""
+        """`Tier.children`; empty if the tier cannot be read now."""
         tier = self.readable()
         return tier.children(parent, limit, start) if tier is not None else []
 
@@ -327,13 +327,13 @@ class TierPort:
         return tier.room() if tier is not None else ()
 
     def not_stored(self, hashes: Sequence[ChainHash], reason: str) -> None:
-        """Remember why these blocks did not come to the tier, if it remembers."""
+        """Record why these blocks were not stored in the tier, if it has an eviction log."""
         if self.departures is not None and hashes:
             self.departures.left(hashes, reason)
 
     @property
     def locates(self) -> bool:
-        """Whether the tier may hold blocks that only asking it would show, and answers now."""
+        """Whether the tier answers now and may have blocks that only a query to it would find."""
         tier = self.readable()
         return tier is not None and not tier.knows_all
 
@@ -349,19 +349,19 @@ class TierPort:
 
     @property
     def is_off(self) -> bool:
-        """Whether reads or writes are left alone for now."""
+        """Whether the breaker for reads or for writes is open."""
         return not all(breaker.closed for breaker in self.breakers.values())
 
     @property
     def wanting(self) -> str | None:
-        """Which directions are left alone for now; None: none."""
+        """Which breakers are not closed, and why; None if both are."""
         left = [f"{name} breaker {each.state}" for name, each in self.breakers.items() if not each.closed]
         why = f" ({self.why})" if self.why is not None else ""
         return f"{self.name}: {', '.join(left)}{why}" if left else None
 
     @property
     def writable(self) -> bool:
-        """Whether a write would be tried at all."""
+        """Whether a write would be attempted."""
         return self.tier is not None and self.breakers["write"].closed
 
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
@@ -386,15 +386,15 @@ class TierPort:
         if not _CORRUPTION.isdisjoint(failed):
             corrupt = [h for h, r in zip(hashes, results, strict=True) if r in _CORRUPTION]
             self._metrics.corrupted(self.name, len(corrupt))
-            if promised := [h for h, held in zip(corrupt, tier.holds(corrupt), strict=True) if held]:
-                tier.discard(promised)  # or every request would be promised them anew
+            if present := [h for h, is_held in zip(corrupt, tier.holds(corrupt), strict=True) if is_held]:
+                tier.discard(present)  # else later lookups would find them again
         return results
 
     def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], epoch: int) -> list[Outcome]:
         """`Tier.write`, timed, counted, and reported to the write breaker. Called on this port's threads.
 
-        `epoch` is the port's when the blocks were offered. A write that a reset overtakes is undone: until then
-        `lookup` finds nothing.
+        `epoch` is the port's when the blocks were offered. If a reset happens during a write, the write is undone;
+        until then `lookup` finds nothing.
         """
         with self._lock:
             tier = self.tier
@@ -412,7 +412,7 @@ class TierPort:
                 self._judge("write", outcomes, began)
             if self._sent is not None:
                 stored = [r.chain_hash for r, o in zip(records, outcomes, strict=True) if o is Outcome.OK]
-                self._sent.left(stored, LOST)  # said of those alone that it does not have any more
+                self._sent.left(stored, LOST)  # consulted only for blocks that the tier no longer has
         finally:
             with self._lock:
                 stale = epoch != self.epoch
@@ -429,16 +429,16 @@ class TierPort:
         self._show_breakers()
 
     def tick(self, *, at_once: bool = False) -> None:
-        """Expire what is late and send the probe that is due. Cheap; called from every engine-facing call.
+        """Expire overdue jobs and send a due probe. Cheap; called from every engine-facing call.
 
-        `at_once`: somebody waits for the tier, so its probe is due.
+        `at_once`: a caller waits for the tier, so its probe is due.
         """
         queue = self.queue
         if (queue.running or queue.urgent or queue.normal) and queue.expire():
             if any(breaker.closed for breaker in self.breakers.values()):
                 patience, count = self.settings.deadline, self.settings.num_threads
                 self._trip(TierUnavailable(f"all its {count} threads hang, in calls of over {patience:g} s"))
-            return  # a probe would find no thread: as soon as a call ends, one is sent
+            return  # a probe would find no thread: one is sent as soon as a call ends
         for direction in _DIRECTIONS:
             breaker = self.breakers[direction]
             if not breaker.closed and breaker.take_probe(at_once=at_once):
@@ -466,7 +466,7 @@ class TierPort:
             tier.check()
 
     def close(self, timeout: float) -> None:
-        """Drop what waits, wait up to `timeout` seconds for what runs, close the tier. Idempotent."""
+        """Drop queued jobs, wait up to `timeout` seconds for running ones, close the tier. Idempotent."""
         self._closing.set()
         if not self.queue.close(timeout):
             _log.warning("%s: an operation still hangs at close", self.name)
@@ -475,10 +475,10 @@ class TierPort:
         self._detach(self.tier)
 
     def probe(self, direction: Direction) -> bool:
-        """Whether the storage answers again; on this port's threads.
+        """Whether the storage answers again; runs on this port's threads.
 
-        A tier that does not is opened anew at once: its file may have been replaced. Where that fails both directions
-        are off until it succeeds. One that `stays_open` goes on with its reads.
+        A tier that does not answer is reopened at once: its file may have been replaced. If that fails, both directions
+        are off until it succeeds. A tier that `stays_open` still serves reads after a failed write probe.
         """
         tier = self.tier
         if tier is not None:
@@ -492,7 +492,7 @@ class TierPort:
         return fresh is not None and fresh.probe(direction)
 
     def probed(self, direction: Direction, answered: bool) -> None:
-        """What became of the probe `tick` sent."""
+        """The probe that `tick` sent has ended."""
         self.breakers[direction].probed(answered)
         if not self.is_off:
             self.why = None
@@ -504,7 +504,7 @@ class TierPort:
                 self.recovered(is_fresh=is_fresh)
 
     def readable(self) -> Tier | None:
-        """The tier, unless it is left alone for now."""
+        """The tier, or None while it is detached, its read breaker is open, or a reset waits for writes."""
         return self.tier if self.breakers["read"].closed and not self._num_stale else None
 
     def _judge(self, direction: Direction, outcomes: Sequence[Outcome], began: float) -> None:
@@ -513,23 +513,23 @@ class TierPort:
             breaker.failure()
             self._show_breakers()
         elif breaker.failures and outcomes and self._clock() - began < self.settings.deadline:
-            breaker.success()  # a late answer is none: `failed` has counted it
+            breaker.success()  # a late answer is not a success: `failed` counted it
 
     def _attach_in_time(self, timeout: float) -> None:
-        """At start. Storage that hangs is not waited for any longer: it attaches once it answers."""
-        came = begun(f"kvtier-{self.name}-open", lambda: self._attach((TierUnavailable, OSError)))
-        if wait((came,), timeout).done:
-            came.result()
+        """At start: wait at most `timeout` seconds for `open`. Storage that hangs attaches once it answers."""
+        opened = begun(f"kvtier-{self.name}-open", lambda: self._attach((TierUnavailable, OSError)))
+        if wait((opened,), timeout).done:
+            opened.result()
             return
         self._trip(TierUnavailable(f"it has not opened within {timeout:g} s, and attaches once it has"))
-        came.add_done_callback(self._opened_late)
+        opened.add_done_callback(self._opened_late)
 
-    def _opened_late(self, came: "Future[Tier | None]") -> None:
-        if (error := came.exception()) is not None:  # what is raised at start
+    def _opened_late(self, opened: "Future[Tier | None]") -> None:
+        if (error := opened.exception()) is not None:  # raised at start
             _log.warning("%s tier stays off: %s", self.name, error)
 
     def _attach(self, expected: tuple[type[Exception], ...]) -> Tier | None:
-        """The tier, opened if it is not open. None, with one warning, where that fails."""
+        """The tier, opened if necessary. None, with one warning, if that fails."""
         with self._attaching:
             if self.tier is None and not self._closed:
                 try:
@@ -542,9 +542,9 @@ class TierPort:
             return self.tier
 
     def _adopt(self, tier: Tier) -> None:
-        """Put a fresh tier to use, unless closed meanwhile. It may remember blocks that a reset could not reach.
+        """Use a tier that was just opened, unless the port was closed. It may have blocks that a reset did not reach.
 
-        What nodes share is reset again only if it never was: others may have stored there since.
+        A shared tier is reset only if it never was: other nodes may have stored blocks there since.
         """
         forgot_at = self._shared_forgot_at if tier.is_shared else 0
         while True:
@@ -566,7 +566,7 @@ class TierPort:
         tier.close()
 
     def _detach(self, tier: Tier | None) -> None:
-        """Close `tier`, unless somebody did."""
+        """Close `tier`, unless another thread did."""
         with self._lock:
             mine = tier is not None and self.tier is tier
             if mine:
@@ -592,7 +592,7 @@ class TierPort:
             Thread(target=self._keep_probing, name=f"kvtier-{self.name}-probes", daemon=True).start()
 
     def _keep_probing(self) -> None:
-        """Send probes until both breakers are closed: an idle engine makes no calls that would."""
+        """Send probes until both breakers are closed: an idle engine makes no calls that would send them."""
         while not self._closing.wait(max(self.settings.retry_after, _LEAST_WAIT)):
             self.tick()
             with self._lock:
@@ -603,7 +603,7 @@ class TierPort:
 
 @dataclass(eq=False, slots=True)
 class _Probe:
-    """The one operation an open breaker lets through. Only its first word counts. Implements `Job`."""
+    """The one operation that an open breaker permits. Only its first result counts. Implements `Job`."""
 
     port: TierPort
     direction: Direction
@@ -622,7 +622,7 @@ class _Probe:
 
 @dataclass(frozen=True, slots=True)
 class PackedShape:
-    """What a tier is told of such blocks. Implements `BlockShape`."""
+    """The shape of packed blocks, passed to a tier. Implements `BlockShape`."""
 
     block_size: int
     block_bytes: int
@@ -631,9 +631,9 @@ class PackedShape:
 def read_packed(
     tier: Tier, codec: Fp8Codec, hashes: Sequence[ChainHash], into: Sequence[memoryview]
 ) -> list[BlockRecord | Outcome]:
-    """`Tier.read`. The tier verifies what it stored; only then it is unpacked, in the buffer that received it.
+    """`Tier.read`. The tier verifies what it stored; then a block is unpacked in the buffer that received it.
 
-    A record's checksum is that of the block as it is now.
+    A record's checksum is that of the unpacked block.
     """
     results = tier.read(hashes, [buffer[: codec.packed_bytes] for buffer in into])
     return [
@@ -645,7 +645,7 @@ def read_packed(
 def write_packed(
     tier: Tier, codec: Fp8Codec, records: Sequence[BlockRecord], payloads: Sequence[memoryview]
 ) -> list[Outcome]:
-    """`Tier.write`. A block with a number that is not finite is UNSUPPORTED, and those behind it are not stored."""
+    """`Tier.write`. A block with a non-finite number is UNSUPPORTED, and the blocks after it are not stored."""
     whole, packed = list[BlockRecord](), list[memoryview]()
     for record, payload in zip(records, payloads, strict=True):
         stored = codec.pack(payload)

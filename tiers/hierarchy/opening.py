@@ -1,4 +1,4 @@
-"""From a configuration to a hierarchy with its tiers open: those of the table that the configuration asks for."""
+"""Opens a hierarchy from a configuration: host memory and the lower tiers that it enables."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -31,46 +31,46 @@ from kvtier.tiers.naming import KVProbe
 
 _log = logging.getLogger(__name__)
 _CAUSE: Final = "by another release of a library or by code that was replaced"
-_PATIENCE: Final = 10.0  # seconds that a disk may take to be looked at
+_PATIENCE: Final = 10.0  # seconds for the check of one tier's storage
 _LOOPS: Final = "kvtier.tiers.fp8_compiled"
 
 
 class TierModule(Protocol):
-    """What the module of a lower tier has: the table of tiers (`kinds.py`) names it, nobody else knows it."""
+    """The interface of a lower tier's module, which only the table of tiers (`kinds.py`) names."""
 
     def configured(self, config: Config, fingerprint: bytes, shape: BlockShape) -> ConfiguredTier | None:
-        """The tier for the blocks of one model, None if it is off; opens nothing. ConfigError for what the user fixes.
+        """The tier for one model's blocks, or None if it is off. Opens nothing. ConfigError for a user's error.
 
-        `fingerprint` is `ModelIdentity.fingerprint`, 32 bytes: blocks of another are never to be found.
+        `fingerprint` is `ModelIdentity.fingerprint`, 32 bytes: blocks with another fingerprint must not be found.
         """
 
     def checked(self, config: Config) -> str | None:
-        """What it is going to use, as a line for the log; None if it is off. Asks nobody over a network.
+        """A log line about the resources it will use, or None if it is off. Makes no network request.
 
-        ConfigError, with the fix, for a setting that no model could use. What may pass by itself is none: a server that
-        is away, a disk that hangs.
+        ConfigError, with the fix, for a setting that no model could use. A transient fault (a server that is down, a
+        disk that hangs) is not one.
         """
 
     def answers(self, config: Config) -> list[Finding]:
-        """Whether the servers it needs answer now; nothing where it is off or needs none. As quick as `examine`, and
-        cheap: a daemon calls it four times a minute.
+        """Whether the servers it needs answer now; empty if it is off or needs none. As quick as `examine`, and cheap:
+        the daemon calls it four times a minute.
         """
 
     def examine(self, config: Config) -> list[Finding]:
-        """What `kvtier doctor` says of it, on or off. Changes nothing, ends within seconds, raises nothing."""
+        """What `kvtier doctor` prints, also if the tier is off. Changes nothing, takes seconds, never raises."""
 
 
 def lower_modules() -> Iterator[tuple[str, TierModule]]:
-    """Name and module of every tier below L2 that there can be, nearest first."""
+    """Name and module of every tier below L2 in the table, nearest first."""
     for kind in lower_tiers():
         assert kind.module is not None
         yield kind.name, cast(TierModule, import_module(kind.module))
 
 
 def check_tiers(config: Config) -> list[str]:
-    """Look at the settings of the lower tiers before anything waits for them: what each is going to use.
+    """Check the settings of the lower tiers before startup. Returns one line about what each tier will use.
 
-    Options of tiers that are off are a warning. ConfigError as `TierModule.checked`.
+    Logs a warning for options of tiers that are off. ConfigError as `TierModule.checked`.
     """
     for idle in config.idle_options():
         _log.warning("%s", idle)
@@ -95,12 +95,12 @@ def open_hierarchy(
 ) -> Hierarchy:
     """The hierarchy a configuration describes, for the blocks of one model (`ModelIdentity.fingerprint`, 32 bytes).
 
-    A promise nobody asks about is kept for `lease_deadline` seconds. `lossy` is `ModelIdentity.lossy`: how tiers that
-    nodes share keep blocks. The fingerprint is made of it, too. `kv_probe`: what the model computes of a few tokens.
+    A promise that is not polled for `lease_deadline` seconds expires. `lossy` is `ModelIdentity.lossy`: the encoding of
+    blocks in shared tiers; it is part of the fingerprint. `kv_probe`: the KV that the model computes for a few tokens.
 
-    Raises ConfigError where memory or disk are too small or a key is not the one needed, StoreLocked, FormatError,
-    FingerprintMismatch, and KVMismatch if a tier keeps another model's probe. A directory that cannot be used is one
-    warning, and the tier attaches when it can.
+    Raises ConfigError if memory or disk are too small or a key is wrong, StoreLocked, FormatError, FingerprintMismatch,
+    and KVMismatch if a tier keeps another model's probe. A directory that cannot be used is one warning; the tier
+    attaches when it can.
     """
     metrics, rates = Metrics(), Rates(config.cache.load_or_recompute)
     if config.host.size < shape.block_bytes:
@@ -136,9 +136,9 @@ def open_hierarchy(
 
 
 def open_ports(config: Config, fingerprint: bytes, shape: BlockShape, metrics: Metrics, rates: Rates) -> list[TierPort]:
-    """The tiers below host memory alone, for an engine that keeps its own; raises and warns as `open_hierarchy`.
+    """Only the tiers below host memory, for an engine that has its own; raises and warns as `open_hierarchy`.
 
-    Nobody asks these for a block's children, so they keep no index of them.
+    They keep no index of a block's children, since such an engine does not look them up.
     """
     whole_blocks = config.cache.model_copy(update={"partial_blocks": False})
     return _open_ports(config.model_copy(update={"cache": whole_blocks}), fingerprint, shape, metrics, rates)
@@ -152,7 +152,7 @@ def _open_ports(
     rates: Rates,
     about: tuple[str | None, KVProbe | None] = (None, None),
 ) -> list[TierPort]:
-    """`about`: how tiers that nodes share keep the blocks, and the model's probe."""
+    """`about`: the encoding of blocks in shared tiers, and the model's probe."""
     lossy, probe = about
     fp8 = None if lossy is None else Fp8Codec.of(lossy, shape.block_bytes, cast("Fp8Loops | None", extension(_LOOPS)))
     ports: list[TierPort] = []
@@ -185,19 +185,19 @@ def _open_ports(
 
 
 class ProbedOpening:
-    """Opens one tier, as often as it is asked; each time it compares what the tier keeps with the model's own probe.
+    """Opens one tier, any number of times. Each time it compares the tier's probe with the model's own.
 
-    KVMismatch if they are apart. A tier that keeps none is left without one until `settle`, which is for when all tiers
-    have agreed; one that is opened later gets the probe at once.
+    KVMismatch if they differ. A tier without a probe gets one at `settle`, after all tiers agreed; later openings write
+    it at once.
     """
 
     def __init__(self, name: str, open: Callable[[], Tier], probe: KVProbe | None) -> None:
-        """`probe` None: the model was not asked, so nothing is compared or kept."""
-        self.kept: KVProbe | None = None  # in the tier as it was opened last
+        """`probe` None: the model computed none, so nothing is compared or kept."""
+        self.kept: KVProbe | None = None  # as the tier had it at the last opening
         self._name = name
         self._open = open
         self._probe = probe
-        self._tier: Tier | None = None  # as it was opened last
+        self._tier: Tier | None = None  # of the last opening
         self._settled = self._warned = False
 
     def __call__(self) -> Tier:
@@ -207,47 +207,47 @@ class ProbedOpening:
             if self._settled:
                 self._keep(tier)
             self._tier = tier
-            self._tell()
+            self._pass_on()
         except BaseException as error:
             tier.close()
             if isinstance(error, KVMismatch) and self._settled and not self._warned:
-                self._warned = True  # at start whoever opens the tiers says so
+                self._warned = True  # at startup the caller reports it
                 _log.warning("%s; it stays off until this engine is started again", error)
             raise
         return tier
 
     def settle(self, tier: Tier | None) -> None:
-        """All tiers agree. Give the tier, or None that is not open yet, the probe if it keeps none. KVMismatch, too."""
+        """All tiers agree: write the probe to the tier (None: not open yet) if it has none. Raises KVMismatch."""
         self._settled = True
         if tier is not None:
             self._keep(tier)
 
     def adopt(self, probe: KVProbe) -> None:
-        """Compare with this probe, and with it from now on if there was none. KVMismatch if they are apart."""
+        """Compare with this probe, and with it from now on if there was none. KVMismatch if they differ."""
         self.require_alike(probe)
         if self._probe is None:
             self._probe = probe
-            self._tell()
+            self._pass_on()
 
     def require_alike(self, probe: KVProbe) -> None:
-        """KVMismatch if the tier keeps the probe of a model that computes something else."""
+        """KVMismatch if the tier has the probe of a model that computes different KV."""
         if self.kept is not None:
             require_alike(self.kept, probe, self._name)
 
-    def _tell(self) -> None:
+    def _pass_on(self) -> None:
         if self._tier is not None and self._probe is not None:
             self._tier.tell_kv_probe(self._probe.packed())
 
     def _keep(self, tier: Tier) -> None:
         if self.kept is None and self._probe is not None:
             tier.keep_kv_probe(self._probe.packed())
-            self._compare(tier)  # somebody else may have been first
+            self._compare(tier)  # another process may have written one first
 
     def _compare(self, tier: Tier) -> None:
         packed = tier.kv_probe()
         try:
             self.kept = None if packed is None else KVProbe.unpack(packed)
-        except FormatError:  # of a later release, or no probe at all: nothing to compare with
+        except FormatError:  # of a later release, or no probe: nothing to compare
             self.kept = None
         if self._probe is not None:
             self.require_alike(self._probe)
@@ -256,5 +256,5 @@ class ProbedOpening:
 def require_alike(kept: KVProbe, probe: KVProbe, place: str) -> None:
     """KVMismatch if two models' KV of the same tokens differ by more than rounding."""
     if (distance := kept.distance(probe)) > probe.tolerance:
-        said = f"{place}: the KV kept under this model's name was computed otherwise"
-        raise KVMismatch(f"{said} ({distance:.2g} apart, where rounding makes {probe.tolerance:g}), {_CAUSE}")
+        problem = f"{place}: the KV kept under this model's name was computed otherwise"
+        raise KVMismatch(f"{problem} ({distance:.2g} apart, where rounding makes {probe.tolerance:g}), {_CAUSE}")

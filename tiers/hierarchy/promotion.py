@@ -1,4 +1,4 @@
-"""Promotion: blocks on their way from a lower tier to L2, read once however many requests wait for them."""
+"""Promotion: loading blocks from a lower tier into L2, with one read for any number of waiting requests."""
 
 import math
 from collections import Counter
@@ -17,68 +17,68 @@ from kvtier.tiers.hierarchy.stores import Sealing
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.pool import Lease, Places, Reservation
 
-_MOST: Final = 8192  # blocks in one question: a longer chain is asked about in pieces
-_FIRST_LEASE: Final = 256  # blocks looked for at once; twice as many while they are all there
-_BETWEEN_PIECES: Final = 0.5  # seconds in which who has copied one piece asks for the next
-_MAX_CHECKS: Final = 1 << 16  # batches waiting to be looked at
+_MOST: Final = 8192  # blocks in one query: a longer chain takes several
+_FIRST_LEASE: Final = 256  # blocks looked up at once; doubled while all are found
+_BETWEEN_PIECES: Final = 0.5  # seconds in which a request that took one piece has to claim the next
+_MAX_CHECKS: Final = 1 << 16  # batches waiting to be verified
 
 
 @dataclass(eq=False, slots=True)
 class Holding:
-    """What one request holds or waits for: blocks that L2 has, by their slots, and the others by their names."""
+    """The blocks that one request has leased or waits for: those in L2 by slot, the others by name."""
 
     run: Sequence[ChainHash]
     slots: list[int]  # of the first blocks of the run
-    names: Sequence[ChainHash] = field(default=(), init=False)  # once it is counted: what is counted by name
+    names: Sequence[ChainHash] = field(default=(), init=False)  # set when counted: the blocks counted by name
 
 
 @dataclass(eq=False)
 class LocalClaim(Claim):
-    """A claim on this process's tiers. First `Hierarchy` asks where the blocks are, then `Promoter` brings the run.
+    """A claim on this process's tiers: `Hierarchy` looks the blocks up, then `Promoter` loads the run.
 
-    The run is the part of the chain that is worth loading. What L2 holds of it is leased at once; what a lower tier
-    holds is read into L2 and leased as it lands.
+    The run is the part of the chain that is worth loading. Its blocks in L2 are leased at once; those in a lower tier
+    are read into L2 and leased as they land.
     """
 
-    # while it is asked where the blocks are
-    questions: "list[Question]" = field(default_factory=list)  # asked of shared tiers, not read yet
-    asked_until: int = 0  # blocks, from the chain's start, that shared tiers were asked about
-    sealing: Sealing | None = None  # a store has filled the first block that no tier holds
-    patient_until: float = 0.0  # for such stores, on the monotonic clock
+    # during lookup
+    questions: "list[Question]" = field(default_factory=list)  # queries to shared tiers, not read yet
+    asked_until: int = 0  # leading blocks of the chain that shared tiers were queried about
+    sealing: Sealing | None = None  # the store that will publish the first missing block
+    patient_until: float = 0.0  # how long it waits for `sealing`, on the monotonic clock
 
-    # while the run is promoted
+    # during promotion
     run: list[ChainHash] = field(default_factory=list)
     run_parent: ChainHash = b""  # of run[0]
-    end: int = 0  # of the run; shrinks when a block cannot be had
-    next: int = 0  # first block of the run that is neither leased nor on its way
-    held: Holding | None = None  # what it is counted for while it waits
-    patience: float = 0.0  # seconds it waits for reads, from when it has room
-    room_until: float = 0.0  # it waits for room
+    end: int = 0  # of the run; shrinks when a block cannot be loaded
+    next: int = 0  # first block of the run that is neither leased nor being read
+    held: Holding | None = None  # what `WaitedBlocks` counts for it
+    patience: float = 0.0  # seconds it waits for reads, once it has room
+    room_until: float = 0.0  # how long it waits for room
     deadline: float = math.inf  # for reads
     polled_at: float = 0.0
     leases: list[Lease] = field(default_factory=list)
     reads: "set[TierRead]" = field(default_factory=set)
-    checks: "set[HostCheck]" = field(default_factory=set)  # until they end, none of the blocks they look at is promised
-    source: tuple[TierPort, int] | None = None  # found just now: it has so many next blocks, L2 has none
+    checks: "set[HostCheck]" = field(default_factory=set)  # blocks under check are not promised
+    source: tuple[TierPort, int] | None = None  # from the lookup: this tier has so many next blocks, L2 none of them
     done: bool = False  # the promise is settled: one lease, or none
-    position: dict[ChainHash, int] = field(default_factory=dict)  # where in the run each block is, once one is read
+    position: dict[ChainHash, int] = field(default_factory=dict)  # block → index in the run; empty until one is read
 
 
 @dataclass(eq=False, slots=True)
 class TierRead(JoinedJob):
-    """One read of consecutive blocks from a lower tier, their reserved slots, and all claims that wait for it.
+    """One read of consecutive blocks from a lower tier, with their reserved slots and the claims that wait for it.
 
-    Implements `Job`. Small ones that wait in a row are one call of the tier: it has all their blocks in flight at once.
+    Small consecutive reads are joined to one call of the tier, so that all their blocks are in flight at once.
     """
 
     owner: "Promoter"
     port: TierPort
     reservation: Reservation
     positions: range  # into the reservation
-    hashes: list[ChainHash]  # there: the blocks being read
+    hashes: list[ChainHash]  # the blocks at these positions
     deadline: float
     waiters: set[LocalClaim] = field(default_factory=set)
-    is_joined: bool = False  # to the call of a read before it
+    is_joined: bool = False  # to the call of an earlier read
 
     @property
     def num_blocks(self) -> int:
@@ -97,7 +97,7 @@ class TierRead(JoinedJob):
         return [results[end - len(read.hashes) : end] for read, end in zip(reads, ends, strict=True)]
 
     def _begin(self) -> list[memoryview]:
-        """The slots to read into. The wait in the queue had a deadline of its own."""
+        """The slots to read into. Sets the deadline of the read itself, without the time in the queue."""
         self.deadline = self.owner.clock() + self.port.settings.deadline
         region = self.owner.host.region
         return [region.slot(slot) for slot in self.reservation.slots[self.positions.start : self.positions.stop]]
@@ -107,26 +107,26 @@ class TierRead(JoinedJob):
         self.owner.landed(self, results, late=late)
 
     def overdue(self) -> None:
-        if not self.is_joined:  # a call that hangs is one failure, however many reads it brings
+        if not self.is_joined:  # a joined call that hangs is one failure
             self.port.failed("read")
         self.owner.gave_up(self)
 
 
 @dataclass(eq=False, slots=True)
 class HostCheck(Job):
-    """A check of consecutive blocks that L2 holds, under a lease of its own until its end."""
+    """Verifies consecutive blocks in L2, under a lease of its own."""
 
     owner: "Promoter"
     claim: LocalClaim
-    first: int  # of its blocks, in the run
+    first: int  # index in the run of its first block
     lease: Lease
     deadline: float = math.inf
 
     def run(self) -> tuple[int, Outcome]:
-        """Compare names and checksums, up to the first block that is not what was stored."""
+        """Compare names and checksums, up to the first damaged block; returns how many are good."""
         host = self.owner.host
         for num_whole, (slot, chain_hash) in enumerate(zip(self.lease.slots, self.lease.hashes, strict=True)):
-            if self not in self.claim.checks:  # nobody waits for it any more
+            if self not in self.claim.checks:  # the claim no longer waits for it
                 return num_whole, Outcome.ABORTED
             record = host.records[slot]
             if record is None or record.chain_hash != chain_hash or record.checksum != checksum(host.region.slot(slot)):
@@ -134,7 +134,7 @@ class HostCheck(Job):
         return len(self.lease), Outcome.OK
 
     def end(self, result: tuple[int, Outcome] | Outcome, *, late: bool) -> None:
-        """What was not checked is not promised."""
+        """Unverified blocks are not promised."""
         num_whole, outcome = (0, result) if isinstance(result, Outcome) else result
         self.owner.checked(self, num_whole, outcome)
 
@@ -142,12 +142,12 @@ class HostCheck(Job):
 class Promoter:
     """All promotions of one hierarchy: one read per block, windows of at most a quarter of L2 per request.
 
-    Lock: `lock` (the hierarchy's) is held around this bookkeeping; inside it the pool's, a port's, a queue's or a
-    tier's index lock may be taken, never the other way round; never held across I/O.
-    A request that is larger than all room comes in pieces. Between two of them nobody else gets what the next one
-    needs: it may keep L1 from all others meanwhile, so that who waited for L1 with that room would wait for ever.
-    Law (`check`): every read under way is in the index, every waiter of a read knows it, at idle there is neither. Who
-    stands in line holds nothing.
+    Lock: `lock` (the hierarchy's) guards this bookkeeping; inside it the pool's, a port's, a queue's or a tier's index
+    lock may be taken, never the other way round; never held across I/O.
+    A request larger than the whole limit is loaded in pieces. The room for its next piece is reserved: the request may
+    keep L1 from all others, so one that waited for L1 with that room would deadlock.
+    Law (`check`): every read under way is in the index, every waiter of a read lists it; at idle there are none. A
+    claim in the line has neither leases nor reads.
     """
 
     def __init__(
@@ -169,36 +169,36 @@ class Promoter:
         self._max_waiting = max(1, host.pool.num_slots // 2)
         self._batch = max(1, BATCH_BYTES // host.region.slot_bytes)
         self._reads: dict[ChainHash, TierRead] = {}
-        self._given_up: set[TierRead] = set()  # hang in their I/O; their slots are in quarantine
+        self._given_up: set[TierRead] = set()  # reads that hang; their slots are quarantined
         self.active: set[LocalClaim] = set()  # not yet taken or cancelled
-        self._line: dict[LocalClaim, None] = {}  # of these: who waits until others let go of L2, in order of arrival
-        self._short: dict[LocalClaim, None] = {}  # of these: whose next blocks found no slot when it was last tried
-        self._goes_on: tuple[ChainHash, int, float] | None = None  # who took a piece: its next block, room, until when
-        self._held = WaitedBlocks(host.pool.num_slots)  # by active requests
+        self._line: dict[LocalClaim, None] = {}  # of these: claims that wait for room, in order of arrival
+        self._short: dict[LocalClaim, None] = {}  # of these: claims whose last read found no slot
+        self._next_piece: tuple[ChainHash, int, float] | None = None  # its first block, room kept for it, until when
+        self._waited = WaitedBlocks(host.pool.num_slots)  # blocks leased to or awaited by active claims
         self._checking = IoQueue("verify", 1, _MAX_CHECKS, clock) if host.verify else None
 
-    # one claim's way
+    # a claim's life
 
     def lease_whole(self, claim: LocalClaim, run: list[ChainHash]) -> Places | None:
-        """Promise a run at once, if L2 has all of it and there is room. Else nothing changes.
+        """Promise a whole run at once, if L2 has all of it and there is room. Else nothing changes.
 
-        Returns where L2 has the first of its blocks, if it looked.
+        Returns L2's places of the run's leading blocks, if it looked them up and did not promise.
         """
         if self._checking is not None:
             return None
         with self._lock:
-            goes_on = self._goes_on is not None
-            is_next, most = goes_on and self._is_next(run), self._most(run) if goes_on else self._max_waiting
-            if (self._line and not is_next) or self._held.at_most + len(run) > most:
+            is_reserved = self._next_piece is not None
+            is_next, most = is_reserved and self._is_next(run), self._most(run) if is_reserved else self._max_waiting
+            if (self._line and not is_next) or self._waited.at_most + len(run) > most:
                 return None
             lease = self.host.pool.lease_whole(run)
             if isinstance(lease, Places):
                 return lease
             if is_next:
-                self._goes_on = None
+                self._next_piece = None
             claim.run, claim.end, claim.next, claim.leases = run, len(run), len(run), [lease]
             claim.done = True
-            claim.held, claim.promised, claim.polled_at = self._held.hold(run, lease.slots), len(run), self.clock()
+            claim.held, claim.promised, claim.polled_at = self._waited.hold(run, lease.slots), len(run), self.clock()
             self.active.add(claim)
         return None
 
@@ -211,11 +211,11 @@ class Promoter:
         source: tuple[TierPort, int] | None,
         patience: tuple[float, float],
     ) -> None:
-        """Bring a run of consecutive blocks, of which waiting requests may hold half of L2 together.
+        """Load a run of consecutive blocks. Waiting requests together may use half of L2.
 
-        `places`: where L2 had the first of them just now; `source`: the tier that had all others, which L2 had not.
-        `patience`: seconds for reads, and before that for room. If other requests hold what it needs, it stands in
-        line; then it takes what room there is.
+        `places`: L2's slots of its leading blocks just now; `source`: the tier that had all others, if L2 had none.
+        `patience`: seconds for reads, and before that for room. If other requests use the room, the claim waits in
+        line; when that time is over it takes what room there is.
         """
         now = self.clock()
         with self._lock:
@@ -224,10 +224,10 @@ class Promoter:
             claim.polled_at, claim.room_until = now, now + for_room
             self.active.add(claim)
             room, is_next = len(run), False
-            if self._goes_on is not None or self._held.at_most + room > self._max_waiting:
-                room, is_next = self._held.room(run, places.slots, self._most(run)), self._is_next(run)
+            if self._next_piece is not None or self._waited.at_most + room > self._max_waiting:
+                room, is_next = self._waited.room(run, places.slots, self._most(run)), self._is_next(run)
             if is_next:
-                self._goes_on = None
+                self._next_piece = None
             if for_room > 0 and ((self._line and not is_next) or room < min(claim.end, self._max_waiting)):
                 self._line = {claim: None, **self._line} if is_next else {**self._line, claim: None}
                 self._call_up()
@@ -236,7 +236,7 @@ class Promoter:
                 self._begin(claim, places, room)
 
     def poll(self, claim: LocalClaim) -> int | Pending:
-        """How many leading blocks are in L2, verified and leased; PENDING while more may come before the deadline."""
+        """How many leading blocks are in L2, verified and leased; PENDING while more may arrive before the deadline."""
         now = self.clock()
         with self._lock:
             claim.polled_at = now
@@ -252,7 +252,7 @@ class Promoter:
             return len(claim.leases[0].hashes) if claim.leases else 0
 
     def take(self, claim: Claim) -> Lease:
-        """The promised blocks' lease, once; then an empty one. The copy that follows releases it."""
+        """The lease of the promised blocks, once; then an empty one. The copy that follows releases it."""
         assert isinstance(claim, LocalClaim)
         with self._lock:
             if claim in self._line:
@@ -263,24 +263,24 @@ class Promoter:
                 if claim.leases and len(claim.leases[0]) == self._max_waiting < len(claim.run):
                     rest = len(claim.run) - self._max_waiting
                     until = self.clock() + min(claim.patience, _BETWEEN_PIECES)
-                    self._goes_on = claim.run[self._max_waiting], min(rest, self._max_waiting), until
+                    self._next_piece = claim.run[self._max_waiting], min(rest, self._max_waiting), until
                 if claim.held is not None and not (self._line or self._short):
                     self.active.remove(claim)
-                    self._held.drop(claim.held)
+                    self._waited.drop(claim.held)
                 else:
                     self._leave(claim)
             return claim.leases.pop() if claim.leases else self.host.pool.lease([])
 
     def cancel(self, claim: LocalClaim) -> None:
-        """The request went away. Reads that others wait for go on; so does the I/O of the rest. Idempotent."""
+        """Release the claim's blocks. Its reads under way continue. Idempotent."""
         with self._lock:
             if claim in self.active or claim.leases:
                 if claim in self.active:
                     self._leave(claim)
-                self._let_go(claim)
+                self._release(claim)
 
     def tick(self) -> None:
-        """Reclaim promises nobody has asked about for `lease_deadline` seconds; no copy was submitted for them."""
+        """Retry waiting claims; expire promises not polled for `lease_deadline` seconds (no copy uses them)."""
         now = self.clock()
         with self._lock:
             short, self._short = self._short, {}
@@ -292,7 +292,7 @@ class Promoter:
                     self._lock.notify_all()
             for claim in [each for each in self.active if now - each.polled_at >= self._lease_deadline]:
                 self._metrics.missed(Outcome.TIMEOUT, claim.end)
-                self._let_go(claim)
+                self._release(claim)
                 claim.end = 0
                 self._leave(claim)
                 self._lock.notify_all()
@@ -303,7 +303,7 @@ class Promoter:
         return not (self.active or self._reads or self._given_up or is_checking)
 
     def has_news(self) -> bool:
-        """Whether some request's answer is there and no poll has returned it yet. The caller holds the lock."""
+        """Whether a claim has an answer that no poll has returned. The caller holds the lock."""
         return any(claim.done and not claim.told for claim in self.active)
 
     def check(self) -> None:
@@ -312,22 +312,22 @@ class Promoter:
                 if read in self._given_up or chain_hash not in read.hashes:
                     raise AssertionError(f"the index of reads names one that does not read {chain_hash.hex()[:16]}")
                 if any(read not in waiter.reads for waiter in read.waiters):
-                    raise AssertionError("a waiter does not know its read")
+                    raise AssertionError("a waiter does not list its read")
             if any(claim not in self.active or claim.leases or claim.reads or claim.held for claim in self._line):
-                raise AssertionError("who stands in line holds something")
-            self._held.check()
-            if not self.active and len(self._held):
-                raise AssertionError(f"nobody waits, and {len(self._held)} blocks are held for it")
+                raise AssertionError("a claim in the line has leases or reads")
+            self._waited.check()
+            if not self.active and len(self._waited):
+                raise AssertionError(f"no claim is active, but {len(self._waited)} blocks are counted as waited for")
 
     def close(self, timeout: float) -> None:
-        """End the looks at L2's bytes: what waits for one is a miss."""
+        """Stop verification: blocks that wait for it are misses."""
         if self._checking is not None:
             self._checking.close(timeout)
 
-    # what the I/O threads report
+    # reports of I/O threads
 
     def landed(self, read: TierRead, results: Sequence[BlockRecord | Outcome], *, late: bool) -> None:
-        """A read ended: seal what is whole, lease it to every live waiter, give the rest back."""
+        """A read ended: seal good blocks, lease them to every live waiter, free the other slots."""
         pool = self.host.pool
         with self._lock:
             if late:
@@ -345,21 +345,21 @@ class Promoter:
             try:
                 if len(records) < len(results):
                     pool.abandon(read.reservation, [at for at in read.positions if at not in records])
-                self._tell_waiters(read, results)
+                self._notify_waiters(read, results)
             finally:
                 lease.release()
 
     def gave_up(self, read: TierRead) -> None:
-        """A read hangs past its deadline: its waiters go on without it, its slots wait for it in quarantine."""
+        """A read hangs past its deadline: its waiters go on without it, and its slots are quarantined until it ends."""
         with self._lock:
             self._given_up.add(read)
             for chain_hash in read.hashes:
                 del self._reads[chain_hash]
             self.host.pool.quarantine(read.reservation, read.positions)
-            self._tell_waiters(read, [Outcome.TIMEOUT] * len(read.positions))
+            self._notify_waiters(read, [Outcome.TIMEOUT] * len(read.positions))
 
     def checked(self, check: HostCheck, num_whole: int, outcome: Outcome) -> None:
-        """Blocks of L2 were looked at: one that is not what was stored goes at once, and ends the run."""
+        """Blocks in L2 were verified: a damaged one is evicted and ends the run."""
         claim, name = check.claim, check.lease.hashes[num_whole : num_whole + 1]
         with self._lock:
             if outcome is Outcome.CHECKSUM:
@@ -376,47 +376,47 @@ class Promoter:
     # bookkeeping, under the lock
 
     def _leave(self, claim: LocalClaim) -> None:
-        """An active claim ends."""
+        """Remove an active claim."""
         self.active.remove(claim)
         self._line.pop(claim, None)
         self._short.pop(claim, None)
         if claim.held is not None:
-            self._held.drop(claim.held)
+            self._waited.drop(claim.held)
         if self._line:
             self._call_up()
 
     def _call_up(self) -> None:
-        """Begin with those that stand in line, the first first, until one does not find what it needs."""
+        """Start the claims in the line, oldest first, until one does not get the room it needs."""
         while claim := next(iter(self._line), None):
             places = self.host.pool.places(claim.run)
-            room = self._held.room(claim.run, places.slots, self._most(claim.run))
-            if room < min(claim.end, self._max_waiting):  # more than all room is not waited for
+            room = self._waited.room(claim.run, places.slots, self._most(claim.run))
+            if room < min(claim.end, self._max_waiting):  # it waits for no more than the limit
                 return
             del self._line[claim]
             self._begin(claim, places, room)
             self._lock.notify_all()
 
     def _end_waiting(self, claim: LocalClaim) -> None:
-        """It stands in line no longer, and takes what room there is."""
+        """Take a claim out of the line; it gets what room there is."""
         del self._line[claim]
         places = self.host.pool.places(claim.run)
-        self._begin(claim, places, self._held.room(claim.run, places.slots, self._most(claim.run)))
+        self._begin(claim, places, self._waited.room(claim.run, places.slots, self._most(claim.run)))
 
     def _is_next(self, run: Sequence[ChainHash]) -> bool:
-        """Whether it is what a request goes on with that took a piece."""
-        return self._goes_on is not None and run[0] == self._goes_on[0]
+        """Whether the run is the next piece of the request that took one."""
+        return self._next_piece is not None and run[0] == self._next_piece[0]
 
     def _most(self, run: Sequence[ChainHash]) -> int:
-        """How many blocks waiting requests may hold together, this one among them."""
-        if self._goes_on is None or self._is_next(run):
+        """How many blocks waiting requests may use together, including this one."""
+        if self._next_piece is None or self._is_next(run):
             return self._max_waiting
-        _, room, until = self._goes_on
-        if self.clock() >= until:  # it was aborted, or has lost its blocks
-            self._goes_on, room = None, 0
+        _, room, until = self._next_piece
+        if self.clock() >= until:  # that request was aborted, or its blocks were evicted
+            self._next_piece, room = None, 0
         return self._max_waiting - room
 
     def _begin(self, claim: LocalClaim, places: Places, room: int) -> None:
-        """Hold what there is `room` for, lease what L2 has of it, and have the rest brought."""
+        """Count what there is `room` for, lease what L2 has of it, and read the rest."""
         run = claim.run
         claim.deadline = self.clock() + claim.patience
         if not room:
@@ -426,14 +426,14 @@ class Promoter:
             self._shorten(claim, room, Outcome.NO_SLOT)
         wanted = run if claim.end == len(run) else run[: claim.end]
         if not (num_held := len(places.slots)):
-            claim.held = self._held.hold(wanted, [])
+            claim.held = self._waited.hold(wanted, [])
             self._advance(claim)
             return
         if num_held < len(wanted):
             first = self.host.pool.lease(wanted[:num_held], places)
         else:
             first = self.host.pool.lease(wanted, places if num_held == len(wanted) else None)
-        claim.held = self._held.hold(wanted, first.slots)
+        claim.held = self._waited.hold(wanted, first.slots)
         if self._checking is None and len(first.slots) == claim.end:  # L2 has all of it
             claim.leases.append(first)
             claim.next, claim.done = claim.end, True
@@ -442,23 +442,23 @@ class Promoter:
         self._take(claim, first)
         self._advance(claim)
 
-    def _let_go(self, claim: LocalClaim) -> None:
-        """Of everything that was on its way or leased."""
+    def _release(self, claim: LocalClaim) -> None:
+        """Release everything that was being read or leased."""
         self._finish(claim)
         for lease in claim.leases:
             lease.release()
         claim.leases = []
 
     def _settle_late(self, claim: LocalClaim) -> None:
-        """Nobody waits any longer: promise what has arrived."""
+        """Out of time: promise the blocks that have arrived."""
         reason = Outcome.NO_SLOT if claim in self._short else Outcome.TIMEOUT
         self._shorten(claim, 0, reason, keep_arrived=True)
         self._finish(claim)
 
-    def _tell_waiters(self, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> None:
-        """Lease what landed to each waiter, up to its first hole; the run ends at the hole, finally for this request.
+    def _notify_waiters(self, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> None:
+        """Lease what landed to each waiter, up to its first hole; that waiter's run ends there.
 
-        A server that kept silent is asked once more, if computing would take longer.
+        After a timeout of a shared tier it is read once more, if computing would take longer.
         """
         hashes, num_hashes = read.hashes, len(read.hashes)
         for waiter in read.waiters:
@@ -482,7 +482,7 @@ class Promoter:
         self._lock.notify_all()
 
     def _advance(self, claim: LocalClaim) -> None:
-        """Lease, join or launch until the window is full or the run ends; finish when nothing is on its way."""
+        """Lease, join or launch until the window is full or the run ends; finish if no read or check is under way."""
         on_the_way = sum(len(read.positions) for read in claim.reads)
         size = _FIRST_LEASE
         while not claim.done and claim.next < claim.end:
@@ -501,7 +501,7 @@ class Promoter:
                 reason = self._launch(claim, rest, source)
                 on_the_way += claim.next - start
                 if reason is Outcome.NO_SLOT and self.clock() < claim.room_until:
-                    self._short[claim] = None  # copies and stores that end give slots back
+                    self._short[claim] = None  # slots become free as copies and stores end
                     return
                 if reason:
                     self._shorten(claim, claim.next, reason)
@@ -509,7 +509,7 @@ class Promoter:
             self._finish(claim)
 
     def _take(self, claim: LocalClaim, lease: Lease) -> int:
-        """The next blocks of the run are in L2. Returns how many."""
+        """Add a lease on the run's next blocks. Returns how many."""
         if not len(lease):
             return 0
         claim.leases.append(lease)
@@ -519,30 +519,30 @@ class Promoter:
         return len(lease)
 
     def _check(self, claim: LocalClaim, start: int, lease: Lease, queue: IoQueue) -> None:
-        """Have leased blocks of L2 looked at, from block `start` of the run, in the slots that are promised."""
+        """Verify leased blocks of L2, starting with the run's block `start`."""
         slots, times = lease.slots, lease.generations
         for first in range(0, len(lease), self._batch):
             at = slice(first, first + self._batch)
-            looked_at = self.host.pool.lease(lease.hashes[at], Places(slots[at], times[at]))
-            if len(looked_at):
-                check = HostCheck(self, claim, start + first, looked_at)
+            checked = self.host.pool.lease(lease.hashes[at], Places(slots[at], times[at]))
+            if len(checked):
+                check = HostCheck(self, claim, start + first, checked)
                 claim.checks.add(check)
                 if not queue.submit(check):
-                    looked_at.release()
+                    checked.release()
                     claim.checks.discard(check)
                     self._shorten(claim, start + first, Outcome.QUEUE_FULL)
                     return
-            if len(looked_at) < len(slots[at]):  # dropped since it was leased, as one found bad is: nobody looks at it
-                self._shorten(claim, start + first + len(looked_at), Outcome.EVICTED)
+            if len(checked) < len(slots[at]):  # evicted since it was leased, as a damaged one is
+                self._shorten(claim, start + first + len(checked), Outcome.EVICTED)
                 return
 
     def _missing_run(self, hashes: list[ChainHash]) -> int:
-        """How many leading blocks L2 does not hold, in time of that order. It does not hold the first one."""
-        first, size = 1, 64  # the caller knows that the first one is missing
+        """How many leading blocks L2 lacks, in time proportional to that. The first one is known to be missing."""
+        first, size = 1, 64
         while first < len(hashes):
-            held = self.host.pool.holds(hashes[first : first + size])
-            if True in held:
-                return first + held.index(True)
+            present = self.host.pool.holds(hashes[first : first + size])
+            if True in present:
+                return first + present.index(True)
             first, size = first + size, 2 * size
         return len(hashes)
 
@@ -554,20 +554,20 @@ class Promoter:
         claim.next += sum(1 for a, b in zip(ahead, rest, strict=False) if a == b)
 
     def _launch(self, claim: LocalClaim, rest: list[ChainHash], source: tuple[TierPort, int] | None) -> Outcome | None:
-        """Start reading the leading blocks of `rest` from the first tier that holds them, or say why not."""
+        """Start reading the leading blocks of `rest` from the first tier that has them, or return why not."""
         pool = self.host.pool
         if source is None:
             rest = rest[: self._missing_run(rest)]
             source = next(((p, n) for p in self._ports if (n := p.lookup(rest))), None)
             if source is None:
                 return Outcome.EVICTED
-        port, held = source
-        rest = rest[: next((i for i, h in enumerate(rest[:held]) if h in self._reads), held)]
+        port, num_found = source
+        rest = rest[: next((i for i, h in enumerate(rest[:num_found]) if h in self._reads), num_found)]
         parent = claim.run[claim.next - 1] if claim.next else claim.run_parent
         after = claim.next + len(rest)
         behind = [h for h in claim.run[after : after + 1] if pool.holds([h])[0]]
-        reservation = pool.reserve([*rest, *behind], parent)  # links the block behind the gap to its parent again
-        if reservation is None:  # perhaps all that could make room for it is what it goes on from
+        reservation = pool.reserve([*rest, *behind], parent)  # links the block after the gap to its parent again
+        if reservation is None:  # perhaps only its own ancestors could be evicted
             reservation = pool.reserve(rest, None)
         while reservation is None and len(rest) > 1:  # the head matters more than the tail
             rest = rest[: len(rest) // 2]
@@ -577,7 +577,7 @@ class Promoter:
         run = next((i for i, index in enumerate(reservation.indices) if index != i), len(reservation.indices))
         if run < len(reservation.indices):
             pool.abandon(reservation, range(run, len(reservation.indices)))
-        if not run:  # somebody is storing the first one right now, or just has
+        if not run:  # a store of the first one is under way or just ended
             return None if pool.lookup(rest[:1]) else Outcome.NO_SLOT
         deadline = self.clock() + port.settings.deadline
         claim.position = claim.position or {chain_hash: i for i, chain_hash in enumerate(claim.run)}
@@ -595,17 +595,17 @@ class Promoter:
         return None
 
     def _shorten(self, claim: LocalClaim, end: int, reason: Outcome, *, keep_arrived: bool = False) -> None:
-        """The run ends at block `end` (or, with keep_arrived, where the arrived blocks end)."""
+        """The run ends at block `end` (with `keep_arrived`: after the blocks that have arrived)."""
         if keep_arrived:
             end = self.host.pool.lookup(claim.run[: claim.end])
-            if self._checking is not None:  # what came meanwhile was not looked at
+            if self._checking is not None:  # blocks that were stored meanwhile are not verified
                 end = min([end, claim.next, *(check.first for check in claim.checks)])
         if end < claim.end:
             self._metrics.missed(reason, claim.end - end)
             claim.end, claim.next = end, min(claim.next, end)
             claim.checks = {check for check in claim.checks if check.first < end}
             for read in [f for f in claim.reads if self._first_wanted(claim, f) >= end]:
-                read.waiters.discard(claim)  # it would bring nothing that can be used
+                read.waiters.discard(claim)  # none of its blocks can be used
                 claim.reads.discard(read)
 
     @staticmethod
@@ -613,7 +613,7 @@ class Promoter:
         return next((i for h in read.hashes if (i := claim.position.get(h)) is not None), claim.end)
 
     def _finish(self, claim: LocalClaim) -> None:
-        """Settle on the leading run that is leased, under one lease, and let go of everything beyond it."""
+        """Settle the promise: the leased leading run, under one lease; release everything beyond it."""
         if claim.done:
             return
         claim.done = True
@@ -623,36 +623,36 @@ class Promoter:
         claim.checks.clear()
         if [len(lease.hashes) for lease in claim.leases] != [claim.end]:  # else one lease has all of it
             lease = self.host.pool.lease(claim.run[: claim.end])
-            for partial in claim.leases:
-                partial.release()
+            for piece in claim.leases:
+                piece.release()
             claim.leases = [lease]
             claim.end = len(lease.hashes)
 
 
 class WaitedBlocks:
-    """Counts by slot what L2 has, since a name costs ten times as much. It takes no lock.
+    """Counts the distinct blocks of waiting requests: by slot if L2 has them, since a name costs ten times as much.
 
-    Nothing is counted block by block while all requests together have room even if they shared none.
-    A block that was not in L2 when it was first waited for is counted by its name, also once it has come there. One in
-    L2, but behind one that is not, may count by both: then waiting requests get less room, never more.
+    Takes no lock. Nothing is counted block by block while all requests fit even if they shared none. A block is counted
+    by name if it was not in L2 when first waited for, even after it arrives. One in L2 after one that is not may be
+    counted twice: then waiting requests get less room, never more.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._by_slot = np.zeros(num_slots, np.int32)
         self._count = memoryview(self._by_slot)
         self._by_name: Counter[ChainHash] = Counter()
-        self._num_slots = 0  # held by some request, and counted
-        self._uncounted: dict[Holding, None] = {}  # in the order they came
-        self._num_uncounted = 0  # blocks of these, those that several hold as often
-        self.at_most = 0  # blocks: those that several hold count as often, until they are counted one by one
+        self._num_slots = 0  # slots of at least one counted request
+        self._uncounted: dict[Holding, None] = {}  # in order of arrival
+        self._num_uncounted = 0  # their blocks; shared ones count several times
+        self.at_most = 0  # upper bound of `len`: shared blocks count several times until counted one by one
 
     def __len__(self) -> int:
-        """Blocks."""
+        """Distinct blocks."""
         self._count_all()
         return self._num_slots + len(self._by_name)
 
     def room(self, run: Sequence[ChainHash], slots: list[int], most: int) -> int:
-        """How many leading blocks of a run, the first of which lie in `slots`, may be held: by all `most` at most."""
+        """How many leading blocks of a run fit, if all requests may use `most`. `slots`: of its leading blocks."""
         if self.at_most + len(run) <= most:
             return len(run)
         room = most - len(self)
@@ -663,66 +663,66 @@ class WaitedBlocks:
         return int(np.searchsorted(is_new.cumsum(), max(0, room), "right"))
 
     def hold(self, run: Sequence[ChainHash], slots: list[int]) -> Holding:
-        """The blocks of a run, the first of which lie in `slots`, are held by one request more."""
-        held = Holding(run, slots)
-        self._uncounted[held] = None
+        """Add a request's run; `slots`: of its leading blocks."""
+        holding = Holding(run, slots)
+        self._uncounted[holding] = None
         self._num_uncounted += len(run)
         self.at_most += len(run)
-        return held
+        return holding
 
-    def drop(self, held: Holding) -> None:
-        """The request holds them no more."""
-        if held in self._uncounted:
-            del self._uncounted[held]
-            self._num_uncounted -= len(held.run)
-            self.at_most -= len(held.run)
+    def drop(self, holding: Holding) -> None:
+        """Remove a request's run."""
+        if holding in self._uncounted:
+            del self._uncounted[holding]
+            self._num_uncounted -= len(holding.run)
+            self.at_most -= len(holding.run)
             return
-        for slot in held.slots:
+        for slot in holding.slots:
             self._count[slot] -= 1
             self._num_slots -= not self._count[slot]
         names = self._by_name
-        left = list(map(names.pop, held.names, repeat(0)))  # all of them at the speed of C
-        if sum(left) > len(left):  # mostly nobody else holds any
-            names.update({h: count - 1 for h, count in zip(held.names, left, strict=True) if count > 1})
+        left = list(map(names.pop, holding.names, repeat(0)))  # in C
+        if sum(left) > len(left):  # usually no other request has any
+            names.update({h: count - 1 for h, count in zip(holding.names, left, strict=True) if count > 1})
         self.at_most = self._num_uncounted + self._num_slots + len(names)
 
     def check(self) -> None:
-        """Raise AssertionError where the counts contradict each other."""
-        assert self._num_uncounted == sum(len(held.run) for held in self._uncounted), "blocks not counted one by one"
+        """Raise AssertionError if the counts are inconsistent."""
+        assert self._num_uncounted == sum(len(each.run) for each in self._uncounted), "blocks not counted one by one"
         assert self.at_most == self._num_uncounted + self._num_slots + len(self._by_name), "blocks at most"
-        assert self._num_slots == np.count_nonzero(self._by_slot), "blocks held by slot"
-        assert (self._by_slot >= 0).all(), "a block is held less than not at all"
-        assert all(count > 0 for count in self._by_name.values()), "a name that nobody holds"
+        assert self._num_slots == np.count_nonzero(self._by_slot), "slots in use"
+        assert (self._by_slot >= 0).all(), "a negative count"
+        assert all(count > 0 for count in self._by_name.values()), "a name with no request"
 
     def _count_all(self) -> None:
-        """Count block by block what is not counted yet."""
-        for held in self._uncounted:
-            run, slots = held.run, held.slots
+        """Count block by block the runs that are not counted yet."""
+        for holding in self._uncounted:
+            run, slots = holding.run, holding.slots
             names = run[len(slots) :]
             if self._by_name and not self._by_name.keys().isdisjoint(run[: len(slots)]):
                 known = [name in self._by_name for name in run[: len(slots)]]
                 names = [*(name for name, is_known in zip(run, known, strict=False) if is_known), *names]
-                slots = held.slots = [slot for slot, is_known in zip(slots, known, strict=True) if not is_known]
+                slots = holding.slots = [slot for slot, is_known in zip(slots, known, strict=True) if not is_known]
             for slot in slots:
                 self._num_slots += not self._count[slot]
                 self._count[slot] += 1
             self._by_name.update(names)
-            held.names = names
+            holding.names = names
         self._uncounted.clear()
         self._num_uncounted, self.at_most = 0, self._num_slots + len(self._by_name)
 
 
 @dataclass(eq=False, slots=True)
 class Question:
-    """One question on its way: which leading blocks of a chain does a shared tier hold? Implements `Job`."""
+    """A query under way: how many leading blocks of a chain does a shared tier have? Implements `Job`."""
 
     owner: "Locator"
     port: TierPort
     hashes: list[ChainHash]
     deadline: float
-    done: bool = False  # answered, or given up: the port's `lookup` knows what there is to know
+    done: bool = False  # answered or timed out; the port's `lookup` has the result
     num_held: int = 0
-    num_asking: int = 0  # who have not read the answer yet
+    num_asking: int = 0  # callers that have not read the answer yet
 
     def run(self) -> int | Outcome:
         return self.port.locate(self.hashes)
@@ -737,21 +737,21 @@ class Question:
 
 
 class Locator:
-    """All questions of one hierarchy; two about the same blocks are one.
+    """All queries of one hierarchy; two about the same blocks are joined.
 
-    Lock: `news` (the hierarchy's), never held across I/O. Law (`check`): the index names questions not answered.
+    Lock: `news` (the hierarchy's), never held across I/O. Law (`check`): the index has only unanswered queries.
     """
 
     def __init__(self, ports: Sequence[TierPort], news: NewsCondition, clock: Callable[[], float]) -> None:
         self._ports = ports
         self._news = news
         self._clock = clock
-        self._open: dict[tuple[str, ChainHash], Question] = {}  # (tier, first block) → the question
-        self.unread: set[Question] = set()  # answered, and nobody has looked yet
+        self._open: dict[tuple[str, ChainHash], Question] = {}  # (tier, first block) → the query
+        self.unread: set[Question] = set()  # answered, but not read yet
 
     def ask(self, hashes: Sequence[ChainHash]) -> list[Question]:
-        """Ask every shared tier that answers about these blocks, which no tier is known to hold."""
-        asked = []
+        """Query every shared tier that answers about these blocks, which no index has."""
+        questions = []
         for port in self._ports:
             if not (port.locates and hashes):
                 continue
@@ -759,20 +759,20 @@ class Locator:
                 question = self._open.get((port.name, hashes[0]))
                 if question is not None and question.hashes == list(hashes[: len(question.hashes)]):
                     question.num_asking += 1
-                    asked.append(question)
+                    questions.append(question)
                     continue
                 deadline = self._clock() + port.settings.deadline
                 question = Question(self, port, list(hashes[:_MOST]), deadline, num_asking=1)
                 self._open[port.name, hashes[0]] = question
             if port.queue.submit(question, urgent=True):
-                asked.append(question)
+                questions.append(question)
             else:
                 self.read([question])
                 question.end(Outcome.QUEUE_FULL, late=False)
-        return asked
+        return questions
 
     def answered(self, question: Question, result: int | Outcome) -> None:
-        """On an I/O thread, or on whose tick the deadline passed."""
+        """Called on an I/O thread, or by the tick that finds the deadline passed."""
         with self._news:
             question.done = True
             question.num_held = result if not isinstance(result, Outcome) else 0
@@ -783,7 +783,7 @@ class Locator:
             self._news.notify_all()
 
     def read(self, questions: Sequence[Question]) -> None:
-        """Whoever asked has seen the answers, or does not want them any more: once for each time it asked."""
+        """The caller has read these answers or no longer needs them; called once for each `ask`."""
         with self._news:
             for question in questions:
                 question.num_asking -= 1
@@ -792,4 +792,4 @@ class Locator:
     def check(self) -> None:
         with self._news:
             if any(question.done for question in self._open.values()):
-                raise AssertionError("the index of questions names an answered one")
+                raise AssertionError("the index of queries has an answered one")

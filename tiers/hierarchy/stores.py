@@ -1,4 +1,4 @@
-"""Stores: slots in L2 for computed blocks, their sealing in the background, and the way down to lower tiers."""
+"""Stores: slots in L2 for computed blocks, sealing in the background, and writes to lower tiers."""
 
 import logging
 import math
@@ -20,26 +20,26 @@ from kvtier.tiers.pool import Lease, Reservation
 
 _log = logging.getLogger(__name__)
 
-AT_ONCE: Final = 256  # blocks, about: those in front wait for the hashes of all
-_SIGHTINGS_PER_SLOT: Final = 4  # how many blocks not yet admitted are remembered, per L2 slot
+AT_ONCE: Final = 256  # blocks sealed together, about: the first are published only after all are hashed
+_SIGHTINGS_PER_SLOT: Final = 4  # blocks not yet admitted that are remembered, per L2 slot
 _MAX_SEALING: Final = 1 << 16  # stores waiting to be sealed
-_DIRTY_SHARE: Final = 2  # write-through: half of L2 at most waits, unleased, with a right to stay
-_IDLE_ROUNDS: Final = 8  # a drain tries what fails so often, more than opens a breaker; then it waits for the probe
-_SEALED_NOW: Final = 256 << 10  # bytes up to which hashing them takes less than waking a thread for it
+_DIRTY_SHARE: Final = 2  # write-through: at most 1/2 of L2 is retained, unleased, until it is written
+_IDLE_ROUNDS: Final = 8  # retries of a drain without progress: more failures than open a breaker
+_SEALED_NOW: Final = 256 << 10  # bytes up to which hashing is cheaper than waking a thread
 
 
 @dataclass(eq=False, slots=True)
 class Sealing:
-    """What a step filled, or a part of that, to be hashed and published together."""
+    """Stores of a step, or part of them, that are hashed and published together."""
 
     stores: Sequence[Filled]
     names: list[ChainHash]  # of all their blocks
-    awaited: bool = False  # somebody wants to know when it is done
-    done: bool = False  # its blocks are there, or will not come
+    awaited: bool = False  # a claim waits for it
+    done: bool = False  # its blocks are published, or were dropped
 
 
 def parts_of(stores: Sequence[Filled]) -> list[Sealing]:
-    """A step's stores in parts of no more blocks than are sealed at once, but for a store that is larger by itself."""
+    """Split a step's stores into parts of at most `AT_ONCE` blocks; a larger single store is a part by itself."""
     names = [name for reservation, _, _ in stores for name in reservation.hashes]
     if len(names) <= AT_ONCE or len(stores) < 2:
         return [Sealing(stores, names)] if stores else []
@@ -48,7 +48,7 @@ def parts_of(stores: Sequence[Filled]) -> list[Sealing]:
 
 
 def next_part(waiting: deque[Sealing]) -> list[Sealing]:
-    """The oldest that wait, taken out: about as many as are sealed at once."""
+    """Remove and return the oldest waiting stores, about `AT_ONCE` blocks."""
     taken: list[Sealing] = []
     num_blocks = 0
     while waiting and num_blocks < AT_ONCE:
@@ -59,19 +59,19 @@ def next_part(waiting: deque[Sealing]) -> list[Sealing]:
 
 @dataclass(eq=False, slots=True)
 class SealJob(Job):
-    """Hashing and publishing all that waits when its turn comes: a step's stores are one job."""
+    """Hashes and publishes the stores that wait when it runs."""
 
     stores: "StoreQueue"
-    sealings: list[Sealing] | None = None  # once its turn has come
+    sealings: list[Sealing] | None = None  # set by `run`
     deadline: float = math.inf
 
     def run(self) -> list[Outcome]:
-        """On the sealing thread."""
+        """Runs on the sealing thread."""
         self.sealings = self.stores.next_sealings()
         return self.stores.publish([store for each in self.sealings for store in each.stores])
 
     def end(self, result: list[Outcome] | Outcome, *, late: bool) -> None:
-        """Not OK: its slots are given back."""
+        """Frees the slots of stores that were not published."""
         if self.sealings is None:
             self.stores.drop_waiting(result if isinstance(result, Outcome) else Outcome.IO_ERROR)
         elif isinstance(result, Outcome):
@@ -81,7 +81,7 @@ class SealJob(Job):
 
 
 class StoreQueue:
-    """The stores of one hierarchy: admitted, reserved, sealed, passed down. Thread-safe.
+    """The stores of one hierarchy: admitted, reserved, sealed, demoted. Thread-safe.
 
     Lock: `lock` (the hierarchy's) guards the bookkeeping; the pool's may be taken inside it; never held across I/O.
     """
@@ -109,19 +109,19 @@ class StoreQueue:
         self._demoters = [Demoter(port, host, settings, metrics, clock, self._look_again) for port in takers]
         self._timer: Timer | None = None
         self.unsealed: dict[ChainHash, Sealing] = {}  # filled blocks that are not published yet
-        self._waiting: deque[Sealing] = deque()  # of them, those that no job has taken: a job is queued for them
+        self._waiting: deque[Sealing] = deque()  # the part of them that no job has taken; a job is queued
         self._num_waiting = 0  # stores in these
         self._sightings: OrderedDict[ChainHash, int] = OrderedDict()
         self._cleaning: set[ChainHash] = set()  # write-back: dirty blocks being written
 
     def reserve(self, wanted: Sequence[Wanted], *, may_retry: bool = False) -> list[Reservation | None]:
-        """All that a step stores, in one pass if there is room for all; else chain by chain, what fits of its head."""
-        self.is_short, self._may_retry = False, may_retry and self._admit_after == 1  # each time is a sighting
+        """Reserve all that a step stores, in one pass if everything fits; else the head of each chain that fits."""
+        self.is_short, self._may_retry = False, may_retry and self._admit_after == 1  # a retry counts as a sighting
         tails = [i for i, each in enumerate(wanted) if each.is_tail]
         if tails and not self._host.keeps_tails:
             wanted, tails = [replace(each, hashes=()) if each.is_tail else each for each in wanted], []
         early = [i for i, each in enumerate(wanted) if each.is_rest and not self._is_below(each.parent)]
-        if early:  # what it would push out of L2 is what it goes on from
+        if early:  # else it would evict its own ancestors from L2
             self.is_short, wanted = (
                 True,
                 [replace(each, hashes=()) if i in early else each for i, each in enumerate(wanted)],
@@ -134,7 +134,7 @@ class StoreQueue:
             chains = [(wanted[i].hashes[: heads[i]], wanted[i].parent) for i in at]
         none: list[Reservation | None] = [None] * len(chains)
         made = none if self.closed else self._host.pool.reserve_each(chains)
-        if None in made:  # of these what fits of their heads
+        if None in made:  # reserve the heads that fit
             made = [
                 self._reserve_less(*chain) if each is None else each for each, chain in zip(made, chains, strict=True)
             ]
@@ -149,20 +149,20 @@ class StoreQueue:
         return made
 
     def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
-        """Publish and pass down, in the background."""
+        """Publish and demote, in the background."""
         names, reservation.parents = [each.chain_hash for each in records], [each.parent for each in records]
         self.seal_each([(reservation, [each.tokens for each in records] if names == reservation.hashes else (), epoch)])
 
     def seal_each(self, stores: Sequence[Filled]) -> None:
-        """As `seal`, of all that a step filled; a few bytes are published at once."""
+        """`seal` for everything a step has filled; small stores are published at once."""
         if not stores:
             return
         for reservation, _, _ in stores:
             reservation.is_given = True
         names = [name for reservation, _, _ in stores for name in reservation.hashes]
         unsealed, waiting = self.unsealed, self._waiting
-        # At once, if no others are waiting or under way: these come first. Not with write-back: to find what is to be
-        # written next takes a look at all dirty blocks.
+        # At once only if no older stores wait or are under way. Not with write-back: choosing the blocks to write next
+        # scans all dirty blocks.
         is_small = len(names) * self._host.region.slot_bytes <= _SEALED_NOW
         if is_small and not unsealed and not (self._demoters and self._settings.write_policy == "write_back"):
             try:
@@ -171,7 +171,7 @@ class StoreQueue:
                 _log.exception("a step's stores could not be sealed; counted as %s", Outcome.IO_ERROR)
                 outcomes = [Outcome.IO_ERROR] * len(stores)
             if outcomes.count(Outcome.OK) < len(outcomes):
-                self._give_up_lost(stores, outcomes)
+                self._drop_failed(stores, outcomes)
             return
         with self._lock:
             is_queued, room = bool(waiting), max(0, _MAX_SEALING - self._num_waiting)
@@ -180,19 +180,19 @@ class StoreQueue:
                 unsealed.update(dict.fromkeys(sealing.names, sealing))
                 waiting.append(sealing)
             self._num_waiting += len(stores)
-            # Under the lock: whoever finds something waiting may `drain`, and that waits for jobs.
+            # Under the lock: a thread that finds stores waiting may `drain`, which waits for jobs.
             is_taken = is_queued or not waiting or self.sealing_queue.submit(SealJob(self))
         for reservation, _, _ in refused:
-            self._give_up(reservation, Outcome.QUEUE_FULL)
+            self._drop(reservation, Outcome.QUEUE_FULL)
         if not is_taken:
             self.drop_waiting(Outcome.CLOSED)
 
     def abandon(self, reservation: Reservation, reason: Outcome) -> None:
         if reservation.is_given:  # its slots are being hashed, and may be in use
             raise ValueError("abandon: this reservation was sealed")
-        self._give_up(reservation, reason)
+        self._drop(reservation, reason)
 
-    def _give_up(self, reservation: Reservation, reason: Outcome) -> None:
+    def _drop(self, reservation: Reservation, reason: Outcome) -> None:
         self._dropped(reservation.hashes, reason)
         self._host.pool.abandon(reservation)
 
@@ -201,14 +201,14 @@ class StoreQueue:
         self._host.pool.quarantine(reservation)
 
     def sealing(self, chain_hash: ChainHash) -> Sealing | None:
-        """What is about to publish this block: once it is `done`, a lookup finds the block, or it will not come."""
+        """The part that will publish this block. Once it is `done`, a lookup finds the block, or it was dropped."""
         with self._lock:
             if (sealing := self.unsealed.get(chain_hash)) is not None:
                 sealing.awaited = True
             return sealing
 
     def drain(self, timeout: float, *, below: bool = True) -> bool:
-        """Wait until every store offered so far is found in L2 and, with `below`, written; False when time ran out."""
+        """Wait until every store is published in L2 and, with `below`, written to lower tiers; False at timeout."""
         if not below:
             return self.sealing_queue.drain(timeout)
         deadline = time.monotonic() + timeout
@@ -233,12 +233,12 @@ class StoreQueue:
         return drained and (self.closed or not self._num_unwritten)
 
     def tick(self) -> None:
-        """Have what waits for room in a lower tier, or failed there, offered again if it is time. Cheap."""
+        """Queue what waits for a lower tier or failed there, if it is due. Cheap."""
         for demoter in self._demoters:
             demoter.sweep_soon()
 
     def _look_again(self, seconds: float) -> None:
-        """Tick in so many seconds, whoever else does: behind an engine that is idle nobody would."""
+        """Schedule a tick in so many seconds, since an idle engine makes no calls that would."""
         with self._lock:
             if self._timer is None and not self.closed:
                 self._timer = Timer(seconds, self._look)
@@ -253,7 +253,7 @@ class StoreQueue:
             self._look_again(max(due, SOONEST))
 
     def close(self) -> None:
-        """The lower tiers were closed: count what they did not get."""
+        """The lower tiers were closed: count what was not written to them."""
         if self._timer is not None:
             self._timer.cancel()
         num_dirty = self._num_dirty
@@ -263,7 +263,7 @@ class StoreQueue:
     # on the sealing thread
 
     def next_sealings(self) -> list[Sealing]:
-        """The oldest of what waits, taken; another job is queued for what is left."""
+        """Take the oldest waiting stores; queue another job for the rest."""
         with self._lock:
             taken = next_part(self._waiting)
             self._num_waiting -= sum(len(each.stores) for each in taken)
@@ -273,7 +273,7 @@ class StoreQueue:
         return taken
 
     def drop_waiting(self, reason: Outcome) -> None:
-        """All that waits will not be sealed: no job comes for it."""
+        """Drop all waiting stores: no job will seal them."""
         with self._lock:
             left = list(self._waiting)
             self._waiting.clear()
@@ -283,9 +283,9 @@ class StoreQueue:
     def publish(self, stores: Sequence[Filled]) -> list[Outcome]:
         """Hash the filled slots, make them findable and offer them to the lower tiers.
 
-        The outcome of each store in turn. Not OK: nothing of it was published. All whole blocks are published at once;
-        each tail by itself, as what came before it may make it worthless.
-        The order matters for FAULTS 37: the epoch is compared and the blocks are named under one lock.
+        Returns each store's outcome; if not OK, nothing of it was published. All full blocks are published together;
+        then each tail by itself, as blocks published before may cover it. The order matters for FAULTS 37: the epoch is
+        compared and the blocks are named under one lock.
         """
         tails = [i for i, (reservation, _, _) in enumerate(stores) if reservation.is_tail]
         if tails and len(stores) > 1:
@@ -311,12 +311,12 @@ class StoreQueue:
                 for store in stores:
                     if store[0].hashes:
                         host.drop_covered(_first_record(store))
-            if self._demoters and stores and not tails:  # a tail is of use for a while, in this tier
+            if self._demoters and stores and not tails:  # partial blocks stay in L2
                 if self._settings.write_policy == "write_through":
                     for reservation, _, _ in stores:
                         refused = [demoter.pass_down(reservation.hashes) for demoter in self._demoters]
                         if all(refused):
-                            self._hold_on(min(refused, key=len))
+                            self._retain(min(refused, key=len))
                 else:
                     self._mark_dirty(lease)
         finally:
@@ -324,8 +324,8 @@ class StoreQueue:
         return outcomes
 
     def sealed(self, sealings: Sequence[Sealing], outcomes: list[Outcome]) -> None:
-        """They have ended. Where not well, their slots are given back. Whoever waits for their blocks may look."""
-        self._give_up_lost([store for each in sealings for store in each.stores], outcomes)
+        """These have ended: free the slots of failed ones, and notify claims that wait for their blocks."""
+        self._drop_failed([store for each in sealings for store in each.stores], outcomes)
         unsealed = self.unsealed
         with self._lock:
             for sealing in sealings:
@@ -338,18 +338,18 @@ class StoreQueue:
 
     # inside
 
-    def _give_up_lost(self, stores: Sequence[Filled], outcomes: Sequence[Outcome]) -> None:
+    def _drop_failed(self, stores: Sequence[Filled], outcomes: Sequence[Outcome]) -> None:
         for (reservation, _, _), outcome in zip(stores, outcomes, strict=True):
             if outcome is not Outcome.OK:
-                self._give_up(reservation, outcome)
+                self._drop(reservation, outcome)
 
     def _is_below(self, name: ChainHash) -> bool:
         return any(port.holds([name])[0] for port in self._ports)
 
     def _described(self, stores: Sequence[Filled], places: list[int], sums: list[int]) -> list[Outcome]:
-        """Under the lock: say what lies in these stores' slots. Not OK: that store may not be published.
+        """Under the lock: write the records of these stores' slots. Not OK: that store must not be published.
 
-        `sums`: none where they were not hashed. What is wrong with one store keeps no other from being published.
+        `sums`: empty if they were not hashed. An error in one store does not affect the others.
         """
         ok, epoch = Outcome.OK, self.epoch
         why = Outcome.CLOSED if self.closed else ok if sums else Outcome.IO_ERROR
@@ -363,7 +363,7 @@ class StoreQueue:
             try:
                 self._host.describe_each(places, names, parents, [each for _, all, _ in stores for each in all], sums)
                 return outcomes
-            except ValueError:  # tokens of another block size, or a slot that is another block's
+            except ValueError:  # tokens of another block size, or a slot of another block
                 if len(stores) == 1:
                     _log.error("a store's tokens are not those of its blocks; counted as %s", Outcome.IO_ERROR)
                     return [Outcome.IO_ERROR]
@@ -376,23 +376,23 @@ class StoreQueue:
         return found
 
     def _is_covered(self, store: Filled) -> bool:
-        """Whether it is a tail that a held block begins with. It is given up then, as if it had been held already."""
+        """Whether it is a tail that a longer block in L2 begins with. If so, its slot is freed; nothing is counted."""
         if not (store[0].hashes and self._host.is_covered(_first_record(store))):
             return False
         self._host.pool.abandon(store[0])
         return True
 
     def _admitted(self, wanted: Sequence[Wanted]) -> list[int]:
-        """Of each chain how many leading blocks are to be stored; the others are counted."""
+        """How many leading blocks of each chain to store; the others are counted as dropped."""
         heads = self._seen_enough(wanted)
         refused = [name for each, head in zip(wanted, heads, strict=True) for name in each.hashes[head:]]
         self._dropped(refused, Outcome.NOT_ADMITTED)
         return heads
 
     def _reserve_less(self, hashes: Sequence[ChainHash], parent: ChainHash) -> Reservation | None:
-        """There is no room for so many blocks: as many leading ones as fit; what is left out is counted.
+        """Reserve as many leading blocks as fit, since not all do; the others are counted.
 
-        Where a lower tier has the block before them, that may leave L2 for them, too.
+        If a lower tier has their parent, the parent may be evicted from L2 for them.
         """
         pool, want = self._host.pool, len(hashes)
         is_below = self._is_below(parent)
@@ -403,13 +403,13 @@ class StoreQueue:
                 reservation.parents = [parent if index == 0 else hashes[index - 1] for index in reservation.indices]
             want = want if reservation is not None else want // 2
         reason = Outcome.CLOSED if self.closed else Outcome.NO_SLOT
-        is_told = self._may_retry and reason is Outcome.NO_SLOT and want < len(hashes)
-        self.is_short |= is_told
-        self._dropped(hashes[want:], reason, is_counted=not is_told)
+        is_callers = self._may_retry and reason is Outcome.NO_SLOT and want < len(hashes)
+        self.is_short |= is_callers
+        self._dropped(hashes[want:], reason, is_counted=not is_callers)
         return reservation
 
     def _dropped(self, hashes: Sequence[ChainHash], reason: Outcome, *, is_counted: bool = True) -> None:
-        """These blocks are not stored: count them, unless who offered them does, and remember why."""
+        """Count blocks as not stored, unless the caller does, and log the reason."""
         if hashes:
             if is_counted:
                 self._metrics.dropped(L2, reason, len(hashes))
@@ -418,7 +418,7 @@ class StoreQueue:
     def _seen_enough(self, wanted: Sequence[Wanted]) -> list[int]:
         """How many leading blocks of each have been seen often enough to be stored, this time included.
 
-        A tail comes once, behind its parent.
+        A tail is stored if its parent was seen often enough or is in L2.
         """
         sightings, enough, heads = self._sightings, self._admit_after, list[int]()
         most = _SIGHTINGS_PER_SLOT * self._host.pool.num_slots
@@ -439,12 +439,12 @@ class StoreQueue:
 
     @property
     def _num_unwritten(self) -> int:
-        """Blocks that are to be written below and that nobody writes now."""
+        """Blocks without a lower tier's copy that are neither queued nor being written."""
         return self._num_dirty + sum(demoter.num_in_line for demoter in self._demoters)
 
     @property
     def _num_dirty(self) -> int:
-        """Blocks that are in no line: with write-through all stand in one."""
+        """Write-back's unwritten blocks; with write-through those are in the backlogs."""
         return self._host.pool.counts().dirty if self._settings.write_policy == "write_back" else 0
 
     def _drain_queues(self, deadline: float) -> bool:
@@ -452,24 +452,24 @@ class StoreQueue:
         return all([queue.drain(max(0.0, deadline - time.monotonic())) for queue in queues])
 
     def _mark_dirty(self, lease: Lease) -> None:
-        """Write-back: blocks that were just sealed, and are leased, go down when they are to make room."""
+        """Write-back: blocks just sealed, and leased, are written before they are due for eviction."""
         pool = self._host.pool
         pool.mark_dirty(lease)
         limit = int((1 - self._settings.clean_share) * pool.num_slots)
         if (excess := pool.counts().dirty - len(self._cleaning) - limit) > 0:
             self._demote_dirty(excess)
 
-    def _hold_on(self, hashes: Sequence[ChainHash]) -> None:
-        """Write-through: blocks that no tier has room for are evicted after others, if these are not too many."""
+    def _retain(self, hashes: Sequence[ChainHash]) -> None:
+        """Write-through: blocks that no tier could queue are evicted after others, up to a share of L2."""
         pool = self._host.pool
         hashes = hashes[: max(0, pool.num_slots // _DIRTY_SHARE - pool.counts().dirty)]
         pool.mark_dirty(hashes)
-        held = zip(*(demoter.port.holds(hashes) for demoter in self._demoters), strict=True)
-        if written := [h for h, where in zip(hashes, held, strict=True) if any(where)]:  # meanwhile
+        present = zip(*(demoter.port.holds(hashes) for demoter in self._demoters), strict=True)
+        if written := [h for h, where in zip(hashes, present, strict=True) if any(where)]:  # written meanwhile
             pool.mark_clean(written)
 
     def _demote_dirty(self, num_blocks: int) -> None:
-        """Write-back: write the blocks next in line for eviction, so that they are clean when their turn comes."""
+        """Write-back: write the blocks that are evicted next, so that they are clean by then."""
         with self._lock:
             dirty = self._host.pool.oldest_dirty(num_blocks + len(self._cleaning))
             chosen = [chain_hash for chain_hash in dirty if chain_hash not in self._cleaning]
@@ -481,7 +481,7 @@ class StoreQueue:
                     self._cleaning.difference_update(chain[taken:])
 
     def _cleaned(self, demoter: Demoter, hashes: Sequence[ChainHash], outcomes: Sequence[Outcome]) -> None:
-        """Blocks that one tier took are clean; those that lack them get them in their turn."""
+        """Blocks that one tier has written are clean; queue them for the other tiers that lack them."""
         good = [h for h, o in zip(hashes, outcomes, strict=True) if o is Outcome.OK]
         self._host.pool.mark_clean(good)
         for other in self._demoters:
@@ -492,7 +492,7 @@ class StoreQueue:
 
 
 def _chains(hashes: Sequence[ChainHash], parent_of: Callable[[ChainHash], ChainHash | None]) -> list[list[ChainHash]]:
-    """Cut a list of blocks into runs of consecutive blocks."""
+    """Cut a list of blocks into runs of consecutive ones."""
     chains: list[list[ChainHash]] = []
     for chain_hash in hashes:
         if chains and parent_of(chain_hash) == chains[-1][-1]:
@@ -503,6 +503,6 @@ def _chains(hashes: Sequence[ChainHash], parent_of: Callable[[ChainHash], ChainH
 
 
 def _first_record(store: Filled) -> BlockRecord:
-    """What the first block of a store is, but for its bytes."""
+    """The record of a store's first block, without its checksum."""
     reservation, tokens, _ = store
     return BlockRecord(reservation.hashes[0], reservation.parents[0] or b"", tokens[0], 0)

@@ -169,7 +169,7 @@ def test_children_come_out_as_they_went_in(children: list[ChildBlock]) -> None:
         ([[b"n" * 32, [1]]], "Expected `bytes`"),
         ([[b"n" * 32, bytes(4 << 20) + bytes(4)]], "not names and the tokens of a block"),
         ([[b"n" * 32, b""]], "no tokens"),
-        ([[b"n" * 32, b"\1\0\0\0"], [b"n" * 32, b"\2\0\0\0"]], "twice"),
+        ([[b"n" * 32, b"\1\0\0\0"], [b"n" * 32, b"\2\0\0\0"]], "repeated"),
         ([[b"n" * 32]], "length 2"),
         ([[b"n" * 32, b"\1\0\0\0", 1]], "length 2"),
         ([7], "Expected `array`"),
@@ -183,7 +183,7 @@ def test_children_that_are_none(children: object, why: str) -> None:
         unpack_reply(body).news[0].check(nothing)
 
 
-def test_who_is_told_of_many_children_is_told_of_those_that_fit() -> None:
+def test_of_many_children_those_that_fit_are_sent() -> None:
     large, nothing = [ChildBlock(bytes([n]) * 32, bytes(16 << 10)) for n in range(8)], Attribution(1, miss=1)
 
     def told() -> list[News]:
@@ -283,13 +283,13 @@ def test_what_is_sent_together_does_what_it_did_apart(operations: list[Any]) -> 
 @pytest.mark.parametrize(
     ("num_wanted", "num_slots", "why"),
     [
-        ([2, 3], 6, "nobody asked for"),
+        ([2, 3], 6, "not requested"),
         ([2, 2], 6, "not all in"),
         ([3, 3], 5, "not all in"),
         ([3], 6, "grants for 2, 1 are wanted"),
     ],
 )
-def test_a_grant_outside_what_was_asked_for(num_wanted: list[int], num_slots: int, why: str) -> None:
+def test_a_grant_outside_the_request(num_wanted: list[int], num_slots: int, why: str) -> None:
     grant = ([0, 2], [4, 5], [1, 9])
     with pytest.raises(FormatError, match=why):
         unpack_grants(Raw(packed(pack_grants([grant, grant]))), num_wanted, num_slots)

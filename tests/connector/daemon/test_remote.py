@@ -205,7 +205,7 @@ def test_trying_again_costs_less_and_less(path: Path) -> None:
     tiers.close()
 
 
-def test_a_reset_nobody_heard_is_made_up_for(path: Path) -> None:
+def test_a_missed_reset_is_repeated(path: Path) -> None:
     daemon = DaemonThread(path, host={"size": 1 << 20})
     tiers, witness, chain = attach(path), attach(path), chain_of(4)
     store(tiers, chain)
@@ -227,7 +227,7 @@ def test_a_reset_nobody_heard_is_made_up_for(path: Path) -> None:
 # lost, and found again
 
 
-def test_what_was_held_on_a_lost_connection_is_kept_until_its_copies_have_ended(path: Path) -> None:
+def test_slots_of_a_lost_connection_are_kept_until_its_copies_have_ended(path: Path) -> None:
     daemon = DaemonThread(path, host={"size": 16 * SLOT_BYTES})
     tiers, chain, other = attach(path), chain_of(4), chain_of(4, first_token=1000)
     store(tiers, chain)
@@ -386,7 +386,7 @@ def test_a_slow_look_into_other_tiers_costs_a_look_and_not_the_link(
         assert not tiers.drain(1.0)  # has time, and waits for the other one to end
         assert clock.now - expired == pytest.approx(1.5, abs=0.1)
     # Its other answers are not late for that, and the link is the same.
-    assert (tiers._attachment.link, link.late_since) == (link, None)
+    assert (tiers._attachment.link, link.overdue) == (link, {})
     daemon.say(pack_reply(1, 0, [pack_found(Attribution(4, miss=4))], []))
     wait_until(lambda: (tiers.tick(), not link.overdue_aside)[1])
     daemon.say(pack_reply(2, 0, [pack_found(found := Attribution(4, l2=4))], []))
@@ -530,7 +530,7 @@ def test_a_question_waits_for_a_daemon_that_is_late(path: Path, fake: Callable[.
     tiers.close(0.1)
 
 
-def test_a_daemon_started_anew_while_nobody_asked_has_the_first_answer(path: Path) -> None:
+def test_a_daemon_restarted_while_idle_has_the_first_answer(path: Path) -> None:
     daemon, clock, chain = DaemonThread(path, host={"size": 1 << 20}), FakeClock(), chain_of(4)
     hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
     tiers = RemoteTiers(path, hello, PATIENCE, clock)
@@ -547,7 +547,7 @@ def test_a_daemon_started_anew_while_nobody_asked_has_the_first_answer(path: Pat
     daemon.close()
 
 
-def test_a_question_that_nobody_waits_for_any_longer_is_taken_back(path: Path, fake: Callable[..., FakeDaemon]) -> None:
+def test_a_query_without_waiters_is_withdrawn(path: Path, fake: Callable[..., FakeDaemon]) -> None:
     """Otherwise the daemon would keep its promise, and the room of it, until the lease deadline."""
     daemon, chain = fake(), chain_of(4)
     tiers = attach(path)
@@ -565,7 +565,9 @@ def test_a_question_that_nobody_waits_for_any_longer_is_taken_back(path: Path, f
     tiers.close(0.1)
 
 
-def test_a_promise_that_a_long_step_lost_is_asked_for_once_more(path: Path, fake: Callable[..., FakeDaemon]) -> None:
+def test_a_promise_that_expired_in_a_long_step_is_claimed_once_more(
+    path: Path, fake: Callable[..., FakeDaemon]
+) -> None:
     """A step that compiles on a busy machine may take longer than a promise is good for; the blocks are still there."""
     daemon, clock, chain = fake(), FakeClock(), chain_of(4)
     tiers = RemoteTiers(path, Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), 2.5, clock)
@@ -598,7 +600,7 @@ def test_a_promise_that_a_long_step_lost_is_asked_for_once_more(path: Path, fake
     tiers.close(0.1)
 
 
-def test_what_was_promised_on_a_lost_link_is_asked_for_on_the_next(path: Path) -> None:
+def test_a_promise_of_a_lost_link_is_claimed_on_the_next(path: Path) -> None:
     daemon = DaemonThread(path, host={"size": 1 << 20})
     tiers, chain = attach(path), chain_of(4)
     store(tiers, chain)

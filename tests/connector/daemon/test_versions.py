@@ -128,7 +128,7 @@ def test_an_engine_speaks_as_an_older_daemon_does(path: Path, caplog: pytest.Log
         daemon.close()
 
 
-def test_one_that_wants_more_than_it_knows_goes_without(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_needs_a_later_daemon_runs_without_one(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     daemon = OlderDaemon(path, OLDEST)
     try:
         hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 8 * SLOT_BYTES, reset=False, lossy="fp8")

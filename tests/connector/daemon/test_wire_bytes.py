@@ -96,7 +96,7 @@ def test_an_operation(operation: Any, frame: str) -> None:
     assert unpack_request(body_of(bytes.fromhex(frame))) == (1, [operation])
 
 
-def test_several_operations_that_nobody_waits_for() -> None:
+def test_several_operations_without_an_answer() -> None:
     assert pack_request(0, [Renew([1]), Bye()]).hex() == "0900000092009292019101910c"
 
 

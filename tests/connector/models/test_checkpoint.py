@@ -207,7 +207,7 @@ def test_an_adapters_settings_and_code_beside_the_weights_are_part_of_the_name(t
     assert len(set(names)) == 3
 
 
-def test_a_snapshot_without_weights_goes_by_its_commit(tmp_path: Path) -> None:
+def test_a_snapshot_without_weights_is_named_by_its_commit(tmp_path: Path) -> None:
     assert revision_of(tmp_path / "models--m" / "snapshots" / COMMIT) == f"git:{COMMIT}"
 
 

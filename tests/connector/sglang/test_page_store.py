@@ -75,7 +75,7 @@ def open_engine(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ope
         settle(engine.hierarchy)
 
 
-def test_a_batch_larger_than_l2_goes_through_it_both_ways(open_engine: Open) -> None:
+def test_a_batch_larger_than_l2_passes_through_it_both_ways(open_engine: Open) -> None:
     engine = open_engine(slots=8)
     names = chain_of(48).hashes
     assert engine.store.held(names) == 0
@@ -89,7 +89,7 @@ def test_a_batch_larger_than_l2_goes_through_it_both_ways(open_engine: Open) -> 
     assert not [name for name in engine.hierarchy.stats() if "dropped" in name]
 
 
-def test_a_page_of_more_records_than_l2_has_slots_goes_through_it(open_engine: Open) -> None:
+def test_a_page_of_more_records_than_l2_has_slots_passes_through_it(open_engine: Open) -> None:
     """A recurrent state is many times a page: all of its records or none count."""
     engine = open_engine(slots=8)
     pieces = 20
@@ -111,7 +111,7 @@ def test_a_page_of_more_records_than_l2_has_slots_goes_through_it(open_engine: O
     assert (memory[[1, 2, 4]] == 0xEE).all()
 
 
-def test_what_is_held_already_is_not_copied_again(open_engine: Open) -> None:
+def test_stored_blocks_are_not_copied_again(open_engine: Open) -> None:
     engine = open_engine()
     names = chain_of(12).hashes
     engine.store.store(names[:8], engine.compute(names[:8]))

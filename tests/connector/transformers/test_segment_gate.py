@@ -72,7 +72,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "partial rotary": (of_kind("PhiConfig"), "'phi' has parts that a blend cannot run"),
     "a window in masks alone": (
         of_kind("Qwen2MoeConfig", **SHARED, **WINDOW),
-        "'qwen2_moe' has a layer 0 of kind sliding_attention, whose window only a mask tells",
+        "'qwen2_moe' has a layer 0 of kind sliding_attention, whose window is only in a mask",
     ),
     "masks of its own": (of_kind("DogeConfig"), "'doge' has a layer 0 whose attention takes attention_mask"),
     "attention out of reach": (of_kind("NemotronConfig"), "'nemotron' has a layer 0 whose attention a blend does not"),

@@ -223,7 +223,7 @@ def test_a_copy_that_fails_keeps_nothing_and_costs_no_slots(open_tier: Open, mon
     assert kv.load(tokens)[1] == 64
 
 
-def test_what_was_computed_before_a_reset_is_not_kept_behind_it(
+def test_blocks_computed_before_a_reset_are_not_stored_after_it(
     open_tier: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of("llama")
@@ -246,7 +246,7 @@ def test_what_was_computed_before_a_reset_is_not_kept_behind_it(
     assert kv.load(tokens)[1] == 64
 
 
-def test_only_prompts_are_kept_when_asked(open_tier: Open) -> None:
+def test_only_prompts_are_stored_if_configured(open_tier: Open) -> None:
     kv = open_tier(model_of("llama"), store_generated=False)
     answer = kv.generate(ids(prompt(1, 60)), **GREEDY)
     assert kv.drain()

@@ -59,7 +59,7 @@ def test_several_answers_share_their_prompt_and_each_is_kept(open_tier: Open, ki
 
 @pytest.mark.parametrize("returned", brief([2], [1, 2]))
 @pytest.mark.parametrize("kind", KINDS)
-def test_beams_go_on_from_a_loaded_prompt_and_leave_it_behind(open_tier: Open, kind: str, returned: int) -> None:
+def test_beams_continue_from_a_loaded_prompt_and_store_prompts(open_tier: Open, kind: str, returned: int) -> None:
     model = model_of(kind)
     rows = [prompt(1, 70), prompt(2, 50)]
     batch = left_padded(rows)
@@ -122,7 +122,7 @@ class _Removed:
 
 @pytest.mark.parametrize("way", ["lookup", "assistant"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_assisted_decoding_goes_on_behind_loaded_tokens(open_tier: Open, kind: str, way: str) -> None:
+def test_assisted_decoding_continues_after_loaded_tokens(open_tier: Open, kind: str, way: str) -> None:
     model = model_of(kind)
     pattern = prompt(1, 12)
     row = (pattern * 8)[:90]

@@ -26,7 +26,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[RequestEnd]:
     return ends
 
 
-def test_a_call_tells_one_end_for_each_prompt(open_tier: Open, told: list[RequestEnd]) -> None:
+def test_a_call_reports_one_finished_request_per_prompt(open_tier: Open, told: list[RequestEnd]) -> None:
     kv = open_tier(model_of("llama"))
     rows = left_padded([range(3, 43), range(50, 70)])
     kv.generate(**rows, **GREEDY | {"do_sample": True, "num_return_sequences": 2}, hint="tool")

@@ -63,7 +63,7 @@ def test_what_a_gpu_stored_it_finds_and_so_does_a_cpu(
     assert all(map(torch.equal, layers_of(loaded, 144), expected))
 
 
-def test_answers_are_a_cpus_turn_after_turn_and_behind_padding(gpu: GpuBelow, open_tier: Open) -> None:
+def test_answers_are_a_cpus_turn_after_turn_and_after_padding(gpu: GpuBelow, open_tier: Open) -> None:
     model = model_of("llama")
     texts = [prompt(3, 70), prompt(4, 101)]
     kv = open_tier(model)

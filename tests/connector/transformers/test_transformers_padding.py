@@ -48,7 +48,7 @@ def test_rows_of_different_length_are_found_each_by_its_own_tokens(open_tier: Op
 
 @pytest.mark.parametrize("dtype", brief([torch.bfloat16], [torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_loaded_behind_padding_is_what_was_stored_bit_for_bit(
+def test_kv_loaded_after_padding_is_what_was_stored_bit_for_bit(
     open_tier: Open, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype
 ) -> None:
     model = model_of(kind, dtype)
@@ -99,7 +99,7 @@ def test_a_mask_that_transformers_infers_is_heeded(open_tier: Open) -> None:
 
 
 @pytest.mark.parametrize("pad", [0, "eos"])
-def test_padding_behind_an_answer_that_ended_is_not_named(open_tier: Open, pad: int | str) -> None:
+def test_padding_after_an_answer_that_ended_is_not_named(open_tier: Open, pad: int | str) -> None:
     model = model_of("llama")
     rows = [prompt(1, 40), prompt(2, 33)]
     batch = left_padded(rows)

@@ -65,7 +65,7 @@ def test_it_names_the_prompts_blocks_or_the_last_border_with_states(tier: Memory
 
 
 @pytest.mark.parametrize("params", [None, {}, [], {"do_remote_decode": False}, {"do_remote_prefill": True}])
-def test_nothing_is_said_to_who_did_not_ask(params: Any, tier: MemoryTier) -> None:
+def test_an_answer_without_a_hand_over_request_has_no_parameters(params: Any, tier: MemoryTier) -> None:
     node = Node(tier)
     row = node.row(params)
     row.stored = 4

@@ -134,7 +134,7 @@ def test_files_that_change_while_they_are_loaded_name_nothing(path: Path, caplog
     assert served.digest(lora) is None
 
 
-def test_what_is_loaded_at_every_step_is_looked_at_behind_every_step(path: Path) -> None:
+def test_an_adapter_reloaded_at_every_step_is_checked_after_every_step(path: Path) -> None:
     served, lora = ServedAdapters(), Lora(str(path), load_inplace=True)
     one = served.digest(lora)
     has_computed(served, lora, 1)
@@ -184,7 +184,7 @@ def test_under_one_name_vllm_may_hold_kv_of_several_weights(path: Path) -> None:
     assert not served.is_mixed(Lora(str(path), 2, "voice"))
 
 
-def test_an_adapter_that_is_not_here_has_no_name_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_adapter_has_no_name_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     served, lora = ServedAdapters(), Lora("somebody/adapter")
     assert served.digest(lora) is None
     assert served.digest(lora) is None

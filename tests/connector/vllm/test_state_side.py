@@ -190,7 +190,7 @@ def test_a_reset_drops_the_states_of_requests_that_were_there_before(story: Stor
     assert not story.side.build_plan().stores
 
 
-def test_a_states_record_stands_behind_its_block(story: Story) -> None:
+def test_a_states_record_follows_its_block(story: Story) -> None:
     tables = [[0, 0, 7, 0], [1, 2, 3, 4], [0, 0, 9, 0]]
     assert story.step(tables, 3 * BLOCK_SIZE) == []
     stores = story.side.build_plan().stores
@@ -219,7 +219,7 @@ def half_known() -> Story:
 TABLES = [[0, 0, 0, 0, 0, 7], [1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 9]]
 
 
-def test_states_behind_a_token_that_is_being_sampled_are_stored_a_step_later() -> None:
+def test_states_after_a_token_that_is_being_sampled_are_stored_a_step_later() -> None:
     story = half_known()
     assert story.step(TABLES, 1) == []
     assert not story.side.build_plan().stores  # nobody knows yet what they are behind
@@ -256,7 +256,7 @@ def test_states_are_not_stored_under_a_name_they_were_perhaps_not_computed_for(b
 # --- models of states alone, and groups whose blocks differ ----------------------------------------------------------
 
 
-def test_of_a_model_that_keeps_states_alone_the_states_are_all_that_is_asked_for() -> None:
+def test_a_model_with_only_states_claims_only_states() -> None:
     story = Story(keeps_blocks=False)
     for name in story.chain.hashes:
         del story.tier.blocks[name]  # it has no blocks of K and V
@@ -271,7 +271,7 @@ def test_of_a_model_that_keeps_states_alone_the_states_are_all_that_is_asked_for
     story.close()
 
 
-def test_a_state_stands_where_its_groups_blocks_end() -> None:
+def test_a_state_is_at_the_end_of_its_groups_blocks() -> None:
     """Of blocks half as large as kvtier's, it is every other one's."""
     story = Story(state_size=BLOCK_SIZE // 2)
     tables = [[0, 0, 0, 0, 0, 7], [1, 2, 3], [0, 0, 0, 0, 0, 9]]

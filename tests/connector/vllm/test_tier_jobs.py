@@ -125,7 +125,7 @@ def test_a_read_that_hangs_ends_at_its_deadline_and_never_writes_to_memory_given
     assert not story.jobs.finished()  # and the job does not end twice
 
 
-def test_what_waits_behind_a_hung_read_ends_too_and_the_breaker_opens(story: Story) -> None:
+def test_jobs_queued_after_a_hung_read_end_too_and_the_breaker_opens(story: Story) -> None:
     story.tier.fill(chain_of(6))
     story.tier.gate.clear()
     story.load(1, 0)

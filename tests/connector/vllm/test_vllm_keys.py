@@ -136,7 +136,7 @@ def test_a_child_is_known_by_the_name_it_would_have_in_this_request(lora: bytes 
     assert not VllmChain(asked, ROOT, (4, 4), lora).is_plain(child, chain.parent(1))
 
 
-def test_the_first_blocks_of_tenants_and_adapters_are_told_apart() -> None:
+def test_the_first_blocks_of_tenants_and_adapters_differ() -> None:
     """They have one parent, the root."""
     chains = [
         VllmChain(named([1, 2, 3, 4], salt), ROOT, (4, 4), lora, instead)

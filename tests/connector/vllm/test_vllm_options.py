@@ -38,7 +38,7 @@ def test_data_parallel_replicas_have_a_directory_each() -> None:
     assert (second.path, second.size) == (Path("kv/replica-1"), 2 << 30)
 
 
-def test_a_name_nobody_knows_is_a_warning_with_the_nearest(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_name_is_a_warning_with_the_nearest(caplog: pytest.LogCaptureFixture) -> None:
     options = VllmOptions.of({"hots": {"size": "1MiB"}, "file": {"pathh": "kv"}, "layer_wise": True})
     assert options.config.file.path is None
     assert not options.layerwise
@@ -85,13 +85,13 @@ def test_without_vllm_the_import_says_what_to_install() -> None:
         _ = importlib.import_module("kvtier.connector.vllm").KVTierConnector
 
 
-def test_a_consumer_whose_tiers_nobody_fills_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_consumer_whose_tiers_nothing_fills_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     alone, shared = VllmOptions.of({}), VllmOptions.of({"redis": {"url": "redis://elsewhere"}})
     alone.warn(16, 1024)
     shared.warn(16, 1024, stores=False)
     assert not caplog.records
     alone.warn(16, 1024, stores=False)
-    assert 'kv_role "kv_consumer": this vLLM only loads, and nobody else fills its tiers' in caplog.text
+    assert 'kv_role "kv_consumer": this vLLM only loads, and nothing else fills its tiers' in caplog.text
 
 
 def test_a_block_that_no_prompt_fills_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -81,7 +81,7 @@ def test_a_load_that_the_compute_does_not_wait_for_runs_beside_it(rank: Rank) ->
     assert not rank.holds(3, 2)
 
 
-def test_blocks_that_the_step_zeroes_first_are_loaded_behind_its_compute(rank: Rank) -> None:
+def test_blocks_that_the_step_zeroes_first_are_loaded_after_its_compute(rank: Rank) -> None:
     message = rank.message(LOAD, touches=True)
     rank.half.begin(message)
     rank.drained()

@@ -87,7 +87,7 @@ def test_repair_gives_back_the_answers_that_reuse_costs(model: Path, tmp_path: P
 
 
 @pytest.mark.exhaustive  # what is said of it: the next story
-def test_too_little_repair_is_told_and_fails(model: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_repair_is_reported_and_fails(model: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(programs / "python"))  # of the engines' processes
     asked = ("--questions", 40, "--rule", "first", "--share", 0.02)
     done = kvtier("demo", "rag", "--model", model, *asked)
@@ -100,7 +100,7 @@ def test_too_little_repair_is_told_and_fails(model: Path, programs: Path, monkey
     assert len(shown) >= 2 * len(NAMES_SHOWN) - 2  # both tables
 
 
-def test_each_claim_that_fails_is_told() -> None:
+def test_each_claim_that_fails_is_reported() -> None:
     well = report()
     assert well.failures == []
     assert report(segments_repaired=95).failures == []

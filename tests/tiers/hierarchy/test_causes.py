@@ -21,7 +21,7 @@ def count_misses(hierarchy: Hierarchy, chain: TokenChain) -> dict[tuple[str, str
     return dict(claim.causes or {})
 
 
-def test_a_miss_says_which_blocks_were_evicted_and_which_nobody_stored() -> None:
+def test_a_miss_says_which_blocks_were_evicted_and_which_were_never_stored() -> None:
     clock = FakeClock()
     hierarchy = hierarchy_of(slots=8, clock=clock)
     chain, other = chain_of(6), chain_of(8, first_token=1000)

@@ -68,7 +68,7 @@ def children(hierarchy: Hierarchy, chain: TokenChain) -> set[ChildBlock]:
     return set(found)
 
 
-def test_children_held_by_l2_by_the_slab_and_by_both_are_told_once(opened: Open) -> None:
+def test_children_in_l2_in_the_slab_and_in_both_are_listed_once(opened: Open) -> None:
     hierarchy = opened()
     below, both, above = branch(1), branch(2), branch(3)
     store(hierarchy, below)
@@ -89,7 +89,7 @@ def test_children_held_by_l2_by_the_slab_and_by_both_are_told_once(opened: Open)
     assert children(hierarchy, both) == set()
 
 
-def test_where_the_run_ends_decides_whose_children_are_told(opened: Open) -> None:
+def test_the_runs_end_decides_whose_children_are_listed(opened: Open) -> None:
     hierarchy = opened()
     long = prompt(*range(100, 100 + 2 * BLOCK_SIZE))  # four blocks
     other = prompt(*range(100, 100 + BLOCK_SIZE), 1, 2, 3, 4)  # parts from it behind the third
@@ -111,7 +111,7 @@ def test_where_the_run_ends_decides_whose_children_are_told(opened: Open) -> Non
     assert answered(hierarchy, long.hashes[3:], long.hashes[2]).children == ()
 
 
-def test_filling_blocks_are_not_told(opened: Open) -> None:
+def test_filling_blocks_are_not_published(opened: Open) -> None:
     hierarchy = opened()
     sibling = branch(1)
     store(hierarchy, sibling, last=2)
@@ -140,7 +140,7 @@ def test_more_children_than_eight_are_eight_and_l2_has_the_first_word(opened: Op
     assert set(found[:6]) == {told(each) for each in above}
 
 
-def test_a_tier_that_tells_no_children_has_none() -> None:
+def test_a_tier_that_lists_no_children_has_none() -> None:
     tier = MemoryTier()
     hierarchy = hierarchy_of(slots=32, tier=tier)
     sibling = branch(1)
@@ -172,7 +172,7 @@ def test_switched_off_no_claim_has_children_and_no_memory_is_taken(tmp_path: Pat
         hierarchy.close()
 
 
-def test_what_is_told_while_blocks_come_and_go_is_never_another_blocks(opened: Open) -> None:
+def test_children_listed_while_blocks_change_are_never_another_blocks(opened: Open) -> None:
     """The index is asked without a lock: its answers may be out of date, never mixed up."""
     hierarchy = opened(slots=16)
     root = prompt().root

@@ -70,7 +70,7 @@ def story() -> Iterator[Story]:
     story.host.close()
 
 
-def test_a_chain_goes_down_in_order_and_its_end_is_told(story: Story) -> None:
+def test_a_chain_is_demoted_in_order_and_its_end_is_reported(story: Story) -> None:
     demoter = story.demoter(batch=3)
     hashes = story.put(chain_of(8))
     assert demoter.offer(hashes, story.note) == 8

@@ -36,7 +36,7 @@ def tiers_of(disk_dir: Path) -> Iterator[Tiered]:
     opened[-1].close()
 
 
-def test_a_run_is_told_with_its_tokens_and_parents(tiers_of: Tiered) -> None:
+def test_a_run_is_published_with_its_tokens_and_parents(tiers_of: Tiered) -> None:
     hierarchy, chain = tiers_of(), chain_of(4)
     source = EventSource(hierarchy)
     assert source.take() == []
@@ -51,7 +51,7 @@ def test_a_run_is_told_with_its_tokens_and_parents(tiers_of: Tiered) -> None:
     assert source.take() == []
 
 
-def test_a_tier_that_goes_off_is_told_as_emptied_and_told_anew_when_it_is_back(tiers_of: Tiered) -> None:
+def test_a_tier_that_fails_is_reported_as_emptied_and_reported_again_when_it_is_back(tiers_of: Tiered) -> None:
     hierarchy, chain, shelf = tiers_of(), chain_of(4), Shelf()
     source, port = EventSource(hierarchy), hierarchy.ports[0]
     store(hierarchy, chain)
@@ -81,7 +81,7 @@ def test_a_tier_that_goes_off_is_told_as_emptied_and_told_anew_when_it_is_back(t
     assert shelf.names("file")
 
 
-def test_nobody_listens_and_nothing_is_noted(tiers_of: Tiered) -> None:
+def test_without_a_listener_nothing_is_logged(tiers_of: Tiered) -> None:
     hierarchy, chain = tiers_of(), chain_of(4)
     store(hierarchy, chain)
     assert hierarchy.drain(60)
@@ -112,7 +112,7 @@ def test_a_tier_that_cannot_tell_is_passed_over() -> None:
     hierarchy.close()
 
 
-def test_the_log_stays_small_however_late_its_reader_comes() -> None:
+def test_the_log_stays_small_with_a_late_reader() -> None:
     log, everyone = ChangeLog(64), np.arange(64)
     names = np.arange(256, dtype=np.uint64).reshape(64, 4)
     log.stored(everyone)

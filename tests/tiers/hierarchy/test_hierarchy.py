@@ -41,7 +41,7 @@ def stories() -> Iterator[Stories]:
         hierarchy.close()
 
 
-def test_write_through_reaches_the_lower_tier_and_comes_back(stories: Stories) -> None:
+def test_write_through_reaches_the_lower_tier_and_is_loaded_back(stories: Stories) -> None:
     tier = MemoryTier()
     hierarchy = stories.open(slots=16, tier=tier)
     chain, other = chain_of(4), chain_of(16, first_token=1000)
@@ -120,7 +120,7 @@ def test_admission_stores_a_block_on_its_second_sighting(stories: Stories) -> No
     assert store(hierarchy, chain) == 2
 
 
-def test_a_long_prefix_comes_in_windows_of_a_quarter_of_l2(stories: Stories) -> None:
+def test_a_long_prefix_is_loaded_in_windows_of_a_quarter_of_l2(stories: Stories) -> None:
     tier, chain, hierarchy = stories.waiting(8, slots=16)
     prefetch = hierarchy.ask(chain.hashes, chain.root)
     assert hierarchy.host.pool.counts().filling == 4
@@ -132,7 +132,7 @@ def test_a_long_prefix_comes_in_windows_of_a_quarter_of_l2(stories: Stories) -> 
 class TestWriteBack:
     SETTINGS = HierarchySettings(write_policy="write_back", clean_share=0.5)
 
-    def test_a_block_goes_down_when_the_clean_share_shrinks_and_at_close(self, stories: Stories) -> None:
+    def test_a_block_is_demoted_when_the_clean_share_shrinks_and_at_close(self, stories: Stories) -> None:
         tier = MemoryTier()
         hierarchy = stories.open(slots=16, tier=tier, settings=self.SETTINGS)
         first, second = chain_of(6), chain_of(4, first_token=200)

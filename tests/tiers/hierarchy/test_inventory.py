@@ -33,7 +33,7 @@ def test_a_forest_falls_into_runs_parents_first(parents: list[int], dice: object
     assert seen == tree.keys()
 
 
-def test_l2_and_the_slab_are_told_as_one(tmp_path: Path) -> None:
+def test_l2_and_the_slab_are_published_as_one(tmp_path: Path) -> None:
     # The head of a chain is in the slab alone, its tail in both, and another chain was evicted everywhere.
     hierarchy = over_slab(tmp_path, slots=16)
     chain, gone = chain_of(8), chain_of(4, first_token=900)
@@ -55,7 +55,7 @@ def test_l2_and_the_slab_are_told_as_one(tmp_path: Path) -> None:
     settle(hierarchy)
 
 
-def test_a_block_that_came_back_to_another_slot_is_told_once() -> None:
+def test_a_block_that_returned_to_another_slot_is_reported_once() -> None:
     hierarchy = hierarchy_of(slots=4, tier=MemoryTier())
     chain, other = chain_of(2), chain_of(2, first_token=900)
     for kept in (other, chain, other, chain):  # slots change hands, and keep the records of blocks that left

@@ -131,7 +131,7 @@ def test_a_deadline_passes_while_a_job_waits(story: Story) -> None:
     assert story.log[3:] == ["hung ran", "late ran"]
 
 
-def test_a_job_that_runs_past_its_deadline_is_told_once_and_still_ends_late(story: Story) -> None:
+def test_an_overdue_job_is_notified_once_and_still_ends_late(story: Story) -> None:
     queue = story.queue()
     job = story.block(queue, within=1.0)
     story.clock.advance(1)
@@ -178,7 +178,7 @@ def test_a_drainer_never_swallows_the_wake_up_of_a_worker(story: Story) -> None:
         assert not drainer.is_alive()
 
 
-def test_close_drops_what_waits_and_refuses_what_comes(story: Story) -> None:
+def test_close_drops_queued_jobs_and_refuses_new_ones(story: Story) -> None:
     queue = story.queue()
     story.block(queue)
     queue.submit(story.job("read"), urgent=True)

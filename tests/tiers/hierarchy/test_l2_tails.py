@@ -59,7 +59,7 @@ def close(hierarchy: Hierarchy) -> None:
     hierarchy.close()
 
 
-def test_a_tail_is_told_as_a_child_and_had_by_its_own_name_alone() -> None:
+def test_a_tail_is_listed_as_a_child_and_found_by_its_own_name_only() -> None:
     hierarchy, chain = hierarchy_of(16), chain_of(3)
     store(hierarchy, chain, 0, 2)
     tail = tail_of()
@@ -81,7 +81,7 @@ def test_a_tail_is_told_as_a_child_and_had_by_its_own_name_alone() -> None:
 
 
 @pytest.mark.parametrize("write_policy", ["write_through", "write_back"])
-def test_a_tail_goes_to_no_other_tier_and_into_no_archive(write_policy: str) -> None:
+def test_a_tail_enters_no_other_tier_and_no_archive(write_policy: str) -> None:
     tier = MemoryTier()
     hierarchy = hierarchy_of(16, tier, HierarchySettings(write_policy=write_policy))  # type: ignore[arg-type]
     store(hierarchy, chain_of(2))
@@ -95,7 +95,7 @@ def test_a_tail_goes_to_no_other_tier_and_into_no_archive(write_policy: str) -> 
     close(hierarchy)
 
 
-def test_nobody_who_reads_events_is_told_of_a_tail() -> None:
+def test_no_event_has_a_tail() -> None:
     hierarchy, shelf = hierarchy_of(16), Shelf()
     store_partial(hierarchy, tail_of(3))  # before anybody listened
     source = EventSource(hierarchy)
@@ -130,7 +130,7 @@ def test_what_goes_on_as_a_tail_does_takes_its_place() -> None:
     close(hierarchy)
 
 
-def test_tails_have_an_eighth_of_l2_and_the_oldest_goes_for_the_next() -> None:
+def test_tails_have_an_eighth_of_l2_and_the_oldest_is_evicted_first() -> None:
     hierarchy = hierarchy_of(16)
     store(hierarchy, chain_of(2))
     first, second, third = (tail_of(WHOLE + 2, last=90 + number) for number in range(3))
@@ -156,7 +156,7 @@ def test_whole_blocks_take_the_room_of_tails_that_are_older() -> None:
     close(hierarchy)
 
 
-def test_admission_takes_a_tail_behind_a_block_that_was_seen_often_enough() -> None:
+def test_admission_takes_a_tail_after_a_block_that_was_seen_often_enough() -> None:
     hierarchy, tail = hierarchy_of(16, settings=HierarchySettings(admit_after=2)), tail_of()
     assert store(hierarchy, chain_of(2)) == 0
     assert store_partial(hierarchy, tail) == 0
@@ -180,7 +180,7 @@ def test_switched_off_nothing_is_taken() -> None:
     assert not any(name.startswith("kvtier_store_dropped") for name in hierarchy.stats())
 
 
-def test_who_forgets_a_block_forgets_the_tails_behind_it() -> None:
+def test_evicting_a_block_evicts_the_tails_after_it() -> None:
     hierarchy, chain, tail = hierarchy_of(16), chain_of(2), tail_of()
     store(hierarchy, chain)
     store_partial(hierarchy, tail)

@@ -230,7 +230,7 @@ def test_what_the_user_must_mend_is_raised_at_start_and_never_later(story: Story
     assert port.lookup(HASHES) == 0
 
 
-def test_a_tier_whose_file_was_replaced_is_opened_anew(story: Story) -> None:
+def test_a_tier_whose_file_was_replaced_is_reopened(story: Story) -> None:
     old, new = full_tier(), MemoryTier()
     new.fill(CHAIN, 0)
     tiers = [old, new]
@@ -246,7 +246,7 @@ def test_a_tier_whose_file_was_replaced_is_opened_anew(story: Story) -> None:
     assert HASHES[1] in new.blocks
 
 
-def test_a_tier_that_stays_open_is_not_opened_anew_while_it_can_be_read(story: Story) -> None:
+def test_a_tier_that_stays_open_is_not_reopened_while_it_can_be_read(story: Story) -> None:
     class ReadOnly(MemoryTier):
         stays_open = True
 
@@ -377,7 +377,7 @@ class SharedMemoryTier(MemoryTier):
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_a_tier_that_comes_back_is_not_reset_again_if_others_store_there(story: Story, is_shared: bool) -> None:
+def test_a_tier_that_returns_is_not_reset_again_if_others_store_there(story: Story, is_shared: bool) -> None:
     tier = SharedMemoryTier() if is_shared else MemoryTier()
     port = story.port(lambda: tier)
     port.reset()  # told while it is there
@@ -390,7 +390,7 @@ def test_a_tier_that_comes_back_is_not_reset_again_if_others_store_there(story: 
     assert bool(tier.blocks) is is_shared  # nobody else stores into a file of ours: what is there is old
 
 
-def test_a_shared_tier_that_missed_a_reset_is_told_when_it_comes_back(story: Story) -> None:
+def test_a_shared_tier_that_missed_a_reset_is_reset_when_it_returns(story: Story) -> None:
     tier = SharedMemoryTier()
     attempts: list[int] = []
 

@@ -66,7 +66,7 @@ def opened() -> Iterator[list[Hierarchy]]:
         hierarchy.close()
 
 
-def test_a_run_that_ended_does_not_wait_for_reads_behind_its_end(opened: list[Hierarchy]) -> None:
+def test_a_run_that_ended_does_not_wait_for_reads_after_its_end(opened: list[Hierarchy]) -> None:
     tier, chain = HookedTier(), chain_of(4)
     tier.fill(chain)
     patience = PortSettings(deadline=3600, num_threads=2)
@@ -164,7 +164,7 @@ def test_an_engine_that_waits_is_not_kept_waiting_for_an_answer_that_is_there(op
     hierarchy.cancel(prefetch)
 
 
-def test_time_in_the_queue_is_not_held_against_the_storage(opened: list[Hierarchy]) -> None:
+def test_time_in_the_queue_opens_no_breaker(opened: list[Hierarchy]) -> None:
     """A burst makes reads wait; a breaker that opened for that would turn load into an outage."""
     tier, clock = HookedTier(), FakeClock()
     first, second = chain_of(1), chain_of(1, first_token=100)

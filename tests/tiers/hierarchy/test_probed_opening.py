@@ -31,7 +31,7 @@ def opened(probe: KVProbe | None, **sections: Any) -> Hierarchy:
     return open_hierarchy(config, MODEL, SHAPE, kv_probe=probe)
 
 
-def test_a_slab_opens_for_whoever_rounds_otherwise_and_for_nobody_who_computes_otherwise(tmp_path: Path) -> None:
+def test_a_slab_opens_for_a_model_that_rounds_differently_not_for_one_that_computes_differently(tmp_path: Path) -> None:
     file = {"path": str(tmp_path), "size": "8MiB"}
     opened(None, file=file).close()  # of an engine that is not asked: the next one is the maker
     opened(OURS, file=file).close()
@@ -84,7 +84,7 @@ def test_a_bucket_keeps_a_probe_for_each_epoch(s3: ObjectServer) -> None:
 
 
 @on_redis
-def test_a_server_that_comes_later_with_another_models_kv_stays_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_attaches_later_with_another_models_kv_stays_off(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     with standalone() as server:
         redis = {"url": server.url, "connect_timeout": "20s", "deadline": "20s"}

@@ -37,7 +37,7 @@ def test_several_tiers_add_up() -> None:
     assert not rates.worth_loading(100, {"file": 500_000, "redis": 300_000})
 
 
-def test_pinned_policies_ask_nobody() -> None:
+def test_pinned_policies_ignore_rates() -> None:
     for policy, expected in (("load", True), ("recompute", False)):
         rates = Rates(policy)
         rates.loaded("file", 1, 1.0)
@@ -122,7 +122,7 @@ def test_both_ends_need_known_rates_and_the_policy() -> None:
         assert rates.meeting(span, 16) is None
 
 
-def test_the_front_is_longer_where_compute_is_dearer_behind() -> None:
+def test_the_front_is_longer_if_later_tokens_cost_more() -> None:
     """A token costs 0.5 ms at the start and 2.5 ms at position 4,096; on average all rates are those of an even one."""
 
     def cost(position: float) -> float:

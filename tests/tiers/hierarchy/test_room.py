@@ -93,7 +93,7 @@ def test_nobody_waits_longer_than_computing_takes(hierarchy: Hierarchy, clock: F
     assert second.refusal is Outcome.NO_SLOT
 
 
-def test_who_goes_away_or_is_forgotten_leaves_the_line(hierarchy: Hierarchy, clock: FakeClock) -> None:
+def test_a_cancelled_or_expired_claim_leaves_the_line(hierarchy: Hierarchy, clock: FakeClock) -> None:
     first, gone, third = (ask(hierarchy, chain) for chain in chains(hierarchy, 4, 4, 4))
     assert promised(hierarchy, first) == 4
     hierarchy.cancel(gone)

@@ -176,7 +176,7 @@ def test_a_close_ends_however_many_stores_wait(hashing: Hashing, monkeypatch: py
     hierarchy.close()
 
 
-def test_a_few_bytes_are_published_by_whoever_stores_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_bytes_are_published_by_the_storing_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     hierarchy = hierarchy_of(slots=8)
     monkeypatch.setattr(hierarchy.stores.sealing_queue, "submit", lambda job, *, urgent=False: False)
     chain = chain_of(2)
@@ -187,7 +187,7 @@ def test_a_few_bytes_are_published_by_whoever_stores_them(monkeypatch: pytest.Mo
     hierarchy.close()
 
 
-def test_a_few_bytes_wait_behind_what_is_being_hashed(hashing: Hashing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_bytes_wait_for_stores_being_hashed(hashing: Hashing, monkeypatch: pytest.MonkeyPatch) -> None:
     hierarchy = hierarchy_of(slots=8)
     first, second = chain_of(1), chain_of(1, first_token=100)
     hand_in(hierarchy, first)

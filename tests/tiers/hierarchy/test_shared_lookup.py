@@ -96,7 +96,7 @@ def test_a_prefix_through_all_tiers_is_counted_where_it_was(bench: Bench) -> Non
             assert bytes(bench.hierarchy.host.region.slot(slot)) == payload_of(chain_hash)
 
 
-def test_what_is_known_here_is_asked_of_nobody(bench: Bench) -> None:
+def test_known_blocks_need_no_query(bench: Bench) -> None:
     chain = chain_of(4)
     store(bench.hierarchy, chain)
     claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
@@ -161,7 +161,7 @@ def test_a_block_published_while_it_is_looked_for_is_found(
     bench.tiers.cancel(claim)
 
 
-def test_the_question_is_asked_in_the_background(bench: Bench) -> None:
+def test_the_query_runs_in_the_background(bench: Bench) -> None:
     chain = chain_of(3)
     bench.shared.gate.clear()  # the server does not answer
     claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
@@ -202,7 +202,7 @@ def test_a_silent_server_is_given_up_at_its_deadline_and_then_left_alone(bench: 
     assert len(bench.shared.questions) == num_asked
 
 
-def test_an_answer_nobody_wants_any_more_disturbs_nobody(bench: Bench) -> None:
+def test_a_stale_answer_is_ignored(bench: Bench) -> None:
     chain = chain_of(4)
     bench.shared.fill(chain)
     bench.shared.gate.clear()

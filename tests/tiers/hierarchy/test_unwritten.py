@@ -399,7 +399,7 @@ def test_the_line_about_what_was_not_written_says_what_would_help(node: Open, ca
     failing.store(chain)
     assert not failing.hierarchy.drain(60)  # in less: trying again does not help
     failing.hierarchy.close()
-    assert "it fails to take them" in caplog.text
+    assert "it fails to store them" in caplog.text
 
 
 def test_a_tier_that_comes_back_empty_gets_all_that_l2_has(node: Open) -> None:
