@@ -51,14 +51,14 @@ def replay_live(tiers: CacheTiers, trace: RequestTrace, deadline: float, clock: 
             clock.now = float(trace.begun[request])
         begun.append(time.monotonic() if clock is None else clock.now)
         until = time.monotonic() + deadline
-        claim = tiers.ask(names[:num_prompt], chain.root, block_size=trace.block_size)
+        claim = tiers.submit(names[:num_prompt], chain.root, block_size=trace.block_size)
         while isinstance(promised := tiers.poll(claim), Pending):
             if time.monotonic() > until:
                 raise KVTierError(f"request {request}: no answer within {deadline:g} s")
-            tiers.wait_news(_LOOK)
+            tiers.wait_progress(_LOOK)
         from_l2 = 0 if claim.found is None else min(promised, claim.found.by_tier.get(L2, 0))
         found.append((from_l2, promised - from_l2))
-        lease = tiers.take(claim)
+        lease = tiers.lease(claim)
         _store(tiers, chain, promised)
         ended.append(time.monotonic() if clock is None else clock.now)
         tiers.ended(RequestEnd(names, num_prompt, int(trace.num_output[request])))

@@ -155,7 +155,7 @@ def stored(tiers: CacheTiers, num_blocks: int) -> list[ChainHash]:
 
 
 def ask(tiers: CacheTiers, names: Sequence[ChainHash]) -> Claim:
-    return tiers.ask(names, PARENT, block_size=BLOCKS.block_size)
+    return tiers.submit(names, PARENT, block_size=BLOCKS.block_size)
 
 
 def look_up(tiers: CacheTiers, chains: Sequence[list[ChainHash]], num_lookups: int) -> None:
@@ -173,7 +173,7 @@ def look_up(tiers: CacheTiers, chains: Sequence[list[ChainHash]], num_lookups: i
             else:
                 tiers.cancel(claim)
         if len(left) == len(waiting):
-            tiers.wait_news(1.0)
+            tiers.wait_progress(1.0)
         waiting = left
 
 
@@ -215,8 +215,8 @@ def time_loads(all_tiers: AllTiers, rounds: int) -> Times:
         start = time.perf_counter()
         claim = ask(tiers, chains[name])
         while tiers.poll(claim) is PENDING:
-            tiers.wait_news(1.0)
-        with tiers.take(claim) as lease:
+            tiers.wait_progress(1.0)
+        with tiers.lease(claim) as lease:
             copied(streams[name], np.arange(LOADED), np.array(lease.slots))
             return time.perf_counter() - start
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from kvtier.connector.plan import CopyOp
 from kvtier.tiers import ChainHash, Outcome
-from kvtier.tiers.hierarchy import BlockClaims, Claim, Ends, Meeting, Pending
+from kvtier.tiers.hierarchy import BlockClaims, Claim, Overlap, Pending, SplitPoint
 from kvtier.tiers.pool import Lease
 
 _GROUP_BLOCKS: Final = 16
@@ -46,9 +46,9 @@ class OverlappedLoad:
     def __init__(
         self, tiers: BlockClaims, chain: Sequence[ChainHash], root: ChainHash, claim: Claim, clock: Callable[[], float]
     ) -> None:
-        """`chain`: the names of all the request's blocks; the claim's `meeting` is the split point."""
+        """`chain`: the names of all the request's blocks; the claim's `split` is the split point."""
         assert claim.found is not None
-        assert claim.meeting is not None
+        assert claim.split is not None
         self._tiers = tiers
         self._chain, self._root, self._size = chain, root, claim.block_size
         self._clock = clock
@@ -63,10 +63,10 @@ class OverlappedLoad:
         self._reached: int | None = None  # tokens: the last result of `reach`
         self._num_front = 0  # tokens computed since the first `reach`
         self._num_gone = 0  # blocks that could not be loaded
-        num_front = (claim.meeting.block - claim.num_l1) * self._size
-        num_back = (self._end - claim.meeting.block) / self._per_group
-        self._pace = _Pace(claim.meeting, num_front, num_back, clock())
-        self._submit_down_to(claim.meeting.block)
+        num_front = (claim.split.block - claim.num_l1) * self._size
+        num_back = (self._end - claim.split.block) / self._per_group
+        self._pace = _Pace(claim.split, num_front, num_back, clock())
+        self._submit_down_to(claim.split.block)
 
     def seat(self, table: Sequence[int], num_present: int) -> None:
         """The request has its L1 blocks now; the first `num_present` are filled or loaded otherwise."""
@@ -82,7 +82,7 @@ class OverlappedLoad:
             return []
         ready = []
         for group in [each for each in self._groups if each.state is GroupState.SUBMITTED and each.answered]:
-            lease = self._tiers.take(group.claim)
+            lease = self._tiers.lease(group.claim)
             num_blocks = len(lease.slots)
             self._num_gone += group.stop - group.first - num_blocks
             group.stop = group.first + num_blocks
@@ -150,7 +150,7 @@ class OverlappedLoad:
             stop, self._lowest = self._lowest, max(first, self._lowest - self._per_group)
             hashes = self._chain[self._lowest : stop]
             parent = self._chain[self._lowest - 1] if self._lowest else self._root
-            claim = self._tiers.ask(hashes, parent, block_size=self._size, ends=Ends.BACK)
+            claim = self._tiers.submit(hashes, parent, block_size=self._size, overlap=Overlap.BACK)
             self._groups.insert(0, Group(self._lowest, stop, claim))
 
     def _look(self) -> None:
@@ -227,14 +227,14 @@ class GroupCopy:
 class _Pace:
     """Speed of the front and the back: as planned at first, then increasingly as measured."""
 
-    def __init__(self, meeting: Meeting, num_front: int, num_groups: float, now: float) -> None:
+    def __init__(self, split: SplitPoint, num_front: int, num_groups: float, now: float) -> None:
         """The plan: a front of `num_front` tokens and a back of `num_groups`."""
         self._num_computed = 0  # tokens
         self._seconds = 0.0  # for these
         self._num_arrived = 0  # groups
         self._began = self._last_at = now
-        self._token = meeting.seconds / max(1, num_front)
-        self._group = meeting.seconds / num_groups
+        self._token = split.seconds / max(1, num_front)
+        self._group = split.seconds / num_groups
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """The front advanced by so many tokens."""

@@ -24,7 +24,7 @@ from kvtier.connector.request import (
     tier_of_last,
 )
 from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome, value
-from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Ends, Filled, Pending
+from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Filled, Overlap, Pending
 from kvtier.tiers.pool import Lease, Reservation
 from kvtier.tiers.reuse import RequestEnd
 
@@ -131,7 +131,7 @@ class SchedulerSide:
             claim.told = True  # from now on it is polled, which renews it
         else:
             covered = self._answer(known, least, is_fresh=is_fresh)
-        if (claim := known.claim) is not None and claim.meeting is not None:
+        if (claim := known.claim) is not None and claim.split is not None:
             self._begin_overlapped(known, claim)
         if covered is None:
             return PENDING
@@ -160,7 +160,7 @@ class SchedulerSide:
             if view is not None:  # the last block is loaded whole, but only its shared tokens count
                 num_external_tokens = min(num_external_tokens, view.num_tokens - known.asked * size)
             num_blocks = -(-num_external_tokens // size) if view is not None else num_external_tokens // size
-            lease = self.tiers.take(claim) if num_blocks else None
+            lease = self.tiers.lease(claim) if num_blocks else None
             first, region = known.asked - claim.num_l1, self.tiers.region
             slots = tuple(lease.slots[first : first + num_blocks]) if lease is not None else ()
             if lease is None:
@@ -372,7 +372,7 @@ class SchedulerSide:
 
     def wait(self, timeout: float) -> None:
         """Wait until a pending lookup may have an answer, at most `timeout` seconds. For an idle engine."""
-        self.tiers.wait_news(timeout)
+        self.tiers.wait_progress(timeout)
 
     @property
     def idle(self) -> bool:
@@ -405,9 +405,9 @@ class SchedulerSide:
         chain = known.request.chain
         usable = min(len(chain.hashes), (known.request.num_tokens - 1) // chain.block_size)
         hashes, num_l1 = chain.hashes, min(known.asked, usable)
-        hashes = hashes if usable == len(hashes) else hashes[:usable]  # `ask` copies it
-        ends = Ends.BOTH if self.computes_alone else Ends.FRONT
-        known.claim = self.tiers.ask(hashes, chain.root, num_l1, block_size=chain.block_size, ends=ends)
+        hashes = hashes if usable == len(hashes) else hashes[:usable]  # `submit` copies it
+        overlap = Overlap.ALLOWED if self.computes_alone else Overlap.NONE
+        known.claim = self.tiers.submit(hashes, chain.root, num_l1, block_size=chain.block_size, overlap=overlap)
         self._has_lookups |= known.claim.promised is None
 
     def _answer(self, known: ConnectedRequest, least: int, *, is_fresh: bool = False) -> int | None:
@@ -470,7 +470,7 @@ class SchedulerSide:
         self.tiers.cancel(claim)
         known.view = PartialView([*chain.hashes[:num_found], best[0].chain_hash], best[1], size)
         self._has_lookups = True
-        known.claim = self.tiers.ask(known.view.hashes, known.request.chain.root, claim.num_l1, block_size=size)
+        known.claim = self.tiers.submit(known.view.hashes, known.request.chain.root, claim.num_l1, block_size=size)
         return True
 
     # overlapped loads

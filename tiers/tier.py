@@ -222,8 +222,8 @@ class Tier(ABC):
     announcer: Announcer | None = None
     """Follows its changes. Of a store shared with others: what this process wrote or read there."""
 
-    departures: Any = None
-    """The `Departures` (`tiers/pool`) that remember what left it, when and why; None: it remembers nothing."""
+    eviction_log: Any = None
+    """The `EvictionLog` (`tiers/pool`) that remember what left it, when and why; None: it remembers nothing."""
 
     def ended(self, end: Any) -> None:
         """A request has ended, as this `ClassifiedEnd` (`tiers/reuse`) says: for the order of eviction. No I/O."""

@@ -43,7 +43,7 @@ from kvtier.connector.daemon.wire import (
     unpack_grants,
 )
 from kvtier.tiers import L2, BlockRecord, ChainHash, ChildBlock, FormatError, Metrics, Outcome
-from kvtier.tiers.hierarchy import PENDING, Attribution, Claim, Ends, Filled, Pending, Wanted
+from kvtier.tiers.hierarchy import PENDING, Attribution, Claim, Filled, Overlap, Pending, Wanted
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.pool import Causes, Lease, Reservation, lease_type
 from kvtier.tiers.reuse import RequestEnd
@@ -129,17 +129,17 @@ class RemoteTiers:
 
     # claims
 
-    def ask(
+    def submit(
         self,
         hashes: Sequence[ChainHash],
         parent: ChainHash,
         num_l1: int = 0,
         *,
         block_size: int = 0,
-        ends: Ends = Ends.FRONT,
+        overlap: Overlap = Overlap.NONE,
     ) -> Claim:
         """Add the lookup to the next message; a later `poll` has the answer."""
-        claim = RemoteClaim(list(hashes), parent, num_l1, block_size, ends=ends)
+        claim = RemoteClaim(list(hashes), parent, num_l1, block_size, overlap=overlap)
         with self._lock:
             self._ask(claim, self._attachment.link or self._pump())
         return claim
@@ -184,7 +184,7 @@ class RemoteTiers:
             claim.told = True
             return len(claim.slots)
 
-    def take(self, claim: Claim) -> Lease:
+    def lease(self, claim: Claim) -> Lease:
         """The lease of the promised blocks; empty if the promise expired or the daemon is gone.
 
         The `Take` is in the daemon's socket before half of the deadline has passed, and the daemon reads its socket
@@ -344,7 +344,7 @@ class RemoteTiers:
                 flags = unpack_answer(answers[0], bytes)
         return [bool(each) for each in flags[: len(hashes)]] + [False] * (len(hashes) - len(flags))
 
-    def wait_news(self, timeout: float) -> None:
+    def wait_progress(self, timeout: float) -> None:
         """Wait for a message of the daemon; returns at once if an answer was not returned by `poll` yet."""
         with self._lock:
             link = self._attachment.link or self._pump()
@@ -441,7 +441,7 @@ class RemoteTiers:
         claim.asked_at = claim.renewed_at = self._clock()
         link.claims[claim.number] = claim
         names = claim.hashes[:MAX_HASHES]
-        link.put(Ask(claim.number, claim.parent, claim.num_l1, claim.block_size, b"".join(names), claim.ends))
+        link.put(Ask(claim.number, claim.parent, claim.num_l1, claim.block_size, b"".join(names), claim.overlap))
         if len(names) >= _ALONE_FROM:
             link.send()
         return True
@@ -470,7 +470,7 @@ class RemoteTiers:
             self.metrics.missed(Outcome.EVICTED, num_lost)
         claim.found = found if len(claim.hashes) == num_asked else _widened(found, len(claim.hashes))
         claim.refusal, claim.answered, claim.slots, claim.generations = news.refusal, True, slots, generations
-        claim.meeting, children = news.meeting, news.children
+        claim.split, children = news.split, news.children
         if len(claim.hashes) > num_asked:  # the daemon was not sent the next block's name
             children = [child for child in children if child.chain_hash != claim.hashes[num_asked]]
         claim.behind = partial(_beginning_with, children) if children else None

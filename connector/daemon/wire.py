@@ -24,7 +24,7 @@ from msgspec.msgpack import Decoder, Encoder, decode
 from msgspec.structs import astuple, replace
 
 from kvtier.tiers import L1, L2, TIERS, ChainHash, ChildBlock, FormatError, Outcome
-from kvtier.tiers.hierarchy import Attribution, Ends, Meeting, Wanted
+from kvtier.tiers.hierarchy import Attribution, Overlap, SplitPoint, Wanted
 from kvtier.tiers.naming import PROBE_BYTES
 from kvtier.tiers.pool import MAX_CHILDREN
 from kvtier.tiers.reuse import Hint, RequestEnd
@@ -87,7 +87,7 @@ class Ask(_Message, tag=0):
     num_l1: Number
     block_size: Annotated[int, Meta(ge=0, lt=MAX_BLOCK_SIZE)]
     hashes: Hashes
-    ends: Ends
+    overlap: Overlap
 
 
 class Renew(_Message, tag=1):
@@ -316,7 +316,7 @@ class News(_Message):
     slots: Column
     generations: Column
     children: Annotated[Sequence[ChildBlock], Meta(max_length=MAX_CHILDREN)]  # as `Claim.children`
-    meeting: Meeting | None  # as `Claim.meeting`
+    split: SplitPoint | None  # as `Claim.split`
 
     def check(self, found: Attribution) -> tuple[list[int], list[int]]:
         """The slots and their generations. FormatError if the fields contradict each other."""
@@ -326,8 +326,8 @@ class News(_Message):
             raise FormatError("more blocks promised than found, or columns of different lengths")
         if self.children:
             check_children(self.children)
-        if self.meeting is not None:
-            block, planned = self.meeting
+        if self.split is not None:
+            block, planned = self.split
             if not 0 < block < found.blocks - found.miss or not 0 <= planned < 1e9:
                 raise FormatError(f"both ends meet at block {block} of {found.blocks - found.miss}")
         return numbers[:num], numbers[num:]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome
 from kvtier.tiers.config import CacheConfig
 from kvtier.tiers.copies import BlockCopies, CopyDirection, EngineBlocks, PartCopier
-from kvtier.tiers.hierarchy import CacheTiers, Wanted, bring
+from kvtier.tiers.hierarchy import CacheTiers, Wanted, load_and_lease
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.naming import pool_name
 
@@ -122,7 +122,7 @@ class PageStore:
     def _load(self, names: Sequence[ChainHash], pages: NDArray[np.int64], parent: ChainHash, end: float) -> int:
         started = time.monotonic()
         region = self.tiers.region  # read before the claim: a restarted daemon has another
-        lease = bring(self.tiers, names, parent, end, block_size=1)
+        lease = load_and_lease(self.tiers, names, parent, end, block_size=1)
         if lease is None:
             self.tiers.metrics.missed(Outcome.NO_SLOT, len(names))
             return 0

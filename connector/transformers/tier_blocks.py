@@ -16,7 +16,7 @@ from kvtier.connector.transformers.device_copies import DEADLINE, Sent, copies_o
 from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome
 from kvtier.tiers.config import Config
 from kvtier.tiers.copies import BlockCopier, BlockCopies
-from kvtier.tiers.hierarchy import Attribution, CacheTiers, Wanted, bring
+from kvtier.tiers.hierarchy import Attribution, CacheTiers, Wanted, load_and_lease
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.naming import HashCache, TokenChain
 from kvtier.tiers.pool import Lease, Reservation
@@ -144,7 +144,7 @@ class TierBlocks:
         self._release_ended()
         region = tiers.region  # read before the claim: a restarted daemon has another
         started = time.monotonic()
-        lease = bring(tiers, hashes, parent, deadline + _GRACE, block_size=block_size)
+        lease = load_and_lease(tiers, hashes, parent, deadline + _GRACE, block_size=block_size)
         if lease is None:
             tiers.metrics.missed(Outcome.NO_SLOT, len(hashes))
             return self._none()
@@ -182,7 +182,7 @@ class TierBlocks:
     def _store_piece(self, chain: BlockChain, run: range, piece: range, blocks: Blocks, epoch: int) -> None:
         """Store a part of a run's blocks; `piece` is relative to the run's start."""
         tiers = self.tiers
-        region = tiers.region  # read first, as in `bring`
+        region = tiers.region  # read first, as in `load_and_lease`
         own = run[piece.start : piece.stop]
         wanted = Wanted(chain.hashes[own.start : own.stop], chain.parent(own.start), chain.tenant)
         [reservation] = tiers.reserve([wanted])

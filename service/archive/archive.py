@@ -17,7 +17,7 @@ import xxhash
 from kvtier import tiers
 from kvtier.service.web import LoopFile
 from kvtier.tiers import BlockRecord, ChainHash, Encryption, FingerprintMismatch, FormatError, Outcome, checksum
-from kvtier.tiers.hierarchy import HeldRun, Hierarchy, bring, held_runs
+from kvtier.tiers.hierarchy import HeldRun, Hierarchy, held_runs, load_and_lease
 from kvtier.tiers.pool import Lease, Reservation
 
 MAGIC: Final = b"KVTARCHV"
@@ -293,7 +293,7 @@ class Export:
         taken: list[Lease] = []
 
         def work() -> Lease | None:
-            lease = bring(self._hierarchy, window, UNKNOWN, deadline, cancelled=is_over.is_set)
+            lease = load_and_lease(self._hierarchy, window, UNKNOWN, deadline, cancelled=is_over.is_set)
             if lease is not None:
                 taken.append(lease)
                 if is_over.is_set():

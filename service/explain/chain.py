@@ -14,7 +14,7 @@ from kvtier.service.explain.request_log import UNSALTED, client_of
 from kvtier.tiers import L1, L2, BlockRecord, ChainHash, ChildBlock
 from kvtier.tiers.hierarchy import Hierarchy
 from kvtier.tiers.naming import chain_hashes, is_named_by
-from kvtier.tiers.pool import MAX_CHILDREN, NEVER_SEEN, Departure
+from kvtier.tiers.pool import MAX_CHILDREN, NEVER_SEEN, EvictionReason
 
 if TYPE_CHECKING:
     from kvtier.tiers.copies import BlockPool
@@ -59,7 +59,7 @@ def explain_chain(name: str, chain: PromptChain, hierarchy: Hierarchy | None, fi
     if not names:
         answer["cause"] = {"name": SHORT, "tier": "", "seconds": 0, "block": 0}
     elif known < len(names):
-        gone = Departure(ELSEWHERE) if hierarchy is None else hierarchy.why_gone(names[known])
+        gone = EvictionReason(ELSEWHERE) if hierarchy is None else hierarchy.eviction_reason(names[known])
         answer["cause"] = {"name": gone.cause, "tier": gone.tier, "seconds": gone.seconds, "block": known}
         answer["unreachable"] = [] if hierarchy is None else [*hierarchy.wanting]
         if chain.tokens:

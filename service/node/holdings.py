@@ -189,7 +189,7 @@ class Holdings:
             raise FormatError(f"claim {number} names a block twice")
         if self.sealed:
             self.publish()  # what was sealed just before may be what is asked for
-        claim = self._hierarchy.ask(names, op.parent, op.num_l1, block_size=op.block_size, ends=op.ends)
+        claim = self._hierarchy.submit(names, op.parent, op.num_l1, block_size=op.block_size, overlap=op.overlap)
         self._claims[number] = self.waiting[number] = claim
         self._look(number)
 
@@ -209,7 +209,7 @@ class Holdings:
             self._hierarchy.cancel(claim)
         found, good_for = wire.pack_found(claim.found, self._version), max(0.0, claim.good_until - at)
         children = claim.children if self._takes_parts else ()
-        news = wire.News(number, found, claim.refusal, good_for, slots, generations, children, claim.meeting)
+        news = wire.News(number, found, claim.refusal, good_for, slots, generations, children, claim.split)
         self.news.append(news)
 
     def _renew(self, op: wire.Renew) -> None:
@@ -225,7 +225,7 @@ class Holdings:
     def _take(self, op: wire.Take) -> None:
         for number in op.claims:
             if self._renewed.pop(number, None) is not None:
-                self._leases[number] = self._tiers.take(self._claims.pop(number))  # nothing is left to cancel
+                self._leases[number] = self._tiers.lease(self._claims.pop(number))  # nothing is left to cancel
 
     def _release(self, op: wire.Release) -> None:
         for number in op.leases:

@@ -16,7 +16,7 @@ from kvtier.service.node.daemon import Daemon
 from kvtier.service.node.loop import now
 from kvtier.service.node.namespaces import Namespace, OperatorHold, closed_models, name_of
 from kvtier.tiers import ChainHash, ConfigError, KVTierError, TierUnavailable
-from kvtier.tiers.hierarchy import Hierarchy, bring
+from kvtier.tiers.hierarchy import Hierarchy, load_and_lease
 from kvtier.tiers.naming import chain_hashes, root_hash
 from kvtier.tiers.pool import Lease
 
@@ -208,11 +208,11 @@ class Pins:
 
 def _lease(hierarchy: Hierarchy, hashes: Sequence[ChainHash], parent: ChainHash, deadline: float) -> Lease:
     """The leading blocks, read from lower tiers for as long as that brings more. Empty if nothing is held."""
-    best = bring(hierarchy, hashes, parent, deadline)
+    best = load_and_lease(hierarchy, hashes, parent, deadline)
     if best is None:
         raise TierUnavailable("waiting requests hold all the host memory they may; ask again")
     while 0 < len(best) < len(hashes) and monotonic() < deadline:
-        more = bring(hierarchy, hashes, parent, deadline)
+        more = load_and_lease(hierarchy, hashes, parent, deadline)
         if more is None or len(more) <= len(best):  # what is held by more than one lease stays either way
             if more is not None:
                 more.release()

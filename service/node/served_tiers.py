@@ -11,7 +11,7 @@ from kvtier.service.explain import LoggedRequest, Recent, RequestLog, tenant_of
 from kvtier.service.node.lookups import PastLookups, TraceRecorder
 from kvtier.tiers import L1, L2, TIERS, ChainHash, ConfigError, Outcome
 from kvtier.tiers.config import format_size
-from kvtier.tiers.hierarchy import Claim, Ends, HeldRun, Hierarchy, Pending, Rates, Wanted, in_runs
+from kvtier.tiers.hierarchy import Claim, HeldRun, Hierarchy, Overlap, Pending, Rates, Wanted, in_runs
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.naming import root_hash
 from kvtier.tiers.pool import Causes, Lease, Reservation, SlotPool
@@ -409,7 +409,7 @@ class ServedTiers:
     def poll(self, claim: Claim) -> int | Pending:
         """As `Hierarchy.poll`; a whole request's answer is counted, unless it was in vain a moment ago."""
         promised = self.hierarchy.poll(claim)
-        if isinstance(promised, Pending) or claim.ends is Ends.BACK or not claim.hashes:
+        if isinstance(promised, Pending) or claim.overlap is Overlap.BACK or not claim.hashes:
             return promised
         now, last = time.monotonic(), claim.hashes[-1]
         before = self._vain.pop(last, None)
@@ -438,9 +438,9 @@ class ServedTiers:
         if self.recorder is not None:
             self.recorder.ended(end)
 
-    def take(self, claim: Claim) -> Lease:
-        """As `Hierarchy.take`; what came up from below counts into its tenant's quota."""
-        lease = self.hierarchy.take(claim)
+    def lease(self, claim: Claim) -> Lease:
+        """As `Hierarchy.lease`; what came up from below counts into its tenant's quota."""
+        lease = self.hierarchy.lease(claim)
         if lease.hashes and claim.block_size:
             self.savings.took(claim.num_l1 * claim.block_size, len(lease) * claim.block_size)
         self.quotas.promoted(lease.hashes, claim.hashes[claim.num_l1 - 1] if claim.num_l1 else claim.parent)

@@ -48,13 +48,13 @@ class PartialBench(Bench):
     def __init__(self, tier: MemoryTier | None = None, clock: FakeClock | None = None) -> None:
         super().__init__(tier, clock, partial_blocks=True)
         self.asked: list[Sequence[ChainHash]] = []
-        real = self.hierarchy.ask
+        real = self.hierarchy.submit
 
         def ask(hashes: Sequence[ChainHash], *question: Any, **options: Any) -> Claim:
             self.asked.append(hashes)
             return real(hashes, *question, **options)
 
-        self.hierarchy.ask = ask  # type: ignore[method-assign]
+        self.hierarchy.submit = ask  # type: ignore[method-assign]
 
     def loaded(self, first: int, tokens: int, request_id: str = "a") -> list[bytes]:
         """Take a promise up; the L1 blocks it filled, from block `first` on, by their bytes."""
@@ -127,14 +127,14 @@ def test_no_view_for_what_l1_has_in_part() -> None:
 def test_a_child_evicted_between_question_and_claim_leaves_the_own_blocks() -> None:
     bench = PartialBench()
     [child] = held(bench, [*PREFIX, 1, 2, 3, 9])
-    ask = bench.hierarchy.ask
+    ask = bench.hierarchy.submit
 
     def evict_first(hashes: Sequence[ChainHash], *args: object, **options: object) -> Claim:
         if child in hashes:
             bench.hierarchy.host.pool.evict([child])
         return ask(hashes, *args, **options)  # type: ignore[arg-type]
 
-    bench.hierarchy.ask = evict_first  # type: ignore[method-assign]
+    bench.hierarchy.submit = evict_first  # type: ignore[method-assign]
     prompt = Prompt("a", [*PREFIX, 1, 2, 3, 4, 5])
     assert bench.scheduler.lookup(prompt, 0) == 2 * BLOCK_SIZE
     assert bench.loaded(0, 2 * BLOCK_SIZE) == [payload_of(name) for name in prompt.chain.hashes[:2]]

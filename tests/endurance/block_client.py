@@ -103,15 +103,15 @@ class BlockClient:
     def _load(self, chain: TokenChain) -> int:
         """Claim what there is of the chain and compare every byte; how many blocks."""
         tiers = self.tiers
-        claim = tiers.ask(chain.hashes, chain.root, block_size=self._model.block_size)
+        claim = tiers.submit(chain.hashes, chain.root, block_size=self._model.block_size)
         end = time.monotonic() + HANG
         while isinstance(tiers.poll(claim), Pending):
             if time.monotonic() > end:
                 self.tally.hangs.append(f"no answer about a chain within {HANG:g} s")
                 tiers.cancel(claim)
                 return 0
-            tiers.wait_news(0.1)
-        with tiers.take(claim) as lease:
+            tiers.wait_progress(0.1)
+        with tiers.lease(claim) as lease:
             region = tiers.region
             for slot, chain_hash in zip(lease.slots, lease.hashes, strict=True):
                 assert region is not None

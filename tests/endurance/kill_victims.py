@@ -71,7 +71,7 @@ def use_daemon(socket: Path, seed: int, tell: Connection) -> None:
         load(tiers, mine)
         store(tiers, mine)
         claim, _ = ask(tiers, chain(dice.randrange(NUM_CHAINS)))
-        kept.append(tiers.take(claim))
+        kept.append(tiers.lease(claim))
         kept.append(tiers.reserve([wanted(chain(NUM_CHAINS + dice.randrange(9)))]))
         if len(kept) > 4:
             kept.clear()  # leases go back, reservations are abandoned

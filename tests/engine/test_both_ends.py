@@ -7,7 +7,7 @@ from extent import brief
 from scripted_tiers import ScriptedEngine
 
 from kvtier.connector.plan import WorkerReport
-from kvtier.tiers.hierarchy.cache_tiers import Ends
+from kvtier.tiers.hierarchy.cache_tiers import Overlap
 
 TOKENS = 4096
 
@@ -50,7 +50,7 @@ def test_short_prompts_and_fast_tiers_are_loaded_as_ever(num_tokens: int, load: 
     engine = ScriptedEngine("auto", num_tokens, load, linear(4.0))
     engine.add()
     engine.run()
-    assert [ends for ends, _ in engine.tiers.asked] == [Ends.BOTH]
+    assert [ends for ends, _ in engine.tiers.asked] == [Overlap.ALLOWED]
     assert engine.chunks == [("a", num_tokens, num_tokens + 1)]
 
 
@@ -99,7 +99,7 @@ def test_a_request_that_is_not_alone_is_loaded_or_computed() -> None:
     engine.add("a")
     engine.add("b", first_token=50_000)
     engine.run()
-    assert {ends for ends, _ in engine.tiers.asked} == {Ends.FRONT}
+    assert {ends for ends, _ in engine.tiers.asked} == {Overlap.NONE}
 
 
 def test_blocks_that_a_copy_writes_to_outlive_their_request() -> None:

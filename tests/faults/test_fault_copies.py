@@ -386,7 +386,7 @@ def test_nothing_on_its_way_up_is_evicted() -> None:
     tier.gate.set()
     wait_until(lambda: hierarchy.poll(prefetch) == 4)
     flood()  # while it is promised
-    lease = hierarchy.take(prefetch)
+    lease = hierarchy.lease(prefetch)
     assert lease.hashes == chain.hashes
     flood()  # while it is copied to L1
     for slot, chain_hash in zip(lease.slots, lease.hashes, strict=True):

@@ -339,9 +339,9 @@ def test_a_disk_that_hangs_altogether_is_left_alone_till_it_ends(
     assert [line for line in warnings_of(caplog) if "all its 2 threads hang" in line] == warnings_of(caplog)
     assert "all its 2 threads hang" in hierarchy.wanting["file"]
     for _ in range(2):
-        claim = hierarchy.ask(CHAIN.hashes, CHAIN.root)
+        claim = hierarchy.submit(CHAIN.hashes, CHAIN.root)
         assert hierarchy.poll(claim) == 0  # at once
-        hierarchy.take(claim).release()
+        hierarchy.lease(claim).release()
     assert hierarchy.ports[0].queue.idle is False
     io.gate.set()
     wait_until(lambda: is_back(hierarchy))
@@ -471,7 +471,7 @@ def test_a_file_system_turned_read_only_costs_one_warning(opened: Open, caplog: 
     wait_until(lambda: ticked(hierarchy) and hierarchy.ports[0].tier is None)
     for _ in range(20):
         hierarchy.tick()
-        hierarchy.wait_news(0.005)
+        hierarchy.wait_progress(0.005)
         assert store(hierarchy, OTHER) in (0, 6)  # L2 serves on
         assert fetch(hierarchy, OTHER) == 6
     assert len([line for line in warnings_of(caplog) if "is off" in line]) == 1

@@ -189,7 +189,7 @@ def test_a_daemon_dead_before_loading_costs_hits(
     assert engine.connector.tiers.drain(60)
     engine.pool.reset()
     child = chain_of(engine, HELD).hashes[2]
-    asked, took = RemoteTiers.ask, RemoteTiers.take
+    asked, took = RemoteTiers.submit, RemoteTiers.lease
     killed: list[int] = []
 
     def ask(tiers: RemoteTiers, hashes: Sequence[ChainHash], *question: Any, **options: Any) -> Claim:
@@ -202,8 +202,8 @@ def test_a_daemon_dead_before_loading_costs_hits(
             killed.append(daemon.end(signal.SIGKILL))
         return took(tiers, claim)
 
-    monkeypatch.setattr(RemoteTiers, "ask", ask)
-    monkeypatch.setattr(RemoteTiers, "take", take)
+    monkeypatch.setattr(RemoteTiers, "submit", ask)
+    monkeypatch.setattr(RemoteTiers, "lease", take)
     [answer] = engine.generate([REQUEST], KEEP)
     assert killed == [-signal.SIGKILL]
     assert bits(answer) == cold

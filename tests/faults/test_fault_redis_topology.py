@@ -185,7 +185,7 @@ def test_a_password_changed_while_running_is_misses_and_no_secret_is_logged(capl
         assert sum(misses(hierarchy, outcome) for outcome in FAILED) > 0
         for _ in range(5):
             hierarchy.tick()
-            hierarchy.wait_news(0.02)
+            hierarchy.wait_progress(0.02)
         server.cli("CONFIG", "SET", "requirepass", SECRET)
         server.password = SECRET
         fetches_all_again(hierarchy)

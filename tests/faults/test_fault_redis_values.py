@@ -156,13 +156,13 @@ def test_a_key_that_redis_dropped_is_told_as_lost(server: RedisServer) -> None:
     server.cli("DEL", *(key_of(tier, name) for name in CHAIN.hashes))
     assert fetch(hierarchy, CHAIN) == 0
     assert located(hierarchy, CHAIN) == 0
-    assert hierarchy.why_gone(CHAIN.hashes[0])[:2] == ("lost", "redis")
+    assert hierarchy.eviction_reason(CHAIN.hashes[0])[:2] == ("lost", "redis")
     assert hierarchy.causes(CHAIN.hashes) == {("lost", "redis"): 8}
     # what an operator removes there is not lost, and a reset forgets it all
     assert store(hierarchy, CHAIN) == 8
     assert hierarchy.drain(60)
     assert evict_everywhere(hierarchy, CHAIN.hashes[6:], 60.0)["redis"] == 2
-    assert hierarchy.why_gone(CHAIN.hashes[6]).cause == "removed"
+    assert hierarchy.eviction_reason(CHAIN.hashes[6]).cause == "removed"
     hierarchy.reset()
     assert {cause for cause, _ in hierarchy.causes(CHAIN.hashes)} <= {"reset", "removed"}
     settle(hierarchy)

@@ -121,10 +121,10 @@ def over_slab(
 def fetch(hierarchy: Hierarchy, chain: TokenChain, num_blocks: int | None = None) -> int:
     """Load a chain as a request does; returns how many blocks it got. Every byte must be its key's (I1)."""
     hashes = chain.hashes[:num_blocks]
-    prefetch = hierarchy.ask(hashes, chain.root)
+    prefetch = hierarchy.submit(hashes, chain.root)
     while isinstance(answer := hierarchy.poll(prefetch), Pending):
-        hierarchy.wait_news(0.01)
-    with hierarchy.take(prefetch) as lease:
+        hierarchy.wait_progress(0.01)
+    with hierarchy.lease(prefetch) as lease:
         assert len(lease) == answer, "not what was promised"
         assert lease.hashes == hashes[: len(lease)]
         for slot, chain_hash in zip(lease.slots, lease.hashes, strict=True):
@@ -134,7 +134,7 @@ def fetch(hierarchy: Hierarchy, chain: TokenChain, num_blocks: int | None = None
 
 def ask(hierarchy: Hierarchy, chain: TokenChain) -> Claim:
     """A request's claim on a chain."""
-    return hierarchy.ask(chain.hashes, chain.root)
+    return hierarchy.submit(chain.hashes, chain.root)
 
 
 @contextmanager
@@ -167,7 +167,7 @@ def settle(hierarchy: Hierarchy) -> None:
     rest(hierarchy)
     deadline = time.monotonic() + 60
     while not hierarchy.promoter.idle and time.monotonic() < deadline:
-        hierarchy.wait_news(0.01)
+        hierarchy.wait_progress(0.01)
     hierarchy.check()
     counts = hierarchy.host.pool.counts()
     assert (counts.leased, counts.filling, counts.quarantined) == (0, 0, 0)

@@ -19,13 +19,13 @@ from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.sequence import Batch
 from kvtier.engine.sequence import Sequence as Live
 from kvtier.tiers.copies.device import BlockPool
-from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Ends, Pending, Wanted
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Overlap, Pending, Wanted
 from kvtier.tiers.hierarchy.lower_tier import LoadPolicy, Rates, Span
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.naming.identity import KVShape
 from kvtier.tiers.pool.core import Lease
-from kvtier.tiers.pool.departures import Causes
+from kvtier.tiers.pool.eviction_log import Causes
 from kvtier.tiers.reuse import RequestEnd
 from kvtier.tiers.tier import ChainHash, Outcome
 
@@ -48,31 +48,31 @@ class ScriptedTiers:
         self.num_slots = 1 << 31
         self.max_waiting = self.num_slots // 2  # blocks that claims may be for
         self.num_leased = 0
-        self.asked: list[tuple[Ends, int]] = []  # of each claim, and how many blocks
+        self.asked: list[tuple[Overlap, int]] = []  # of each claim, and how many blocks
         self._clock, self._rates, self._rate = clock, rates, bytes_per_second
         self._free_at = clock()
         self._due: dict[Claim, tuple[float, int]] = {}  # when it has arrived, and how many blocks of it
 
-    def ask(
+    def submit(
         self,
         hashes: Sequence[ChainHash],
         parent: ChainHash,
         num_l1: int = 0,
         *,
         block_size: int = 0,
-        ends: Ends = Ends.FRONT,
+        overlap: Overlap = Overlap.NONE,
     ) -> Claim:
-        claim = Claim(list(hashes), parent, num_l1, block_size, ends=ends)
-        self.asked.append((ends, len(hashes) - num_l1))
+        claim = Claim(list(hashes), parent, num_l1, block_size, overlap=overlap)
+        self.asked.append((overlap, len(hashes) - num_l1))
         num_blocks = len(hashes) - num_l1
         claim.found = Attribution(len(hashes), l1=num_l1, file=num_blocks)
         needed = {"file": num_blocks * BLOCK_BYTES}
-        if ends is Ends.BOTH:
+        if overlap is Overlap.ALLOWED:
             span = Span(num_l1 * block_size, num_blocks * block_size, needed)
-            claim.meeting = self._rates.meeting(span, block_size)
-        if claim.meeting is not None:
+            claim.split = self._rates.split_point(span, block_size)
+        if claim.split is not None:
             return claim
-        if ends is not Ends.BACK and not self._rates.worth_loading(num_blocks * block_size, needed):
+        if overlap is not Overlap.BACK and not self._rates.worth_loading(num_blocks * block_size, needed):
             claim.refusal = Outcome.RECOMPUTE
             return claim
         if sum(len(each.hashes) for each in self._due) + num_blocks > self.max_waiting:
@@ -87,7 +87,7 @@ class ScriptedTiers:
         due, num_blocks = self._due.get(claim, (0.0, 0))
         return num_blocks if self._clock() >= due else PENDING
 
-    def take(self, claim: Claim) -> Lease:
+    def lease(self, claim: Claim) -> Lease:
         _, num_blocks = self._due.pop(claim)
         self.num_leased += 1
 

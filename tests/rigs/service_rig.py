@@ -30,7 +30,7 @@ from kvtier.connector.daemon.wire import (
 from kvtier.service.node.daemon import Daemon
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import Attribution, CacheTiers, Claim, Pending, Wanted
-from kvtier.tiers.hierarchy.lower_tier import Meeting
+from kvtier.tiers.hierarchy.lower_tier import SplitPoint
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.lease import Reservation
@@ -160,11 +160,11 @@ def news_of(
     slots: list[int],
     generations: list[int],
     children: Sequence[ChildBlock] = (),
-    meeting: Meeting | None = None,
+    split: SplitPoint | None = None,
 ) -> News:
     """What a daemon says of a claim."""
     columns = array("q", slots).tobytes(), array("q", generations).tobytes()
-    return News(claim, pack_found(found), refusal, good_for, *columns, children, meeting)
+    return News(claim, pack_found(found), refusal, good_for, *columns, children, split)
 
 
 def wanted(chain: TokenChain, first: int = 0, last: int | None = None) -> Wanted:
@@ -209,11 +209,11 @@ def store_partial(tiers: CacheTiers, chain: TokenChain) -> BlockRecord:
 
 def ask(tiers: CacheTiers, chain: TokenChain, timeout: float = PATIENCE) -> tuple[Claim, int]:
     """Ask, and wait for the answer: the claim, and how many blocks are promised."""
-    claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    claim = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     deadline = time.monotonic() + timeout
     while isinstance(promised := tiers.poll(claim), Pending):
         assert time.monotonic() < deadline, "no answer"
-        tiers.wait_news(0.1)
+        tiers.wait_progress(0.1)
     return claim, promised
 
 
@@ -236,7 +236,7 @@ def verify(tiers: CacheTiers, lease: Lease) -> None:
 def load(tiers: CacheTiers, chain: TokenChain) -> int:
     """Claim what there is of a chain, verify its bytes, let go; how many blocks."""
     claim, _ = ask(tiers, chain)
-    with tiers.take(claim) as lease:
+    with tiers.lease(claim) as lease:
         verify(tiers, lease)
         return len(lease)
 

@@ -72,7 +72,7 @@ class EventsMachine(RuleBasedStateMachine):
     @rule(chain=chains)
     def load(self, chain: TokenChain) -> None:
         """From the slab to L2, with whatever that evicts there."""
-        prefetch = self.hierarchy.ask(chain.hashes, chain.root)
+        prefetch = self.hierarchy.submit(chain.hashes, chain.root)
         assert self.hierarchy.ports[0].queue.drain(60)
         self.hierarchy.cancel(prefetch)
 

@@ -198,7 +198,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         hashes = chain.hashes[first : first + length]
         if not hashes:
             return multiple()
-        claim = self.hierarchy.ask(hashes, chain.parent(first))
+        claim = self.hierarchy.submit(hashes, chain.parent(first))
         assert isinstance(claim, LocalClaim)
         ask = Ask(claim, hashes, self.clock())
         self.open_asks.add(ask)
@@ -230,12 +230,12 @@ class HierarchyMachine(RuleBasedStateMachine):
             return multiple()
         self.open_asks.remove(ask)
         promised = self.hierarchy.poll(ask.prefetch)
-        lease = self.hierarchy.take(ask.prefetch)
+        lease = self.hierarchy.lease(ask.prefetch)
         assert promised is PENDING or len(lease) == promised
         loan = Loan(lease)
         self.open_loans.add(loan)
         self.verify(lease, ask.hashes)
-        assert len(self.hierarchy.take(ask.prefetch)) == 0  # a lease is handed over once
+        assert len(self.hierarchy.lease(ask.prefetch)) == 0  # a lease is handed over once
         return loan
 
     @rule(target=asks, loan=loans)
@@ -246,7 +246,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         chain, last = CHAIN_OF[loan.lease.hashes[-1]]
         if not (rest := chain.hashes[last + 1 :]):
             return multiple()
-        ask = Ask(self.hierarchy.ask(rest, chain.hashes[last]), rest, self.clock())  # type: ignore[arg-type]
+        ask = Ask(self.hierarchy.submit(rest, chain.hashes[last]), rest, self.clock())  # type: ignore[arg-type]
         self.open_asks.add(ask)
         return ask
 
@@ -465,13 +465,13 @@ def test_no_order_of_arrivals_and_seats_makes_requests_wait_for_ever(
         chain = left[number]
         if number not in claims:
             names = chain.hashes[had[number] :]
-            claims[number] = hierarchy.ask(names, chain.parent(had[number]))  # type: ignore[assignment]
+            claims[number] = hierarchy.submit(names, chain.parent(had[number]))  # type: ignore[assignment]
         hierarchy.promoter.tick()  # who found no slot tries again
         assert hierarchy.ports[0].queue.drain(60)
         if hierarchy.poll(claims[number]) is PENDING or (number not in seated and len(seated) == num_seats):
             continue
         seated.add(number)
-        with hierarchy.take(claims.pop(number)) as lease:
+        with hierarchy.lease(claims.pop(number)) as lease:
             assert len(lease) > 0
             had[number] += len(lease)
         if had[number] == len(chain.hashes):

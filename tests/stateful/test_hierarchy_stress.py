@@ -78,16 +78,16 @@ class Request:
         return num_loaded
 
     def load(self, hashes: list[ChainHash], first: int) -> int:
-        prefetch = self.hierarchy.ask(hashes, self.chain.parent(first))
+        prefetch = self.hierarchy.submit(hashes, self.chain.parent(first))
         if self.dice.random() < 0.2:  # aborted at once
             self.hierarchy.cancel(prefetch)
             return 0
         while (found := self.hierarchy.poll(prefetch)) is PENDING:
-            self.hierarchy.wait_news(0.01)
+            self.hierarchy.wait_progress(0.01)
         if self.dice.random() < 0.1:  # aborted after the promise
             self.hierarchy.cancel(prefetch)
             return 0
-        with self.hierarchy.take(prefetch) as lease:
+        with self.hierarchy.lease(prefetch) as lease:
             assert len(lease) == found
             assert lease.hashes == hashes[: len(lease)]
             for slot, chain_hash in zip(lease.slots, lease.hashes, strict=True):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvtier.tiers import BATCH_BYTES, ChainHash
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.slab_room import SlabRoom
-from kvtier.tiers.pool import EVICTED, REMOVED, RESET, ChangeLog, Departures, Slots, Words, make_index
+from kvtier.tiers.pool import EVICTED, REMOVED, RESET, ChangeLog, EvictionLog, Slots, Words, make_index
 from kvtier.tiers.reuse import ClassifiedEnd
 
 _PIECE: Final = 1 << 14  # names that are loaded, or looked for by a check, at once
@@ -149,8 +149,8 @@ class ExtentMap:
     Law (`check`): the index names exactly the ready slots; live + unused + holes == slots of every extent.
     """
 
-    def __init__(self, num_extents: int, slots_per_extent: int, departures: Departures | None = None) -> None:
-        """`departures`: where what leaves is remembered, with a place for each extent; None: nowhere."""
+    def __init__(self, num_extents: int, slots_per_extent: int, eviction_log: EvictionLog | None = None) -> None:
+        """`eviction_log`: where what leaves is remembered, with a place for each extent; None: nowhere."""
         self.num_extents = num_extents
         self.num_in_use = num_extents  # those behind are retired: what is written there is lost, and not published
         self.per_extent = slots_per_extent
@@ -160,7 +160,7 @@ class ExtentMap:
         self.epoch = 0
         self.num_evicted = 0
         self.changes: ChangeLog | None = None  # while somebody listens
-        self.departures = departures
+        self.eviction_log = eviction_log
         self.generations = np.zeros(num_slots, np.uint32)
         self._generation = memoryview(self.generations)  # one at a time; most reads are of few blocks
         self.hits = bytearray(num_slots)  # 1: used since it was stored, a second chance when its extent is evicted
@@ -314,8 +314,8 @@ class ExtentMap:
             return False
         self._state[extent] = _ExtentState.OPEN
         self._open[extent] = None
-        if self.departures is not None:
-            self.departures.came(extent)
+        if self.eviction_log is not None:
+            self.eviction_log.came(extent)
         return True
 
     def unclaim(self, claim: ClaimedExtent) -> None:
@@ -382,8 +382,8 @@ class ExtentMap:
         self.epoch += 1
         if self.changes is not None:
             self.changes.cleared(self.index.words)
-        if self.departures is not None:
-            self.departures.left(self.index.words(self.index.named()), RESET)
+        if self.eviction_log is not None:
+            self.eviction_log.left(self.index.words(self.index.named()), RESET)
         self.index.reset()
         self.room.reset()
         self.hits = bytearray(len(self.hits))
@@ -433,13 +433,13 @@ class ExtentMap:
 
     def _unlink(self, slots: Sequence[int], cause: str, kept: Sequence[int] = ()) -> None:
         """Slots that hold blocks, ascending, hold none any more; those `kept` are stored again."""
-        if self.departures is not None:
+        if self.eviction_log is not None:
             going = np.array(slots, np.int64)
             going = np.setdiff1d(going, kept) if kept else going
             if cause == EVICTED:
-                self.departures.evicted(going // self.per_extent, self.index.words(going))
+                self.eviction_log.evicted(going // self.per_extent, self.index.words(going))
             else:
-                self.departures.left(self.index.words(going), cause)
+                self.eviction_log.left(self.index.words(going), cause)
         if self.changes is not None:
             at = np.array(slots, np.int64)
             self.changes.removed(at, self.index.words(at))

@@ -50,7 +50,7 @@ from kvtier.tiers.file.slab_file import (
 from kvtier.tiers.file.slab_rows import SlabRows
 from kvtier.tiers.file.slab_writer import SlabGrowth, SlabWriter
 from kvtier.tiers.naming import PROBE_BYTES
-from kvtier.tiers.pool import Departures, make_child_index
+from kvtier.tiers.pool import EvictionLog, make_child_index
 from kvtier.tiers.reuse import ClassifiedEnd
 
 _log = logging.getLogger(__name__)
@@ -239,8 +239,8 @@ class FileStore(Tier):
         self._calls = Calls(self._release)
         self._inside = self._calls.enter
         num_extents = file.superblock.num_extents
-        self.departures: Departures = Departures("file", file.superblock.num_slots // 2, num_extents)
-        self._blocks = ExtentMap(num_extents, file.superblock.slots_per_extent, self.departures)
+        self.eviction_log: EvictionLog = EvictionLog("file", file.superblock.num_slots // 2, num_extents)
+        self._blocks = ExtentMap(num_extents, file.superblock.slots_per_extent, self.eviction_log)
         self.announcer: SlabRows = SlabRows(io, file, codec, self._blocks, self._lock, self._inside)
         self._rows = self.announcer
         if partial_blocks:

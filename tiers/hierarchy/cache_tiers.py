@@ -1,8 +1,8 @@
 """The contract of the tiers below L1, in this process or behind the node's daemon: claims, stores and upkeep.
 
-A claim is a request's lookup and then the promise made to it: `ask` → `poll` until it is not PENDING → `take`, or
-`cancel` at any time. A store is `reserve` → the worker copies → `seal`, or `abandon`. `bring` is a claim for a caller
-that can wait.
+A claim is a request's lookup and then the promise made to it: `submit` → `poll` until it is not PENDING → `lease`, or
+`cancel` at any time. A store is `reserve` → the worker copies → `seal`, or `abandon`. `load_and_lease` is a claim for a
+caller that can wait.
 """
 
 import time
@@ -17,8 +17,8 @@ from kvtier.tiers.host import HostRegion
 from kvtier.tiers.pool import Causes, Lease, Reservation
 from kvtier.tiers.reuse import RequestEnd
 
-_LOOK: Final = 0.05  # seconds `bring` waits for progress before it checks its deadline
-_REFUSED: Final = 0.01  # seconds before `bring` retries after a refusal
+_LOOK: Final = 0.05  # seconds `load_and_lease` waits for progress before it checks its deadline
+_REFUSED: Final = 0.01  # seconds before `load_and_lease` retries after a refusal
 
 
 class Pending:
@@ -55,18 +55,18 @@ class Attribution:
         return self.by_tier.get(TIERS[tier].name, 0)
 
 
-class Meeting(NamedTuple):
+class SplitPoint(NamedTuple):
     """The split point of an overlapped load: blocks before it are computed while those from it on are loaded."""
 
     block: int  # the first loaded block of the chain
     seconds: float  # until both are done, as measured rates predict
 
 
-class Ends(IntEnum):
+class Overlap(IntEnum):
     """Which part of the chain the claim loads."""
 
-    FRONT = 0  # the leading blocks; what follows them is computed
-    BOTH = 1  # the caller may compute the front while the rest is loaded, if that is fastest: see `Claim.meeting`
+    NONE = 0  # the leading blocks; what follows them is computed
+    ALLOWED = 1  # the caller may compute the front while the rest is loaded, if that is fastest: see `Claim.split`
     BACK = 2  # the part after a split point: the lookup was counted before, and loading it is decided
 
 
@@ -76,7 +76,7 @@ LooksBehind = Callable[[bytes], Sequence[ChildBlock]]
 
 @dataclass(eq=False)
 class Claim:
-    """A request's lookup, then the promise made to it. `ask` makes it; each implementation adds fields."""
+    """A request's lookup, then the promise made to it. `submit` makes it; each implementation adds fields."""
 
     hashes: list[ChainHash]
     parent: ChainHash  # of hashes[0]
@@ -86,11 +86,11 @@ class Claim:
     refusal: Outcome | None = None  # RECOMPUTE: final, computing is faster; NO_SLOT: others use the slots for now
     good_until: float = 0.0  # on the monotonic clock: from then on the caller may repeat a lookup that missed
     missing: Outcome | None = Outcome.ABSENT  # why the misses of `found` are misses; None: already counted
-    ends: Ends = Ends.FRONT
-    # Set together with `found`: compute up to there, and claim the rest with `Ends.BACK`. Then this claim covers only
-    # the leading blocks in L2, and has no `children`. None: everything to load is claimed.
-    meeting: Meeting | None = None
-    promised: int | None = None  # the result of `poll`, if known at `ask`
+    overlap: Overlap = Overlap.NONE
+    # Set together with `found`: compute up to there, and claim the rest with `Overlap.BACK`. Then this claim covers
+    # only the leading blocks in L2, and has no `children`. None: everything to load is claimed.
+    split: SplitPoint | None = None
+    promised: int | None = None  # the result of `poll`, if known at `submit`
     told: bool = False  # a poll has returned the answer, or the caller read `promised`
     # Set together with `found`: finds `children` that begin with these tokens. Most callers never do.
     behind: LooksBehind | None = field(default=None, init=False, repr=False)
@@ -112,7 +112,7 @@ class Claim:
         return () if self.behind is None else self.behind(b"")
 
 
-class NewsCondition(Condition):
+class ProgressCondition(Condition):
     """The lock of claims in this process; notified when a claim moves on.
 
     Watchers are callbacks for those that cannot wait on a lock, such as an event loop.
@@ -149,16 +149,16 @@ Filled = tuple[Reservation, Sequence[bytes], int]
 
 
 class BlockClaims(Protocol):
-    """How a request claims blocks. No method raises for a storage failure; only `wait_news` waits."""
+    """How a request claims blocks. No method raises for a storage failure; only `wait_progress` waits."""
 
-    def ask(
+    def submit(
         self,
         hashes: Sequence[ChainHash],
         parent: ChainHash,
         num_l1: int = 0,
         *,
         block_size: int = 0,
-        ends: Ends = Ends.FRONT,
+        overlap: Overlap = Overlap.NONE,
     ) -> Claim:
         """Look up the blocks of a chain, and claim those beyond the first `num_l1` that are worth loading."""
 
@@ -168,7 +168,7 @@ class BlockClaims(Protocol):
         Polling renews the promise, which otherwise expires after the lease deadline.
         """
 
-    def take(self, claim: Claim) -> Lease:
+    def lease(self, claim: Claim) -> Lease:
         """The lease of the promised blocks; empty if the promise expired. Release it after its copies."""
 
     def cancel(self, claim: Claim) -> None:
@@ -180,7 +180,7 @@ class BlockClaims(Protocol):
         `causes`: why the absent ones left.
         """
 
-    def wait_news(self, timeout: float) -> None:
+    def wait_progress(self, timeout: float) -> None:
         """Wait until a claim moved on, at most `timeout` seconds: for a caller with nothing else to do."""
 
 
@@ -267,7 +267,7 @@ class TierUpkeep(Protocol):
         """For each block, whether L2 holds it."""
 
     def tick(self) -> None:
-        """Expire what is past its deadline; `ask` and `poll` do it too."""
+        """Expire what is past its deadline; `submit` and `poll` do it too."""
 
     def reset(self) -> None:
         """Forget everything in every tier; stores and reads under way will not become visible."""
@@ -289,7 +289,7 @@ class CacheTiers(BlockClaims, BlockStores, TierUpkeep, Protocol):
     """The tiers below L1. Implemented by `Hierarchy` and by the daemon's client, `RemoteTiers`."""
 
 
-def bring(
+def load_and_lease(
     tiers: BlockClaims,
     hashes: Sequence[ChainHash],
     parent: ChainHash,
@@ -301,21 +301,21 @@ def bring(
     """Load leading blocks of a chain into L2, verify and lease them; waits until `deadline` (monotonic clock).
 
     The lease covers the blocks that arrived in time, maybe none. None: until the deadline other requests used all slots
-    that waiting requests may lease. `block_size` as in `ask`. Counts no lookup. Once `cancelled` returns True it stops
-    waiting; it still returns the blocks that arrived, and the caller releases them.
+    that waiting requests may lease. `block_size` as in `submit`. Counts no lookup. Once `cancelled` returns True it
+    stops waiting; it still returns the blocks that arrived, and the caller releases them.
     """
     while True:
-        claim = tiers.ask(hashes, parent, block_size=block_size)
+        claim = tiers.submit(hashes, parent, block_size=block_size)
         try:
             while isinstance(tiers.poll(claim), Pending) and (left := deadline - time.monotonic()) > 0:
                 if cancelled():
                     break
-                tiers.wait_news(min(left, _LOOK))
-            lease = tiers.take(claim)
+                tiers.wait_progress(min(left, _LOOK))
+            lease = tiers.lease(claim)
             if claim.refusal is not Outcome.NO_SLOT:
                 return lease
         finally:
-            tiers.cancel(claim)  # no effect after `take`
+            tiers.cancel(claim)  # no effect after `lease`
         if cancelled() or (left := deadline - time.monotonic()) <= 0:
             return None
         time.sleep(min(left, _REFUSED))

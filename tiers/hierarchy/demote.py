@@ -16,7 +16,7 @@ from kvtier.tiers import BATCH_BYTES, L2, ChainHash, Metrics, Outcome
 from kvtier.tiers.hierarchy.io_queue import Job
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, TierPort
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.pool import NUM_AGES, Departures, Lease, why_gone
+from kvtier.tiers.pool import NUM_AGES, EvictionLog, Lease, eviction_reason
 from kvtier.tiers.reuse import EDGES
 
 _log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Demoter:
         self._is_through = settings.write_policy == "write_through"
         self._admission: TierAdmission | None = None
         if self._is_through and settings.admit_after == "auto":
-            self._admission = TierAdmission(port.name, self._departures, host.pool.return_gaps, metrics, clock)
+            self._admission = TierAdmission(port.name, self._eviction_logs, host.pool.return_gaps, metrics, clock)
         port.recovered = self._recovered
         metrics.before_read(self._show)
 
@@ -364,8 +364,8 @@ class Demoter:
     def _filling(self) -> float:
         return (self._num_waiting + len(self._line)) / self._max_blocks
 
-    def _departures(self) -> list[Departures]:
-        return [each for each in (self.host.pool.departures, self.port.departures) if each is not None]
+    def _eviction_logs(self) -> list[EvictionLog]:
+        return [each for each in (self.host.pool.eviction_log, self.port.eviction_log) if each is not None]
 
     def _show(self) -> None:
         self._note_lost(look=True)
@@ -484,14 +484,14 @@ class TierAdmission:
     def __init__(
         self,
         tier: str,
-        departures: Callable[[], Sequence[Departures]],
+        eviction_log: Callable[[], Sequence[EvictionLog]],
         gaps: Callable[[], NDArray[np.float64] | None],
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
-        """`departures`: eviction logs of L2 and the tier, the tier's last. `gaps`: returns by age (`return_gaps`)."""
+        """`eviction_log`: eviction logs of L2 and the tier, the tier's last. `gaps`: returns by age (`return_gaps`)."""
         self._tier = tier
-        self._departures = departures
+        self._eviction_logs = eviction_log
         self._gaps = gaps
         self.metrics = metrics
         self._clock = clock
@@ -520,9 +520,9 @@ class TierAdmission:
 
     def num_seen(self, hashes: Sequence[ChainHash]) -> int:
         """How many leading blocks were seen before: evicted from a tier, or dropped before they were stored in one."""
-        departures = self._departures()
+        eviction_log = self._eviction_logs()
         for count, name in enumerate(hashes):
-            if not why_gone(departures, name).tier:
+            if not eviction_reason(eviction_log, name).tier:
                 return count
         return len(hashes)
 
@@ -542,11 +542,11 @@ class TierAdmission:
     def _is_short_lived(self, now: float) -> bool:
         """Whether blocks live shorter than the median request takes to return. Ends once they live twice as long."""
         was_short = Why.RESIDENCE in self._reasons
-        departures = self._departures()
-        if now - self._looked_at < _LOOK or not departures or departures[-1].tier != self._tier:
+        eviction_log = self._eviction_logs()
+        if now - self._looked_at < _LOOK or not eviction_log or eviction_log[-1].tier != self._tier:
             return was_short
         self._looked_at = now
-        ages, gaps = departures[-1].ages[:NUM_AGES].copy(), self._gaps()
+        ages, gaps = eviction_log[-1].ages[:NUM_AGES].copy(), self._gaps()
         evicted = ages - self._ages
         if gaps is None or gaps.sum() < _FEWEST:
             return was_short

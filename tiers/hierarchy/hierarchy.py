@@ -22,12 +22,22 @@ from kvtier.tiers import (
     Outcome,
     Tier,
 )
-from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Ends, NewsCondition, Pending
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Overlap, Pending, ProgressCondition
 from kvtier.tiers.hierarchy.lower_tier import MIN_FRONT, HierarchySettings, Rates, Span, TierPort
 from kvtier.tiers.hierarchy.promotion import LocalClaim, Locator, Promoter
 from kvtier.tiers.hierarchy.stores import StoreQueue
 from kvtier.tiers.host import HostRegion, HostTier
-from kvtier.tiers.pool import MAX_CHILDREN, REMOVED, Causes, Departure, Departures, Lease, Places, causes_of, why_gone
+from kvtier.tiers.pool import (
+    MAX_CHILDREN,
+    REMOVED,
+    Causes,
+    EvictionLog,
+    EvictionReason,
+    Lease,
+    Places,
+    causes_of,
+    eviction_reason,
+)
 from kvtier.tiers.reuse import RequestEnd
 
 _TICK: Final = 0.005  # seconds between two checks of deadlines
@@ -65,7 +75,7 @@ class Hierarchy:
         self.region: HostRegion | None = host.region
         self.num_slots = host.pool.num_slots
         self.has_lower = bool(self.ports)
-        self.news = self._lock = NewsCondition()
+        self.news = self._lock = ProgressCondition()
         self.locator = Locator(ports, self.news, clock)
         self.promoter = Promoter(host, ports, self._lock, metrics, clock, settings.lease_deadline)
         self.stores = stores = StoreQueue(host, self.ports, self._lock, settings, metrics, clock)
@@ -73,38 +83,38 @@ class Hierarchy:
         self.reserve, self.seal, self.abandon, self.drain = stores.reserve, stores.seal, stores.abandon, stores.drain
         self.seal_each, self.quarantine = stores.seal_each, stores.quarantine
         self.holds = host.pool.holds
-        self.take = self.promoter.take
+        self.lease = self.promoter.lease
         self.count = metrics.looked_up
         self._clock = clock
         self._ticked_at = self._swept_at = -math.inf
         self._num_dirty_dropped = 0  # the part of the pool's count that the metrics have
         self._closed = False
         self._pid = os.getpid()
-        if host.pool.departures is None:
-            host.pool.remember(Departures(L2, self.num_slots, self.num_slots + 1, clock))
-        self._host_departures = host.pool.departures
+        if host.pool.eviction_log is None:
+            host.pool.remember(EvictionLog(L2, self.num_slots, self.num_slots + 1, clock))
+        self._host_eviction_log = host.pool.eviction_log
         metrics.before_read(self._show_pools)
 
     # claims
 
-    def ask(
+    def submit(
         self,
         hashes: Sequence[ChainHash],
         parent: ChainHash,
         num_l1: int = 0,
         *,
         block_size: int = 0,
-        ends: Ends = Ends.FRONT,
+        overlap: Overlap = Overlap.NONE,
     ) -> Claim:
         """Look up the indexes of this process; query shared tiers in the background.
 
         A claim waits up to `_SEALING` seconds for a block that was stored and is not hashed yet.
         """
-        claim = LocalClaim(list(hashes), parent, num_l1, block_size, ends=ends)
+        claim = LocalClaim(list(hashes), parent, num_l1, block_size, overlap=overlap)
         wanted = claim.hashes[num_l1:] if num_l1 else claim.hashes
         is_sealing = bool(self.stores.unsealed)  # read first: else a block published in between is found nowhere
         places: Places | None = None
-        if wanted and (self.rates.policy != "recompute" or not block_size or ends is Ends.BACK):
+        if wanted and (self.rates.policy != "recompute" or not block_size or overlap is Overlap.BACK):
             places = self.promoter.lease_whole(claim, wanted)
             if claim.promised is not None:
                 claim.found = Attribution(len(hashes), l1=num_l1, l2=claim.promised)
@@ -150,13 +160,13 @@ class Hierarchy:
         if claim.run:
             self.promoter.cancel(claim)
 
-    def wait_news(self, timeout: float) -> None:
+    def wait_progress(self, timeout: float) -> None:
         """Wait until a claim moves on or a shared tier answers, at most `timeout` seconds.
 
         Returns at once if a claim has an answer that no `poll` has returned, or a shared tier's answer is unread.
         """
         with self._lock:
-            if not (self.promoter.has_news() or self.locator.unread):
+            if not (self.promoter.has_progress() or self.locator.unread):
                 self._lock.wait(timeout)
 
     # lookups without a claim
@@ -179,7 +189,7 @@ class Hierarchy:
                 return where
             questions = self.locator.ask(hashes[known:])
             while not all(question.done for question in questions) and (left := deadline - time.monotonic()) > 0:
-                self.wait_news(left)
+                self.wait_progress(left)
                 self.tick()
             self.locator.read(questions)
             if not questions or not all(question.done for question in questions):
@@ -188,17 +198,17 @@ class Hierarchy:
 
     def causes(self, hashes: Sequence[ChainHash]) -> Causes:
         """Why consecutive blocks that no tier has are gone: (cause, tier) → blocks."""
-        return causes_of(self._departures, hashes)
+        return causes_of(self._eviction_logs, hashes)
 
-    def why_gone(self, chain_hash: ChainHash) -> Departure:
+    def eviction_reason(self, chain_hash: ChainHash) -> EvictionReason:
         """Why one block that no tier has is gone."""
-        return why_gone(self._departures, chain_hash)
+        return eviction_reason(self._eviction_logs, chain_hash)
 
     @property
-    def _departures(self) -> list[Departures]:
+    def _eviction_logs(self) -> list[EvictionLog]:
         """The eviction logs of all tiers that have one; of a shared tier only while it answers."""
-        known = [port.departures for port in self.ports if not port.is_shared or port.readable() is not None]
-        return [each for each in (self._host_departures, *known) if each is not None]
+        known = [port.eviction_log for port in self.ports if not port.is_shared or port.readable() is not None]
+        return [each for each in (self._host_eviction_log, *known) if each is not None]
 
     # upkeep
 
@@ -321,7 +331,7 @@ class Hierarchy:
 
     def _look(self, claim: LocalClaim, places: Places | None = None) -> None:
         """Look up the indexes. At the run's end wait for a store, query shared tiers once; load what is worth it."""
-        is_sealing = bool(self.stores.unsealed)  # read first: see `ask`
+        is_sealing = bool(self.stores.unsealed)  # read first: see `submit`
         where, places = self._lookup(claim.hashes, claim.num_l1, places)
         claim.sealing = None
         while where.miss and is_sealing and time.monotonic() < claim.patient_until:
@@ -369,13 +379,13 @@ class Hierarchy:
         block_bytes = self.host.region.slot_bytes
         below_l2 = {port.name: where.by_tier.get(port.name, 0) * block_bytes for port in self.ports}
         num_in_l2 = len(places.slots)
-        if claim.ends is Ends.BOTH and self._meets(claim, num_blocks, num_in_l2, below_l2):
+        if claim.overlap is Overlap.ALLOWED and self._decide_split(claim, num_blocks, num_in_l2, below_l2):
             if not num_in_l2:
                 return
             num_blocks = num_in_l2
         elif (
             claim.block_size
-            and claim.ends is not Ends.BACK
+            and claim.overlap is not Overlap.BACK
             and not self.rates.worth_loading(num_blocks * claim.block_size, below_l2)
         ):
             claim.refusal = Outcome.RECOMPUTE
@@ -385,7 +395,7 @@ class Hierarchy:
         parent = claim.hashes[first - 1] if first else claim.parent
         run = claim.hashes if num_blocks == len(claim.hashes) else claim.hashes[first : first + num_blocks]
         deadline, patience = self.settings.prefetch_deadline, 0.0
-        if claim.meeting is None and claim.ends is not Ends.BACK:  # nothing is computed meanwhile
+        if claim.split is None and claim.overlap is not Overlap.BACK:  # nothing is computed meanwhile
             is_weighed = bool(claim.block_size)
             spared = self.rates.spared(num_blocks * claim.block_size, below_l2) if is_weighed else math.inf
             patience = min(deadline, spared)
@@ -393,25 +403,25 @@ class Hierarchy:
         source = below[0] if len(below) == 1 and below[0][1] == num_blocks - num_in_l2 else None
         self.promoter.start(claim, run, parent, places, source, (deadline, patience))
         if claim.refusal is not None:
-            claim.meeting = None
+            claim.split = None
 
-    def _meets(self, claim: LocalClaim, num_blocks: int, num_in_l2: int, below_l2: Mapping[str, int]) -> bool:
+    def _decide_split(self, claim: LocalClaim, num_blocks: int, num_in_l2: int, below_l2: Mapping[str, int]) -> bool:
         """Set the split point, after the leading blocks in L2. False: loading or computing alone is as fast."""
         size = claim.block_size
         if num_blocks * size < MIN_FRONT or not any(below_l2.values()):
             return False
         span = Span((claim.num_l1 + num_in_l2) * size, (num_blocks - num_in_l2) * size, below_l2)
-        claim.meeting = self.rates.meeting(span, size) if num_in_l2 < num_blocks else None
-        if claim.meeting is None:
+        claim.split = self.rates.split_point(span, size) if num_in_l2 < num_blocks else None
+        if claim.split is None:
             return False
         claim.behind = None
         return True
 
     def _show_pools(self) -> None:
         pool = self.host.pool
-        for departures in self._departures:
-            if len(departures.came_at):  # else it has no ages
-                self.metrics.ages(departures.tier, departures.ages.tolist())
+        for eviction_log in self._eviction_logs:
+            if len(eviction_log.came_at):  # else it has no ages
+                self.metrics.ages(eviction_log.tier, eviction_log.ages.tolist())
         counts = pool.counts()
         for state in ("free", "filling", "ready", "leased", "quarantined", "dirty", "tails"):
             self.metrics.pool(L2, state, getattr(counts, state))

@@ -24,9 +24,9 @@ from kvtier.tiers import (
     TierUnavailable,
     checksum,
 )
-from kvtier.tiers.hierarchy.cache_tiers import Meeting
+from kvtier.tiers.hierarchy.cache_tiers import SplitPoint
 from kvtier.tiers.hierarchy.io_queue import IoQueue, begun
-from kvtier.tiers.pool import LOST, Departures
+from kvtier.tiers.pool import LOST, EvictionLog
 from kvtier.tiers.reuse import ClassifiedEnd
 
 _log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class Rates:
                 return math.inf
             return max(0.0, num_tokens / self._tokens_per_second - self._load(bytes_by_tier))
 
-    def meeting(self, span: Span, block_size: int) -> Meeting | None:
+    def split_point(self, span: Span, block_size: int) -> SplitPoint | None:
         """The split point, if computing a front while loading the rest beats either alone; else None.
 
         None while one of the rates is unknown: loading or computing alone then measures it.
@@ -146,7 +146,7 @@ class Rates:
             seconds = load * (1 - first / num_blocks)
             if first * block_size < MIN_FRONT or seconds > min(_GAIN * best_alone, best_alone - _SAVED):
                 return None
-            return Meeting(span.start // block_size + first, seconds)
+            return SplitPoint(span.start // block_size + first, seconds)
 
     def _load(self, bytes_by_tier: Mapping[str, int]) -> float:
         """Seconds to load so many bytes of each tier; those of unknown rate take none. The caller holds the lock."""
@@ -283,8 +283,8 @@ class TierPort:
         self._is_fresh = False  # reopened since the last call of `recovered`
         self.epoch = 0  # counts resets: a write offered before one never lands after it
         self.is_shared = False  # valid once the tier was open
-        self.departures: Departures | None = None  # the tier's eviction log, if it has one; else `_sent`
-        self._sent: Departures | None = None  # blocks stored in a tier that does not report what it drops
+        self.eviction_log: EvictionLog | None = None  # the tier's eviction log, if it has one; else `_sent`
+        self._sent: EvictionLog | None = None  # blocks stored in a tier that does not report what it drops
         self._shared_forgot_at = 0  # the epoch at which a shared tier was last reset
         self._num_writing = 0  # writes under way that began in this epoch …
         self._num_stale = 0  # … and in an earlier one
@@ -328,8 +328,8 @@ class TierPort:
 
     def not_stored(self, hashes: Sequence[ChainHash], reason: str) -> None:
         """Record why these blocks were not stored in the tier, if it has an eviction log."""
-        if self.departures is not None and hashes:
-            self.departures.left(hashes, reason)
+        if self.eviction_log is not None and hashes:
+            self.eviction_log.left(hashes, reason)
 
     @property
     def locates(self) -> bool:
@@ -553,10 +553,10 @@ class TierPort:
                     break
                 if forgot_at == self.epoch:
                     self.is_shared = tier.is_shared
-                    if tier.departures is not None:
-                        self.departures = tier.departures
+                    if tier.eviction_log is not None:
+                        self.eviction_log = tier.eviction_log
                     elif self.is_shared and self._sent is None:
-                        self.departures = self._sent = Departures(self.name, _SENT, clock=self._clock)
+                        self.eviction_log = self._sent = EvictionLog(self.name, _SENT, clock=self._clock)
                     self.tier = tier
                     return
                 forgot_at = self.epoch

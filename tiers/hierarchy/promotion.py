@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from kvtier.tiers import BATCH_BYTES, L2, BlockRecord, ChainHash, Metrics, Outcome, checksum
-from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, NewsCondition, Pending
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Pending, ProgressCondition
 from kvtier.tiers.hierarchy.io_queue import IoQueue, Job, JoinedJob
 from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.hierarchy.stores import Sealing
@@ -154,7 +154,7 @@ class Promoter:
         self,
         host: HostTier,
         ports: Sequence[TierPort],
-        lock: NewsCondition,
+        lock: ProgressCondition,
         metrics: Metrics,
         clock: Callable[[], float],
         lease_deadline: float,
@@ -251,7 +251,7 @@ class Promoter:
                 return PENDING
             return len(claim.leases[0].hashes) if claim.leases else 0
 
-    def take(self, claim: Claim) -> Lease:
+    def lease(self, claim: Claim) -> Lease:
         """The lease of the promised blocks, once; then an empty one. The copy that follows releases it."""
         assert isinstance(claim, LocalClaim)
         with self._lock:
@@ -302,7 +302,7 @@ class Promoter:
         is_checking = self._checking is not None and not self._checking.idle
         return not (self.active or self._reads or self._given_up or is_checking)
 
-    def has_news(self) -> bool:
+    def has_progress(self) -> bool:
         """Whether a claim has an answer that no poll has returned. The caller holds the lock."""
         return any(claim.done and not claim.told for claim in self.active)
 
@@ -742,7 +742,7 @@ class Locator:
     Lock: `news` (the hierarchy's), never held across I/O. Law (`check`): the index has only unanswered queries.
     """
 
-    def __init__(self, ports: Sequence[TierPort], news: NewsCondition, clock: Callable[[], float]) -> None:
+    def __init__(self, ports: Sequence[TierPort], news: ProgressCondition, clock: Callable[[], float]) -> None:
         self._ports = ports
         self._news = news
         self._clock = clock

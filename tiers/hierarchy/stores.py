@@ -11,7 +11,7 @@ from threading import Timer
 from typing import Final
 
 from kvtier.tiers import L2, BlockRecord, ChainHash, Metrics, Outcome
-from kvtier.tiers.hierarchy.cache_tiers import Filled, NewsCondition, Wanted
+from kvtier.tiers.hierarchy.cache_tiers import Filled, ProgressCondition, Wanted
 from kvtier.tiers.hierarchy.demote import SOONEST, Demoter
 from kvtier.tiers.hierarchy.io_queue import IoQueue, Job
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, TierPort
@@ -90,7 +90,7 @@ class StoreQueue:
         self,
         host: HostTier,
         ports: Sequence[TierPort],
-        lock: NewsCondition,
+        lock: ProgressCondition,
         settings: HierarchySettings,
         metrics: Metrics,
         clock: Callable[[], float],

@@ -46,7 +46,7 @@ MOST_USES = cython.declare(cython.int, 3)
 LATE = cython.declare(cython.double, 60.0)  # seconds after a request's end in which its blocks still count as its own
 GRAIN = cython.declare(cython.double, 1.0)  # seconds: blocks without a request's end that came within it are one row
 GOOD_FOR = cython.declare(cython.double, 2.0)  # seconds that rows stay as they were ranked, if few victims are taken
-NUM_AGES = cython.declare(cython.int, 22)  # of `departures.NUM_AGES`
+NUM_AGES = cython.declare(cython.int, 22)  # of `eviction_log.NUM_AGES`
 
 _two_words = Struct("<Q16xQ").unpack_from
 _NEVER = -(1 << 62)  # the rank of what is no victim
@@ -974,7 +974,7 @@ class Learned(LRU):
 class SlotCore:
     """The table of a pool's slots and its verbs. Names given are lists of 32 bytes each; slots are lists.
 
-    `order` is how blocks are evicted. `changes`, a `ChangeLog`, gets whole blocks that come and go; `departures` what
+    `order` is how blocks are evicted. `changes`, a `ChangeLog`, gets whole blocks that come and go; `eviction_log` what
     leaves and how old it was. `max_partial`: so many unfinished last blocks at most.
     """
 
@@ -999,11 +999,11 @@ class SlotCore:
     lists = cython.declare(SlotLists, visibility="readonly")
     order = cython.declare(LRU, visibility="readonly")
     changes = cython.declare(object, visibility="public")
-    departures = cython.declare(object, visibility="readonly")
+    eviction_log = cython.declare(object, visibility="readonly")
     _max_partial: cython.longlong
     _parent_generation: cython.longlong[::1]  # a link to a slot that was taken since is none
     _chosen: cython.int[::1]  # scratch: the slots that a verb works on
-    _entries: cython.ulonglong[::1]  # of `departures`
+    _entries: cython.ulonglong[::1]  # of `eviction_log`
     _came_at: cython.uint[::1]
     _ages: cython.longlong[::1]
     _evicted_code: cython.ulonglong
@@ -1027,15 +1027,15 @@ class SlotCore:
         self.index = Index(num_slots)
         self.lists = SlotLists(num_slots)
         self.order = make_order(self.lists, self.index)
-        self.changes = self.departures = None
+        self.changes = self.eviction_log = None
 
-    def remember(self, departures, evicted_code: cython.ulonglong):
-        """Note in `departures` what comes and what makes room from now on."""
-        if len(departures.came_at) < self.num_slots or not len(departures.entries):
-            raise ValueError(f"departures of {len(departures.came_at)} places: there are {self.num_slots} slots")
-        self._entries, self._came_at = _view(departures.entries), _view(departures.came_at)
-        self._ages, self._evicted_code = _view(departures.ages), evicted_code
-        self.departures = departures
+    def remember(self, eviction_log, evicted_code: cython.ulonglong):
+        """Note in `eviction_log` what comes and what makes room from now on."""
+        if len(eviction_log.came_at) < self.num_slots or not len(eviction_log.entries):
+            raise ValueError(f"eviction_log of {len(eviction_log.came_at)} places: there are {self.num_slots} slots")
+        self._entries, self._came_at = _view(eviction_log.entries), _view(eviction_log.came_at)
+        self._ages, self._evicted_code = _view(eviction_log.ages), evicted_code
+        self.eviction_log = eviction_log
 
     # --- queries ------------------------------------------------------------------------------------------------
 
@@ -1288,8 +1288,8 @@ class SlotCore:
         if short > self.num_ready - self.num_leased:
             return False
         now: cython.longlong = 0
-        if self.departures is not None:  # as `Departures.now`
-            now = min(int(self.departures.clock()) - self.departures.start + 1, (1 << 24) - 1)
+        if self.eviction_log is not None:  # as `EvictionLog.now`
+            now = min(int(self.eviction_log.clock()) - self.eviction_log.start + 1, (1 << 24) - 1)
         self.order.tick()
         if short > 0:
             if not self._evict(short, spare_parents, now):
@@ -1360,7 +1360,7 @@ class SlotCore:
     @cython.cfunc
     @cython.exceptval(check=False)
     def _depart(self, slot: cython.longlong, now: cython.longlong) -> cython.void:
-        """Note that a block makes room (`Departures`): its name's tag above the second above the cause."""
+        """Note that a block makes room (`EvictionLog`): its name's tag above the second above the cause."""
         tag: cython.ulonglong = self.index.tag(slot)
         low: cython.ulonglong = (now << 8) | self._evicted_code
         size: cython.ulonglong = len(self._entries)

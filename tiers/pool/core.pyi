@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.pool.changes import ChangeLog
-from kvtier.tiers.pool.departures import Departures
+from kvtier.tiers.pool.eviction_log import EvictionLog
 from kvtier.tiers.pool.lease import Reservation
 from kvtier.tiers.reuse import LruShadow, ReusePredictor
 
@@ -100,11 +100,11 @@ class SlotCore:
     lists: SlotLists
     order: LRU
     changes: ChangeLog | None
-    departures: Departures | None
+    eviction_log: EvictionLog | None
     def __init__(
         self, num_slots: int, make_order: Callable[[SlotLists, Index], LRU], max_partial: int | None = None
     ) -> None: ...
-    def remember(self, departures: Departures, evicted_code: int) -> None: ...
+    def remember(self, eviction_log: EvictionLog, evicted_code: int) -> None: ...
     def lookup(self, names: list[ChainHash]) -> int: ...
     def find_run(self, names: list[ChainHash]) -> list[int]: ...
     def find(self, names: list[ChainHash]) -> list[int]: ...

@@ -13,7 +13,7 @@ from kvtier.tiers import BlockRecord, ChainHash, Changes, Outcome
 from kvtier.tiers.pool.backlog import Backlog
 from kvtier.tiers.pool.changes import ChangeLog, Slots
 from kvtier.tiers.pool.core import Lease
-from kvtier.tiers.pool.departures import EVICTED_CODE, REMOVED, RESET, Departures
+from kvtier.tiers.pool.eviction_log import EVICTED_CODE, REMOVED, RESET, EvictionLog
 from kvtier.tiers.pool.lease import FILLING, QUARANTINED, Places, PoolCounts, Reservation, picked
 from kvtier.tiers.pool.policy import ended, form, learned, lease_type, make_core
 from kvtier.tiers.reuse import ClassifiedEnd, RequestEnd
@@ -59,19 +59,19 @@ class SlotPool:
         return self._core.num_evicted
 
     @property
-    def departures(self) -> Departures | None:
+    def eviction_log(self) -> EvictionLog | None:
         """Where what leaves is remembered, since `remember`."""
-        return self._core.departures
+        return self._core.eviction_log
 
-    def remember(self, departures: Departures) -> None:
-        """Tell `departures`, made for as many places as there are slots and one, what comes and leaves from now on."""
+    def remember(self, eviction_log: EvictionLog) -> None:
+        """Note in `eviction_log` what comes and leaves from now on. It has one place more than there are slots."""
         with self._lock:
-            self._core.remember(departures, EVICTED_CODE)
+            self._core.remember(eviction_log, EVICTED_CODE)
 
     def not_stored(self, hashes: Sequence[ChainHash], reason: str) -> None:
         """Remember why these blocks did not come here."""
-        if (departures := self._core.departures) is not None and hashes:
-            departures.left(hashes, reason)
+        if (eviction_log := self._core.eviction_log) is not None and hashes:
+            eviction_log.left(hashes, reason)
 
     @property
     def num_dirty_dropped(self) -> int:
@@ -253,12 +253,12 @@ class SlotPool:
             return ended(self._core, self._learned, end)
 
     def evict(self, hashes: Sequence[ChainHash], cause: str = REMOVED) -> int:
-        """Drop blocks, leased ones later; returns how many. `cause`: of `departures.py`, or an `Outcome`."""
+        """Drop blocks, leased ones later; returns how many. `cause`: of `eviction_log.py`, or an `Outcome`."""
         with self._lock:
             self._settle_dropped()
             slots = self._ready(hashes)
-            if self._core.departures is not None:
-                self._core.departures.left(self._core.names_of(slots), cause)
+            if self._core.eviction_log is not None:
+                self._core.eviction_log.left(self._core.names_of(slots), cause)
             return self._core.drop(slots)
 
     def evict_idle(self, hashes: Sequence[ChainHash]) -> list[bool]:
@@ -266,9 +266,9 @@ class SlotPool:
         with self._lock:
             self._settle_dropped()
             gone = self._core.drop_idle(hashes if type(hashes) is list else list(hashes))
-            if self._core.departures is not None:
+            if self._core.eviction_log is not None:
                 names = [name for name, is_gone in zip(hashes, gone, strict=True) if is_gone]
-                self._core.departures.left(names, Outcome.QUOTA)
+                self._core.eviction_log.left(names, Outcome.QUOTA)
             return gone
 
     # --- what lower tiers lack ----------------------------------------------------------------------------------
@@ -341,8 +341,8 @@ class SlotPool:
         with self._lock:
             self._settle_dropped()
             self._epoch += 1
-            if self._core.departures is not None:
-                self._core.departures.left(self._core.words(self._core.ready_slots()), RESET)
+            if self._core.eviction_log is not None:
+                self._core.eviction_log.left(self._core.words(self._core.ready_slots()), RESET)
             self._core.reset()
             for backlog in self._backlogs:
                 backlog.clear()

@@ -52,14 +52,14 @@ from kvtier.connector.daemon.wire import (
     unpack_handshake_reply,
 )
 from kvtier.tiers.errors import FormatError
-from kvtier.tiers.hierarchy.cache_tiers import Attribution, Ends, Meeting, Wanted
+from kvtier.tiers.hierarchy.cache_tiers import Attribution, Overlap, SplitPoint, Wanted
 from kvtier.tiers.tier import ChildBlock, Outcome
 
 name = st.binary(min_size=32, max_size=32)
 names = st.lists(name, max_size=5)
 number = st.integers(0, 2**63 - 1)
 numbers = st.lists(number, max_size=5)
-ends = st.sampled_from(Ends)
+ends = st.sampled_from(Overlap)
 time = st.floats(0, 1e6)
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=16).map(lambda ids: np.array(ids, "<u4").tobytes())
 operation = st.one_of(
@@ -114,15 +114,15 @@ def test_requests_come_out_as_they_went_in(request: int, operations: list[Any]) 
 
 
 def test_where_both_ends_meet_comes_out_as_it_went_in_and_lies_within_what_was_found() -> None:
-    def told(meeting: Any) -> News:
+    def told(split: Any) -> News:
         found = Attribution(5, l1=1, file=3, miss=1)
-        news = news_of(7, found, None, 0.0, [], [], meeting=meeting)
+        news = news_of(7, found, None, 0.0, [], [], split=split)
         told = unpack_reply(body_of(pack_reply(0, 2, [], [news]))).news[0]
         assert told.check(found) == ([], [])
         return told
 
-    assert told(None).meeting is None
-    assert told(Meeting(2, 0.5)).meeting == Meeting(2, 0.5)
+    assert told(None).split is None
+    assert told(SplitPoint(2, 0.5)).split == SplitPoint(2, 0.5)
     for wrong in ((0, 0.5), (4, 0.5), (2, -1.0), (2.0, 0.5), (2,), 7):
         with pytest.raises(FormatError):
             told(wrong)

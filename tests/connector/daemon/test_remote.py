@@ -51,7 +51,7 @@ from kvtier.connector.daemon.wire import (
     unpack_handshake,
 )
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Wanted, bring
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Wanted, load_and_lease
 from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.pool.lease import Reservation
 from kvtier.tiers.tier import ChildBlock, Outcome
@@ -163,7 +163,7 @@ def test_a_daemon_that_is_not_there_yet(path: Path, caplog: pytest.LogCaptureFix
     assert tiers.locate(chain.hashes, 1.0) == Attribution(4, miss=4)
     assert not tiers.drain(1.0)
     tiers.computed(100, 0.1)
-    tiers.wait_news(0.01)
+    tiers.wait_progress(0.01)
     tiers.check()
     # It is started, and found by whoever asks.
     daemon = DaemonThread(path, host={"size": 1 << 20})
@@ -232,7 +232,7 @@ def test_slots_of_a_lost_connection_are_kept_until_its_copies_have_ended(path: P
     tiers, chain, other = attach(path), chain_of(4), chain_of(4, first_token=1000)
     store(tiers, chain)
     claim, _ = ask(tiers, chain)
-    lease = tiers.take(claim)
+    lease = tiers.lease(claim)
     (reservation,) = tiers.reserve([wanted(other)])
     pending, _ = ask(tiers, chain)
     assert reservation is not None
@@ -298,7 +298,7 @@ def test_a_daemon_that_does_not_answer_costs_one_deadline(path: Path, fake: Call
     tiers, chain = RemoteTiers(path, hello, PATIENCE, clock, deadline=0.25), chain_of(4)
     daemon.welcomes.clear()
     assert tiers.num_slots == 8
-    claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    claim = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     assert tiers.poll(claim) is PENDING  # nothing waits here
     link = tiers._attachment.link
     assert link is not None
@@ -315,7 +315,7 @@ def test_a_daemon_that_does_not_answer_costs_one_deadline(path: Path, fake: Call
     # It may only be slow: the connection stays, and what was asked waits for a deadline more.
     assert tiers.poll(claim) is PENDING
     clock.advance(0.26)
-    late = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    late = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     assert [tiers.poll(claim), tiers.poll(late)] == [0, 0]
     assert late.missing is Outcome.TIMEOUT
     assert tiers._attachment.link is link
@@ -407,7 +407,7 @@ def test_a_promise_that_is_lost_while_the_daemon_is_silent_is_counted(
     daemon, clock, chain = fake(), FakeClock(), chain_of(4)
     hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
     tiers = RemoteTiers(path, hello, PATIENCE, clock, deadline=0.25)
-    claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    claim = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     daemon.say(news(1, 0, 1, 2, 3))
     wait_until(lambda: tiers.poll(claim) == 4)
     clock.advance(29.0)
@@ -418,7 +418,7 @@ def test_a_promise_that_is_lost_while_the_daemon_is_silent_is_counted(
     assert tiers.poll(claim) is PENDING
     assert tiers.poll(claim) == 0
     assert misses(tiers, Outcome.TIMEOUT) == 4
-    assert len(tiers.take(claim)) == 0
+    assert len(tiers.lease(claim)) == 0
     tiers.close(0.1)
 
 
@@ -455,7 +455,7 @@ def test_a_question_waits_long_only_for_a_daemon_that_says_it_has_read_it(
     daemon, clock, chain = fake(), FakeClock(), chain_of(4)
     hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
     tiers = RemoteTiers(path, hello, 2.5, clock, deadline=0.25)
-    claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    claim = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     tiers.tick()
     wait_until(lambda: daemon.connection is not None)
     assert daemon.connection is not None
@@ -473,7 +473,7 @@ def test_a_question_waits_long_only_for_a_daemon_that_says_it_has_read_it(
     assert misses(tiers, Outcome.TIMEOUT) == 4  # and for no other reason
     assert misses(tiers, Outcome.ABSENT) == misses(tiers, Outcome.BREAKER_OPEN) == 0
     # It is stopped before the next one: a deadline, then nobody waits any more, and steps store nothing.
-    stopped = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    stopped = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     tiers.tick()
     clock.advance(0.24)
     assert tiers.poll(stopped) is PENDING
@@ -493,10 +493,10 @@ def test_a_daemon_that_never_says_welcome_costs_one_deadline(path: Path, fake: C
     tiers = RemoteTiers(path, Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), PATIENCE, clock)
     daemon = fake(welcome=False)
     clock.advance(0.2)
-    early = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    early = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     wait_until(lambda: bool(daemon.hellos))
     clock.advance(0.2)
-    late = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    late = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     assert [tiers.poll(early), tiers.poll(late)] == [PENDING, PENDING]
     clock.advance(0.06)  # the hello was said a deadline ago, whoever asked when
     assert [tiers.poll(early), tiers.poll(late)] == [0, 0]
@@ -505,7 +505,7 @@ def test_a_daemon_that_never_says_welcome_costs_one_deadline(path: Path, fake: C
         tiers.count(claim.found, claim.missing)
     assert misses(tiers, Outcome.BREAKER_OPEN) == 4
     for _ in range(100):
-        claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+        claim = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
         assert tiers.poll(claim) == 0  # nor does anybody wait for it any more
     tiers.close()
 
@@ -517,8 +517,8 @@ def test_a_question_waits_for_a_daemon_that_is_late(path: Path, fake: Callable[.
     daemon = fake()
     daemon.welcomes.clear()
     clock.advance(0.2)
-    claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
-    expired = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    claim = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    expired = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     assert tiers.poll(claim) is PENDING
     tiers.cancel(expired)
     daemon.welcomes.set()
@@ -526,7 +526,7 @@ def test_a_question_waits_for_a_daemon_that_is_late(path: Path, fake: Callable[.
     assert tiers.poll(claim) is PENDING  # now it is asked: claim number 1
     daemon.say(news(1, 0, 1, 2, 3))
     wait_until(lambda: tiers.poll(claim) == 4)
-    assert len(tiers.take(claim)) == 4
+    assert len(tiers.lease(claim)) == 4
     tiers.close(0.1)
 
 
@@ -552,7 +552,7 @@ def test_a_query_without_waiters_is_withdrawn(path: Path, fake: Callable[..., Fa
     daemon, chain = fake(), chain_of(4)
     tiers = attach(path)
     # The daemon says nothing before the caller's deadline: nothing comes of the claim.
-    lease = bring(tiers, chain.hashes, chain.root, time.monotonic() + 0.05)
+    lease = load_and_lease(tiers, chain.hashes, chain.root, time.monotonic() + 0.05)
     assert lease is not None
     assert not len(lease)
     # The next message says so.
@@ -571,7 +571,7 @@ def test_a_promise_that_expired_in_a_long_step_is_claimed_once_more(
     """A step that compiles on a busy machine may take longer than a promise is good for; the blocks are still there."""
     daemon, clock, chain = fake(), FakeClock(), chain_of(4)
     tiers = RemoteTiers(path, Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), 2.5, clock)
-    claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    claim = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     daemon.say(news(1, 0, 1, 2, 3))
     wait_until(lambda: tiers.poll(claim) == 4)
     clock.advance(30.0)
@@ -583,14 +583,14 @@ def test_a_promise_that_expired_in_a_long_step_is_claimed_once_more(
     clock.advance(30.0)
     assert tiers.poll(claim) == 0
     assert misses(tiers, Outcome.TIMEOUT) == 3
-    assert len(tiers.take(claim)) == 0
+    assert len(tiers.lease(claim)) == 0
 
     # An answer that comes as late is no promise either.
     def has_come() -> bool:
         tiers.tick()
         return late.found is not None
 
-    late = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    late = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     clock.advance(31.0)
     daemon.say(news(3, 0, 1, 2, 3))
     wait_until(has_come)
@@ -618,7 +618,7 @@ def test_a_promise_of_a_lost_link_is_claimed_on_the_next(path: Path) -> None:
     wait_until(lambda: attached(tiers))
     claim, promised = ask(tiers, chain)
     tiers._attachment.cut(ConnectionResetError("cable pulled"))
-    assert len(tiers.take(claim)) == 0
+    assert len(tiers.lease(claim)) == 0
     assert misses(tiers, Outcome.BREAKER_OPEN) == 8
     tiers.close()
     daemon.check()
@@ -629,20 +629,20 @@ def test_a_promise_is_not_taken_late(path: Path, fake: Callable[..., FakeDaemon]
     """The daemon keeps it for a minute since it last heard of it; the client trusts half of that."""
     daemon, clock, chain = fake(), FakeClock(), chain_of(4)
     tiers = RemoteTiers(path, Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), 2.5, clock)
-    claims = [tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE) for _ in range(3)]
+    claims = [tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE) for _ in range(3)]
     tiers.tick()
     for number in (1, 2, 3):
         daemon.say(news(number, 0, 1, 2, 3))
     wait_until(lambda: [tiers.poll(claim) for claim in claims] == [4, 4, 4])
     clock.advance(29.9)
-    with tiers.take(claims[0]) as lease:
+    with tiers.lease(claims[0]) as lease:
         assert (lease.hashes, lease.slots) == (chain.hashes, [0, 1, 2, 3])
     assert tiers.poll(claims[1]) == 4  # this renews it
     clock.advance(0.2)
-    assert len(tiers.take(claims[2])) == 0  # too late
+    assert len(tiers.lease(claims[2])) == 0  # too late
     assert misses(tiers, Outcome.TIMEOUT) == 4
     clock.advance(29.0)
-    assert len(tiers.take(claims[1])) == 4
+    assert len(tiers.lease(claims[1])) == 4
     gc.collect()  # that one was dropped instead of released: the daemon hears of it all the same
     tiers.close(0.1)
 
@@ -668,11 +668,11 @@ def test_a_promise_is_not_taken_late(path: Path, fake: Callable[..., FakeDaemon]
 def test_a_daemon_that_lies_is_left_alone(path: Path, fake: Callable[..., FakeDaemon], frame: bytes) -> None:
     daemon = fake()
     tiers, chain = attach(path), chain_of(4)
-    claim = tiers.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    claim = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     daemon.say(frame)
     wait_until(lambda: tiers.poll(claim) == 0)
     assert tiers.member is None
-    assert len(tiers.take(claim)) == 0
+    assert len(tiers.lease(claim)) == 0
     tiers.close(0.1)
 
 

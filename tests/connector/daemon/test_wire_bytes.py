@@ -40,7 +40,7 @@ from kvtier.connector.daemon.wire import (
     unpack_handshake,
     unpack_handshake_reply,
 )
-from kvtier.tiers.hierarchy.cache_tiers import Attribution, Ends, Meeting, Wanted
+from kvtier.tiers.hierarchy.cache_tiers import Attribution, Overlap, SplitPoint, Wanted
 from kvtier.tiers.reuse import Hint, RequestEnd
 from kvtier.tiers.tier import ChildBlock, Outcome
 
@@ -53,8 +53,8 @@ two = (2).to_bytes(8, "little").hex()
 
 # Printed by the code of kvtier 0.1, each operation alone in request 1.
 OPERATIONS: Final = [
-    (Ask(7, P, 1, 16, A + B, Ends.FRONT), f"6d0000009201919700 07 c420{p} 01 10 c440{a}{b} 00"),
-    (Ask(7, P, 0, 16, A, Ends.BACK), f"4d0000009201919700 07 c420{p} 00 10 c420{a} 02"),
+    (Ask(7, P, 1, 16, A + B, Overlap.NONE), f"6d0000009201919700 07 c420{p} 01 10 c440{a}{b} 00"),
+    (Ask(7, P, 0, 16, A, Overlap.BACK), f"4d0000009201919700 07 c420{p} 00 10 c420{a} 02"),
     (Renew([1, 2]), "080000009201919201 920102"),
     (Cancel([3]), "070000009201919202 9103"),
     (Take([4, 300]), "0a0000009201919203 9204cd012c"),
@@ -105,7 +105,7 @@ def test_a_reply() -> None:
     granted = pack_grants([([0, 2], [4, 5], [1, 9]), None])
     followers = [ChildBlock(A, b"\1\0\0\0"), ChildBlock(B, b"\2\0\0\0" * 2)]
     news = [
-        news_of(7, found, None, 0.0, [3, 9], [1, 2], followers, Meeting(2, 0.25)),
+        news_of(7, found, None, 0.0, [3, 9], [1, 2], followers, SplitPoint(2, 0.25)),
         news_of(8, Attribution(2, miss=2), Outcome.NO_SLOT, 0.5, [], []),
     ]
     reply = 3, 2, [granted, b"\1\0", pack_found(found), True, ""], news

@@ -145,7 +145,7 @@ def test_blocks_evicted_while_an_engine_loads_them_stay_right(daemon: DaemonProc
     store(tiers, chain)
     claim, promised = ask(tiers, chain)
     assert promised == 4
-    lease = tiers.take(claim)
+    lease = tiers.lease(claim)
     names = [name.hex() for name in chain.hashes]
     assert post(daemon, "evict", hashes=names).json()["evicted"]["l2"] == 4
     for number in range(1, 8):

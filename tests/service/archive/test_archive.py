@@ -139,12 +139,12 @@ def test_a_namespace_goes_to_a_file_and_comes_back_elsewhere(tmp_path: Path) -> 
 def read_piecewise(target: Hierarchy, chain: TokenChain, num_blocks: int, linked: bool = False) -> None:
     """A chain's first blocks are as they were stored. Not linked to each other, they may be more than L2 holds."""
     for first in range(0, num_blocks, 4):
-        claim = target.ask(
+        claim = target.submit(
             chain.hashes[first : min(first + 4, num_blocks)], chain.parent(first) if linked else chain.root
         )
         while isinstance(target.poll(claim), Pending):
-            target.wait_news(0.01)
-        with target.take(claim) as lease:
+            target.wait_progress(0.01)
+        with target.lease(claim) as lease:
             assert len(lease) == min(4, num_blocks - first)
             for i, slot in enumerate(lease.slots, first):
                 record = target.host.records[slot]
@@ -582,7 +582,7 @@ def test_an_importer_killed_leaves_only_whole_reachable_blocks(tmp_path: Path, a
 def test_an_export_waits_while_requests_hold_all_they_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = hierarchy_of(slots=16)
     store(source, chain := chain_of(16))
-    greedy = source.ask(chain.hashes[:8], chain.root)  # half of L2 is promised to a request
+    greedy = source.submit(chain.hashes[:8], chain.root)  # half of L2 is promised to a request
     monkeypatch.setattr(archive_copy, "_PATIENCE", 0.05)
     progress = exported(source, tmp_path / "some")
     assert progress.num_blocks == 8  # what the request holds takes no room of its own; the rest was refused

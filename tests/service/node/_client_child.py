@@ -38,7 +38,7 @@ def hold(socket: Path, number: int) -> bytes:
     store(tiers, chain)
     claim, promised = ask(tiers, chain)
     assert promised == 4
-    lease = tiers.take(claim)
+    lease = tiers.lease(claim)
     reservations = tiers.reserve([wanted(other)])
     assert reservations[0] is not None
     _kept.append((tiers, lease, reservations))

@@ -52,7 +52,7 @@ from kvtier.service.node.daemon import _TICK, Daemon
 from kvtier.service.node.loop import Listener, Loop
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError, KVMismatch
-from kvtier.tiers.hierarchy.cache_tiers import Attribution, Ends
+from kvtier.tiers.hierarchy.cache_tiers import Attribution, Overlap
 from kvtier.tiers.naming.kv_probe import KVProbe
 from kvtier.tiers.tier import Outcome
 
@@ -270,7 +270,7 @@ def test_a_daemon_that_is_started_anew(home: Path, disk_dir: Path, end: signal.S
     region, epoch = tiers.region, tiers.epoch
     claim, promised = ask(tiers, chain)
     assert promised == 4
-    lease = tiers.take(claim)
+    lease = tiers.lease(claim)
     (reservation,) = tiers.reserve([wanted(chain_of(4, first_token=1000))])
     assert reservation is not None
 
@@ -375,7 +375,7 @@ def test_a_stopped_client_holds_up_nobody_and_its_promise_lapses(serve: Serve, a
     assert store(other, chain_of(8, first_token=1000)) == 8
     assert store(other, chain_of(8, first_token=2000)) == 8  # in the very slots that were promised
     # Back again: what it was promised is gone, and it knows without asking.
-    assert len(tiers.take(claim)) == 0
+    assert len(tiers.lease(claim)) == 0
     assert tiers.poll(claim) == 0
     assert load(other, chain_of(8, first_token=2000)) == 8
 
@@ -401,7 +401,7 @@ def test_a_daemon_that_is_stopped_costs_one_deadline_and_is_found_again(home: Pa
     tiers = attach_client(home / "s", deadline=3.0)
     store(tiers, chain)
     claim, _ = ask(tiers, chain)
-    lease = tiers.take(claim)
+    lease = tiers.lease(claim)
     daemon.process.send_signal(signal.SIGSTOP)
     assert tiers.reserve([wanted(chain_of(4, first_token=1000))]) == [None]
     assert drops(tiers, Outcome.TIMEOUT) == 4
@@ -430,7 +430,7 @@ def test_a_promise_that_is_asked_about_does_not_lapse(serve: Serve, attach: Atta
     while time.monotonic() < end:
         assert tiers.poll(claim) == 4
         time.sleep(0.02)
-    with tiers.take(claim) as lease:
+    with tiers.lease(claim) as lease:
         assert len(lease) == 4
 
 
@@ -469,7 +469,7 @@ def test_a_name_given_twice_a_version_of_the_future_and_silence(home: Path, serv
             assert why.encode() in connection.recv(4096)
             assert connection.recv(10) == b""
     with greeted(home / "s") as connection:
-        connection.sendall(pack_request(0, [Ask(1, chain.root, 0, 4, chain.hashes[0] * 2, Ends.FRONT)]))
+        connection.sendall(pack_request(0, [Ask(1, chain.root, 0, 4, chain.hashes[0] * 2, Overlap.NONE)]))
         assert connection.recv(10) == b""
     wait_until(lambda: served.daemon.counts["malformed"] == 5)
     store(tiers, chain)

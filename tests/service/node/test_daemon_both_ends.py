@@ -11,7 +11,7 @@ from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.daemon.wire import Ask
 from kvtier.connector.overlapped import OverlappedLoad
 from kvtier.connector.scheduler import SchedulerSide
-from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Ends
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Overlap
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import Rates
 from kvtier.tiers.pool.core import Lease
@@ -19,8 +19,8 @@ from kvtier.tiers.pool.core import Lease
 NUM_BLOCKS = 100
 
 
-def asked(tiers: RemoteTiers, chain: Any, ends: Ends) -> tuple[Claim, int]:
-    claim = tiers.ask(chain.hashes, chain.parent(0), block_size=BLOCK_SIZE, ends=ends)
+def asked(tiers: RemoteTiers, chain: Any, overlap: Overlap) -> tuple[Claim, int]:
+    claim = tiers.submit(chain.hashes, chain.parent(0), block_size=BLOCK_SIZE, overlap=overlap)
     wait_until(lambda: tiers.poll(claim) is not PENDING)
     promised = tiers.poll(claim)
     assert isinstance(promised, int)
@@ -52,18 +52,18 @@ def test_the_daemon_decides_and_the_client_asks_for_the_back(home: Path, serve: 
     tiers.tick()
     wait_until(lambda: rates._growth.slope > 0)
     # Not asked for both ends, a client is promised all: loading is as fast as computing.
-    claim, promised = asked(tiers, chain, Ends.FRONT)
-    assert (claim.meeting, promised) == (None, NUM_BLOCKS)
+    claim, promised = asked(tiers, chain, Overlap.NONE)
+    assert (claim.split, promised) == (None, NUM_BLOCKS)
     tiers.cancel(claim)
     tiers.tick()
     wait_until(lambda: not hierarchy.promoter.active)
     hierarchy.host.pool.reset()
     before = hierarchy.stats()
-    claim, promised = asked(tiers, chain, Ends.BOTH)
+    claim, promised = asked(tiers, chain, Overlap.ALLOWED)
     assert promised == 0
     assert claim.refusal is None
-    assert claim.meeting is not None
-    assert NUM_BLOCKS // 4 < claim.meeting.block < NUM_BLOCKS
+    assert claim.split is not None
+    assert NUM_BLOCKS // 4 < claim.split.block < NUM_BLOCKS
     # Its back, group by group, is promised and loaded; the question was one lookup.
     back = OverlappedLoad(tiers, chain.hashes, chain.parent(0), claim, lambda: 0.0)
     side, link = SchedulerSide(tiers), tiers._attachment.link
@@ -78,23 +78,23 @@ def test_the_daemon_decides_and_the_client_asks_for_the_back(home: Path, serve: 
     def all_there() -> bool:
         # Groups before the meeting point are asked for, too, and any may come first.
         leases.extend((group.first, lease) for group, lease, _ in back.collect())
-        return {name for _, lease in leases for name in lease.hashes} >= {*chain.hashes[claim.meeting.block :]}
+        return {name for _, lease in leases for name in lease.hashes} >= {*chain.hashes[claim.split.block :]}
 
     wait_until(all_there)
     names = [name for _, lease in sorted(leases, key=lambda each: each[0]) for name in lease.hashes]
-    assert names[-(NUM_BLOCKS - claim.meeting.block) :] == chain.hashes[claim.meeting.block :]
+    assert names[-(NUM_BLOCKS - claim.split.block) :] == chain.hashes[claim.split.block :]
     for _, lease in leases:
         verify(tiers, lease)
         lease.release()
     back.cancel()
     after = hierarchy.stats()
     assert sum(after[name] - before.get(name, 0) for name in after if "lookup_blocks" in name) == NUM_BLOCKS
-    assert np.isfinite(claim.meeting.seconds)
+    assert np.isfinite(claim.split.seconds)
 
 
 def test_the_daemon_is_gone_and_nothing_of_the_back_comes(home: Path, attach: Attach) -> None:
     daemon = DaemonThread(home / "s", host={"size": 1 << 20})
     tiers, chain = attach(), chain_of(NUM_BLOCKS)
     daemon.close()
-    claim, promised = asked(tiers, chain, Ends.BOTH)
-    assert (claim.meeting, promised) == (None, 0)
+    claim, promised = asked(tiers, chain, Overlap.ALLOWED)
+    assert (claim.split, promised) == (None, 0)

@@ -25,7 +25,7 @@ from service_rig import (
 from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.daemon.wire import MAX_FRAME, Ask, FrameReader, News, Reserve, Seal, pack_request
 from kvtier.connector.scheduler import SchedulerSide
-from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Ends, Wanted
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Overlap, Wanted
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.tier import BlockRecord, ChildBlock
 
@@ -62,9 +62,9 @@ def test_one_client_takes_a_part_of_what_another_stored(home: Path, serve: Serve
     assert set(claim.children) == {told(first), told(second)}
     # It asks for the chain that ends with one of them, and gets that block, byte for byte.
     other.cancel(claim)
-    view = other.ask([*mine.hashes[:2], second.hashes[2]], ROOT, block_size=BLOCK_SIZE)
+    view = other.submit([*mine.hashes[:2], second.hashes[2]], ROOT, block_size=BLOCK_SIZE)
     wait_until(lambda: other.poll(view) == 3)
-    with other.take(view) as lease:
+    with other.lease(view) as lease:
         assert lease.hashes[2] == second.hashes[2]
         verify(other, lease)
     # Another tenant is told nothing, and who stands at the end of a chain neither.
@@ -81,9 +81,9 @@ def test_a_tail_that_one_client_left_is_where_another_begins(home: Path, serve: 
     assert promised == 2
     assert list(claim.children) == [ChildBlock(tail.chain_hash, tail.tokens)]
     other.cancel(claim)
-    view = other.ask([*mine.hashes[:2], tail.chain_hash], ROOT, block_size=BLOCK_SIZE)
+    view = other.submit([*mine.hashes[:2], tail.chain_hash], ROOT, block_size=BLOCK_SIZE)
     wait_until(lambda: other.poll(view) == 3)
-    with other.take(view) as lease:
+    with other.lease(view) as lease:
         verify(other, lease)
     # The whole block that begins as it does takes its place, whoever stores it; the slab never had it.
     store(other, mine, first=2)
@@ -150,9 +150,9 @@ def test_a_child_evicted_between_answer_and_question_is_not_promised(serve: Serv
     (child,) = answered(tiers, mine).children
     (namespace,) = daemon.daemon.call(daemon.daemon.namespaces)
     assert namespace.hierarchy.host.pool.evict([child.chain_hash]) == 1
-    view = tiers.ask([*mine.hashes[:2], child.chain_hash], ROOT, block_size=BLOCK_SIZE)
+    view = tiers.submit([*mine.hashes[:2], child.chain_hash], ROOT, block_size=BLOCK_SIZE)
     wait_until(lambda: tiers.poll(view) == 2)
-    with tiers.take(view) as lease:
+    with tiers.lease(view) as lease:
         assert lease.hashes == mine.hashes[:2]
 
 
@@ -198,7 +198,7 @@ def test_who_leaves_much_unread_is_told_no_children(home: Path, serve: Serve, at
         for first in range(1, num_asked, 100):
             rude.sendall(
                 pack_request(
-                    0, [Ask(n, ROOT, 0, BLOCK_SIZE, mine.hashes[2], Ends.FRONT) for n in range(first, first + 100)]
+                    0, [Ask(n, ROOT, 0, BLOCK_SIZE, mine.hashes[2], Overlap.NONE) for n in range(first, first + 100)]
                 )
             )
         # He reads at last: every claim has its answer.

@@ -28,7 +28,7 @@ def corrupted(daemon: DaemonThread) -> float:
 
 def slots_of(tiers: RemoteTiers, chain: object) -> list[int]:
     claim, _ = ask(tiers, chain)  # type: ignore[arg-type]
-    with tiers.take(claim) as lease:
+    with tiers.lease(claim) as lease:
         return [int(slot) for slot in lease.slots]
 
 
@@ -43,7 +43,7 @@ def test_a_block_that_another_client_wrote_to_is_a_miss(served: DaemonThread, at
     # What is before it is served, whole; from it on the tenant computes anew, and that is counted.
     claim, promised = ask(tenant, chain)
     assert promised == 2
-    with tenant.take(claim) as lease:
+    with tenant.lease(claim) as lease:
         verify(tenant, lease)
     assert corrupted(served) == 1
     (namespace,) = served.daemon.call(served.daemon.namespaces)
@@ -100,7 +100,7 @@ def test_what_was_not_looked_at_in_time_is_not_promised(monkeypatch: pytest.Monk
         return slot(index)
 
     monkeypatch.setattr(hierarchy.host.region, "slot", slow)
-    prefetch = hierarchy.ask(chain.hashes, chain.root)
+    prefetch = hierarchy.submit(chain.hashes, chain.root)
     assert looking.wait(60)
     assert hierarchy.poll(prefetch) is PENDING
     clock.advance(3.0)
@@ -109,11 +109,11 @@ def test_what_was_not_looked_at_in_time_is_not_promised(monkeypatch: pytest.Monk
     gate.set()
     wait_until(lambda: hierarchy.promoter.idle)
     # Looked at again, with time, they are promised; one that is cancelled meanwhile leaves no lease.
-    again = hierarchy.ask(chain.hashes, chain.root)
+    again = hierarchy.submit(chain.hashes, chain.root)
     wait_until(lambda: hierarchy.poll(again) is not PENDING)
     assert hierarchy.poll(again) == 6
     hierarchy.cancel(again)
-    hierarchy.cancel(hierarchy.ask(chain.hashes, chain.root))
+    hierarchy.cancel(hierarchy.submit(chain.hashes, chain.root))
     wait_until(lambda: hierarchy.promoter.idle)
     hierarchy.check()
     hierarchy.close()

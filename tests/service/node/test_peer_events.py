@@ -386,13 +386,13 @@ def test_a_lookup_that_finds_nothing_does_not_wait_if_all_is_known(key: Path, no
         hierarchy = Hierarchy(host, [port], HierarchySettings(prefetch_deadline=60.0), metrics, rates)
         sure(tier)
         assert not port.locates
-        claim = hierarchy.ask(CHAIN.hashes, CHAIN.root)
+        claim = hierarchy.submit(CHAIN.hashes, CHAIN.root)
         assert (hierarchy.poll(claim), claim.found) == (0, Attribution(8, miss=8))
         # What a peer is known to hold is brought.
         store(node.hierarchy, CHAIN)
         node.tell()
         wait_until(lambda: tier.lookup(CHAIN.hashes) == 8)
-        claim = hierarchy.ask(CHAIN.hashes[:2], CHAIN.root)
+        claim = hierarchy.submit(CHAIN.hashes[:2], CHAIN.root)
         wait_until(lambda: hierarchy.poll(claim) == 2)
         assert claim.found == Attribution(2, peers=2)
         hierarchy.cancel(claim)

@@ -64,7 +64,7 @@ def test_a_node_that_is_killed_is_a_miss_and_is_back_when_it_is_back(fleet_of: C
     wait_until(lambda: load(second, known) == 4)  # by now they know each other
     # It hangs, is asked, and dies: what is on its way is a miss, and the engine computes it.
     fleet.daemons[0].process.send_signal(signal.SIGSTOP)
-    claim = second.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    claim = second.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     assert second.poll(claim) is PENDING
     fleet.daemons[0].process.kill()
     fleet.daemons[0].process.wait(60)

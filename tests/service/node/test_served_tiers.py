@@ -20,7 +20,7 @@ def test_a_question_in_vain_is_remembered_only_while_it_may_be_asked_again(monke
 
     def ask(number: int) -> None:
         chain = chain_of(2, first_token=1000 * number)
-        assert tiers.poll(hierarchy.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)) == 0
+        assert tiers.poll(hierarchy.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)) == 0
 
     for number in range(50):
         ask(number)

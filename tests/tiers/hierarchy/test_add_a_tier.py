@@ -73,9 +73,9 @@ def test_blocks_are_stored_in_it_and_come_back_after_a_restart() -> None:
     assert found == Attribution(6, shelf=6)
     assert (found[NAME], found.loadable) == (6, 6)
     # A request loads them, verified, and their bytes are those of their names.
-    claim = hierarchy.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    claim = hierarchy.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     wait_until(lambda: hierarchy.poll(claim) == 6)
-    with hierarchy.take(claim) as lease:
+    with hierarchy.lease(claim) as lease:
         assert lease.hashes == chain.hashes
         for name in chain.hashes:
             assert bytes_in_l2(hierarchy, name) == payload_of(name)

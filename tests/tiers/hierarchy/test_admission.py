@@ -12,7 +12,7 @@ from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain
-from kvtier.tiers.pool import NUM_AGES, Departures
+from kvtier.tiers.pool import NUM_AGES, EvictionLog
 from kvtier.tiers.reuse import EDGES
 
 
@@ -102,25 +102,25 @@ def test_a_tier_that_keeps_up_gets_everything(admit_after: int) -> None:
 
 def test_a_tier_whose_blocks_go_before_requests_return_gets_what_was_seen_before() -> None:
     clock, metrics = FakeClock(), Metrics()
-    departures = Departures("file", 64, 64, clock)
+    eviction_log = EvictionLog("file", 64, 64, clock)
     gaps = np.zeros(len(EDGES))
     gaps[np.searchsorted(EDGES, 60.0)] = 20.0  # most requests return after a minute
-    admission = TierAdmission("file", lambda: [departures], lambda: gaps, metrics, clock)
+    admission = TierAdmission("file", lambda: [eviction_log], lambda: gaps, metrics, clock)
     clock.advance(31.0)
     assert not admission.is_selective(0.0)  # nothing was evicted yet
-    departures.aged(np.full(32, 20))
+    eviction_log.aged(np.full(32, 20))
     assert not admission.is_selective(0.0)  # it looks every half a minute
     clock.advance(31.0)
     assert admission.is_selective(0.0)
     assert metrics.snapshot()['kvtier_selective_admission{tier="file",why="residence"}'] == 1
-    departures.aged(np.full(32, 90))  # longer than requests take, but not by much
+    eviction_log.aged(np.full(32, 90))  # longer than requests take, but not by much
     clock.advance(31.0)
     assert admission.is_selective(0.0)
-    departures.aged(np.full(32, 600))
+    eviction_log.aged(np.full(32, 600))
     clock.advance(31.0)
     assert not admission.is_selective(0.0)
-    assert len(departures.ages) == NUM_AGES + 1
-    departures.aged(np.full(32, 5))
+    assert len(eviction_log.ages) == NUM_AGES + 1
+    eviction_log.aged(np.full(32, 5))
     clock.advance(31.0)
     assert admission.is_selective(0.0)
     clock.advance(600.0)  # nothing was evicted for longer than requests take: there is room again

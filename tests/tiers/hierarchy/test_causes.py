@@ -31,7 +31,7 @@ def test_a_miss_says_which_blocks_were_evicted_and_which_were_never_stored() -> 
     store(hierarchy, other)  # all eight slots: the four blocks go
     clock.now += 40.0
     # the first missing block says when, and from where; the two behind were never stored
-    assert hierarchy.why_gone(chain.hashes[0]) == ("evicted", "l2", 40)
+    assert hierarchy.eviction_reason(chain.hashes[0]) == ("evicted", "l2", 40)
     assert count_misses(hierarchy, chain) == {("evicted", "l2"): 4, ("never_seen", ""): 2}
     stats = hierarchy.stats()
     assert stats['kvtier_absent_blocks_total{cause="evicted",tier="l2"}'] == 4
@@ -57,7 +57,7 @@ def test_what_was_refused_or_forgotten_says_so() -> None:
     hierarchy.reset()
     assert count_misses(hierarchy, chain) == {("reset", "l2"): 2, ("removed", "l2"): 2}
     hierarchy.stores.abandon(hierarchy.host.pool.reserve(chain.hashes[:1]), Outcome.COPY_FAILED)  # type: ignore[arg-type]
-    assert hierarchy.why_gone(chain.hashes[0]).cause == "copy_failed"
+    assert hierarchy.eviction_reason(chain.hashes[0]).cause == "copy_failed"
     settle(hierarchy)
 
 
@@ -73,7 +73,7 @@ def test_the_slab_remembers_what_it_evicted(disk_dir: Path) -> None:
         start += 1000
         store(hierarchy, chain_of(16, first_token=start))
         assert hierarchy.drain(60)
-    assert hierarchy.why_gone(first.hashes[-1])[:2] == ("evicted", "file")  # L2 let it go earlier
+    assert hierarchy.eviction_reason(first.hashes[-1])[:2] == ("evicted", "file")  # L2 let it go earlier
     assert sum(hierarchy.metrics.age_counts()["file"]) == port.tier.stats()["evicted"]
     # the same, if an operator removes blocks that the slab alone holds
     last = chain_of(16, first_token=start)

@@ -54,9 +54,9 @@ def told(chain: TokenChain, block: int = 2) -> ChildBlock:
 
 def answered(hierarchy: Hierarchy, hashes: list[ChainHash], parent: ChainHash, num_l1: int = 0) -> Claim:
     """A request's claim, once it knows where its blocks are; it wants them no more."""
-    claim = hierarchy.ask(hashes, parent, num_l1)
+    claim = hierarchy.submit(hashes, parent, num_l1)
     while isinstance(hierarchy.poll(claim), Pending):
-        hierarchy.wait_news(0.01)
+        hierarchy.wait_progress(0.01)
     assert claim.found is not None
     hierarchy.cancel(claim)
     return claim

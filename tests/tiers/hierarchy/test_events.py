@@ -144,7 +144,7 @@ def test_threads_store_evict_and_reset_while_one_reads(tiers_of: Tiered) -> None
                 if deed < 0.6:
                     store_unwatched(hierarchy, chain, dice.randrange(7))
                 elif deed < 0.8:
-                    hierarchy.cancel(hierarchy.ask(chain.hashes, chain.root))
+                    hierarchy.cancel(hierarchy.submit(chain.hashes, chain.root))
                 elif deed < 0.95:
                     hierarchy.host.pool.evict(chain.hashes[dice.randrange(7) :])
                 elif turn > 50:

@@ -50,10 +50,10 @@ def test_write_through_reaches_the_lower_tier_and_is_loaded_back(stories: Storie
     assert set(tier.blocks) == set(chain.hashes)  # written at seal
     store(hierarchy, other)  # L2 has sixteen slots: the first chain is overwritten
     assert hierarchy.lookup(chain.hashes) == Attribution(4, file=4)
-    prefetch = hierarchy.ask(chain.hashes, chain.root)
+    prefetch = hierarchy.submit(chain.hashes, chain.root)
     wait_until(lambda: hierarchy.poll(prefetch) is not PENDING)
     assert hierarchy.poll(prefetch) == 4
-    with hierarchy.take(prefetch) as lease:
+    with hierarchy.lease(prefetch) as lease:
         assert lease.hashes == chain.hashes
         for slot, chain_hash in zip(lease.slots, lease.hashes, strict=True):
             assert bytes(hierarchy.host.region.slot(int(slot))) == payload_of(chain_hash)
@@ -74,8 +74,8 @@ def test_attribution_follows_a_run_through_the_tiers_and_always_sums(stories: St
 
 def test_a_request_that_starts_inside_another_ones_flight_gets_its_part(stories: Stories) -> None:
     tier, chain, hierarchy = stories.waiting(6, slots=64)
-    whole = hierarchy.ask(chain.hashes, chain.root)
-    inner = hierarchy.ask(chain.hashes[2:5], chain.parent(2))  # blocks 0 and 1 it has in L1
+    whole = hierarchy.submit(chain.hashes, chain.root)
+    inner = hierarchy.submit(chain.hashes[2:5], chain.parent(2))  # blocks 0 and 1 it has in L1
     tier.read_fails[chain.hashes[1]] = Outcome.IO_ERROR  # a hole before its part is none of its business
     tier.gate.set()
     wait_until(lambda: hierarchy.poll(inner) is not PENDING and hierarchy.poll(whole) is not PENDING)
@@ -92,11 +92,11 @@ def test_at_the_deadline_a_request_gets_what_has_arrived(stories: Stories) -> No
     hierarchy = stories.open(slots=16, tier=tier, clock=clock, settings=HierarchySettings(prefetch_deadline=0.5))
     store(hierarchy, chain, 0, 2)  # 0 and 1 are in L2; 2 and 3 hang below
     tier.gate.clear()
-    prefetch = hierarchy.ask(chain.hashes, chain.root)
+    prefetch = hierarchy.submit(chain.hashes, chain.root)
     assert hierarchy.poll(prefetch) is PENDING
     clock.advance(0.6)
     assert hierarchy.poll(prefetch) == 2
-    hierarchy.take(prefetch).release()
+    hierarchy.lease(prefetch).release()
     tier.gate.set()
 
 
@@ -122,7 +122,7 @@ def test_admission_stores_a_block_on_its_second_sighting(stories: Stories) -> No
 
 def test_a_long_prefix_is_loaded_in_windows_of_a_quarter_of_l2(stories: Stories) -> None:
     tier, chain, hierarchy = stories.waiting(8, slots=16)
-    prefetch = hierarchy.ask(chain.hashes, chain.root)
+    prefetch = hierarchy.submit(chain.hashes, chain.root)
     assert hierarchy.host.pool.counts().filling == 4
     tier.gate.set()
     wait_until(lambda: hierarchy.poll(prefetch) == 8)
@@ -165,7 +165,7 @@ def test_close_with_reads_under_way_ends_in_time(stories: Stories) -> None:
     tier.fill(chain)
     tier.gate.clear()
     hierarchy = hierarchy_of(slots=16, tier=tier)
-    prefetch = hierarchy.ask(chain.hashes, chain.root)
+    prefetch = hierarchy.submit(chain.hashes, chain.root)
     hierarchy.close(timeout=0.2)
     assert tier.closed
     hierarchy.cancel(prefetch)

@@ -65,13 +65,13 @@ def test_a_tail_is_listed_as_a_child_and_found_by_its_own_name_only() -> None:
     tail = tail_of()
     assert store_partial(hierarchy, tail) == 1
     assert is_named_by(tail)
-    claim = hierarchy.ask(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    claim = hierarchy.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
     assert hierarchy.poll(claim) == 2  # the whole block that begins as the tail does is nowhere
     assert list(claim.children) == [ChildBlock(tail.chain_hash, tail.tokens)]
     hierarchy.cancel(claim)
-    view = hierarchy.ask([*chain.hashes[:2], tail.chain_hash], chain.root, block_size=BLOCK_SIZE)
+    view = hierarchy.submit([*chain.hashes[:2], tail.chain_hash], chain.root, block_size=BLOCK_SIZE)
     assert hierarchy.poll(view) == 3
-    hierarchy.take(view).release()
+    hierarchy.lease(view).release()
     assert bytes_in_l2(hierarchy, tail.chain_hash) == payload_of(tail.chain_hash)
     assert store_partial(hierarchy, tail) == 0  # held already
     stats = hierarchy.stats()
@@ -199,7 +199,7 @@ def test_a_tail_that_somebody_changed_is_no_hit() -> None:
     store_partial(hierarchy, tail)
     with hierarchy.host.pool.lease([tail.chain_hash]) as lease:
         hierarchy.host.region.slot(lease.slots[0])[-1] ^= 1  # also behind its tokens: a slot is hashed whole
-    view = hierarchy.ask([*chain.hashes, tail.chain_hash], chain.root, block_size=BLOCK_SIZE)
+    view = hierarchy.submit([*chain.hashes, tail.chain_hash], chain.root, block_size=BLOCK_SIZE)
     wait_until(lambda: hierarchy.poll(view) == 2)
     hierarchy.cancel(view)
     assert not is_held(hierarchy, tail)

@@ -72,9 +72,9 @@ def put(hierarchy: Hierarchy, chain: TokenChain, payloads: Sequence[bytes]) -> N
 
 def loaded(hierarchy: Hierarchy, chain: TokenChain) -> list[bytes]:
     """What a request is given of the chain; each block verified against the checksum that it is told with."""
-    claim = hierarchy.ask(chain.hashes, chain.root, block_size=SHAPE.block_size)
+    claim = hierarchy.submit(chain.hashes, chain.root, block_size=SHAPE.block_size)
     wait_until(lambda: isinstance(hierarchy.poll(claim), int))
-    with hierarchy.take(claim) as lease:
+    with hierarchy.lease(claim) as lease:
         found = []
         for slot in lease.slots:
             record = hierarchy.host.records[slot]

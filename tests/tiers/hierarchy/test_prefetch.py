@@ -77,7 +77,7 @@ def test_a_run_that_ended_does_not_wait_for_reads_after_its_end(opened: list[Hie
     first, second = Event(), Event()
     tier.gates = {chain.hashes[0]: first, chain.hashes[2]: second}
     tier.read_fails = {chain.hashes[1]: Outcome.IO_ERROR}
-    prefetch = hierarchy.ask(chain.hashes, chain.root)
+    prefetch = hierarchy.submit(chain.hashes, chain.root)
     assert hierarchy.poll(prefetch) is PENDING
     first.set()  # block 0 comes, block 1 fails; 2 and 3 still hang
     wait_until(lambda: hierarchy.poll(prefetch) == 1)
@@ -94,9 +94,9 @@ def test_a_call_that_hangs_is_one_failure_however_many_reads_it_brings(opened: l
     hierarchy.promoter._batch = 1  # a read for each block
     one, three = Gate(), Gate()
     tier.gates = {chain.hashes[0]: one, chain.hashes[3]: three}
-    first = hierarchy.ask(chain.hashes[:1], chain.root)
+    first = hierarchy.submit(chain.hashes[:1], chain.root)
     assert one.reached.wait(60)
-    rest = hierarchy.ask(chain.hashes[1:], chain.hashes[0])  # three reads wait for the thread
+    rest = hierarchy.submit(chain.hashes[1:], chain.hashes[0])  # three reads wait for the thread
     one.set()
     assert three.reached.wait(60)
     assert len(hierarchy.ports[0].queue.running) == 3  # in one call of the tier
@@ -130,9 +130,9 @@ def test_what_is_dropped_before_it_is_looked_at_is_not_promised(
         return leased
 
     monkeypatch.setattr(pool, "lease", lease_and_lose)
-    prefetch = hierarchy.ask(chain.hashes, chain.root)
+    prefetch = hierarchy.submit(chain.hashes, chain.root)
     wait_until(lambda: hierarchy.poll(prefetch) is not PENDING)
-    with hierarchy.take(prefetch) as promised:
+    with hierarchy.lease(prefetch) as promised:
         assert promised.hashes == chain.hashes[:1]
         assert bytes(hierarchy.host.region.slot(promised.slots[0])) == payload_of(chain.hashes[0], SLOT_BYTES)
 
@@ -154,13 +154,13 @@ def test_an_engine_that_waits_is_not_kept_waiting_for_an_answer_that_is_there(op
     hierarchy, chain = hierarchy_of(slots=8), chain_of(2)
     opened.append(hierarchy)
     store(hierarchy, chain)
-    prefetch = hierarchy.ask(chain.hashes, chain.root)  # answered at once, not polled yet
-    waiter = Thread(target=hierarchy.wait_news, args=(3600,), daemon=True)
+    prefetch = hierarchy.submit(chain.hashes, chain.root)  # answered at once, not polled yet
+    waiter = Thread(target=hierarchy.wait_progress, args=(3600,), daemon=True)
     waiter.start()
     waiter.join(60)
     assert not waiter.is_alive()
     assert hierarchy.poll(prefetch) == 2
-    hierarchy.wait_news(0.001)  # polled: there is nothing new, and the wait ends by itself
+    hierarchy.wait_progress(0.001)  # polled: there is nothing new, and the wait ends by itself
     hierarchy.cancel(prefetch)
 
 
@@ -176,7 +176,7 @@ def test_time_in_the_queue_opens_no_breaker(opened: list[Hierarchy]) -> None:
         slots=16, tier=tier, clock=clock, port_settings=patience, settings=HierarchySettings(prefetch_deadline=100)
     )
     opened.append(hierarchy)
-    prefetches = [hierarchy.ask(chain.hashes, chain.root) for chain in (first, second)]
+    prefetches = [hierarchy.submit(chain.hashes, chain.root) for chain in (first, second)]
     clock.advance(1.5)
     tier.gates[first.hashes[0]].set()
     wait_until(lambda: hierarchy.poll(prefetches[0]) == 1)
@@ -199,7 +199,7 @@ def test_what_was_read_while_tiers_were_forgetting_is_forgotten_too(opened: list
     opened.append(hierarchy)
 
     def fetch() -> None:
-        prefetch = hierarchy.ask(chain.hashes, chain.root)
+        prefetch = hierarchy.submit(chain.hashes, chain.root)
         wait_until(lambda: hierarchy.poll(prefetch) == 3)
         hierarchy.cancel(prefetch)
 
@@ -234,7 +234,7 @@ def test_a_prefix_that_alternates_between_tiers_takes_linear_work(opened: list[H
     hierarchy.host.pool.seal(reservation).release()
     found = hierarchy.lookup(chain.hashes)
     assert (found["l2"], found["file"]) == (512, 512)
-    prefetch = hierarchy.ask(chain.hashes, chain.root)
+    prefetch = hierarchy.submit(chain.hashes, chain.root)
     wait_until(lambda: hierarchy.poll(prefetch) == 1024)
     hierarchy.cancel(prefetch)
     assert tier.num_asked < 6 * 1024  # two lookups, and the reads

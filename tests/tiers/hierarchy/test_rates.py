@@ -96,30 +96,30 @@ def known(bytes_per_second: int = 1000, tokens_per_second: int = 1000, policy: L
 
 def test_both_ends_meet_where_they_take_the_same_time() -> None:
     rates = known()
-    assert rates.meeting(Span(0, 1600, {"file": 1600}), 16) == pytest.approx((50, 0.8))  # half and half
-    assert rates.meeting(Span(320, 1600, {"file": 1600}), 16) == pytest.approx((70, 0.8))  # behind 20 blocks
-    assert rates.meeting(Span(0, 1600, {"file": 4800}), 16) == pytest.approx((75, 1.2))  # a third of the rate
-    assert rates.meeting(Span(0, 1600, {"file": 800, "redis": 0}), 16) == pytest.approx((33, 0.536))
+    assert rates.split_point(Span(0, 1600, {"file": 1600}), 16) == pytest.approx((50, 0.8))  # half and half
+    assert rates.split_point(Span(320, 1600, {"file": 1600}), 16) == pytest.approx((70, 0.8))  # behind 20 blocks
+    assert rates.split_point(Span(0, 1600, {"file": 4800}), 16) == pytest.approx((75, 1.2))  # a third of the rate
+    assert rates.split_point(Span(0, 1600, {"file": 800, "redis": 0}), 16) == pytest.approx((33, 0.536))
 
 
 def test_both_ends_are_not_worth_it_where_one_way_is_nearly_as_fast() -> None:
     rates = known()
-    assert rates.meeting(Span(0, 1600, {"file": 100}), 16) is None  # loads in a tenth of the time
-    assert rates.meeting(Span(0, 1600, {"file": 40_000}), 16) is None
-    assert rates.meeting(Span(0, 48, {"file": 48}), 16) is None  # a front of a block is no step
+    assert rates.split_point(Span(0, 1600, {"file": 100}), 16) is None  # loads in a tenth of the time
+    assert rates.split_point(Span(0, 1600, {"file": 40_000}), 16) is None
+    assert rates.split_point(Span(0, 48, {"file": 48}), 16) is None  # a front of a block is no step
     fast = known(10**9, 10**6)
-    assert fast.meeting(Span(0, 1600, {"file": 1_600_000}), 16) is None  # saves less than a millisecond
+    assert fast.split_point(Span(0, 1600, {"file": 1_600_000}), 16) is None  # saves less than a millisecond
 
 
 def test_both_ends_need_known_rates_and_the_policy() -> None:
     span = Span(0, 1600, {"file": 1600})
-    assert Rates("auto").meeting(span, 16) is None
-    assert known().meeting(Span(0, 1600, {"file": 800, "redis": 800}), 16) is None
-    assert known().meeting(Span(0, 1600, {}), 16) is None  # nothing to wait for
+    assert Rates("auto").split_point(span, 16) is None
+    assert known().split_point(Span(0, 1600, {"file": 800, "redis": 800}), 16) is None
+    assert known().split_point(Span(0, 1600, {}), 16) is None  # nothing to wait for
     policies: tuple[LoadPolicy, ...] = ("load", "recompute")
     for policy in policies:
         rates = known(policy=policy)
-        assert rates.meeting(span, 16) is None
+        assert rates.split_point(span, 16) is None
 
 
 def test_the_front_is_longer_if_later_tokens_cost_more() -> None:
@@ -136,7 +136,7 @@ def test_the_front_is_longer_if_later_tokens_cost_more() -> None:
     for rates in (growing, even):
         rates.loaded("file", 1000, 1.0)
     span = Span(0, 4096, {"file": 6144})
-    further, half = growing.meeting(span, 16), even.meeting(span, 16)
+    further, half = growing.split_point(span, 16), even.split_point(span, 16)
     assert further is not None
     assert half is not None
     assert half.block == pytest.approx(128, abs=2)

@@ -44,7 +44,7 @@ def chains(hierarchy: Hierarchy, *sizes: int) -> list[TokenChain]:
 
 
 def ask(hierarchy: Hierarchy, chain: TokenChain, **options: Any) -> Claim:
-    return hierarchy.ask(chain.hashes, chain.root, **options)
+    return hierarchy.submit(chain.hashes, chain.root, **options)
 
 
 def promised(hierarchy: Hierarchy, claim: Claim) -> int:
@@ -62,7 +62,7 @@ def test_who_finds_no_room_is_served_in_order_of_arrival(hierarchy: Hierarchy) -
         hierarchy.poll(large) is hierarchy.poll(small) is PENDING
     )  # there is room for the small one, but it came later
     hierarchy.check(in_use=True)
-    hierarchy.take(first).release()
+    hierarchy.lease(first).release()
     assert promised(hierarchy, large) == 4
     assert hierarchy.poll(small) is PENDING
     hierarchy.cancel(large)
@@ -141,16 +141,16 @@ def test_who_took_a_piece_goes_on_before_who_came_meanwhile(hierarchy: Hierarchy
     first = ask(hierarchy, huge)
     assert promised(hierarchy, first) == 4
     waiting = [ask(hierarchy, other), ask(hierarchy, small)]
-    with hierarchy.take(first) as lease:
+    with hierarchy.lease(first) as lease:
         assert len(lease) == 4
         assert [hierarchy.poll(claim) for claim in waiting] == [PENDING, PENDING]  # else they hold what it needs next
-    second = hierarchy.ask(huge.hashes[4:], huge.hashes[3])
+    second = hierarchy.submit(huge.hashes[4:], huge.hashes[3])
     assert promised(hierarchy, second) == 4
-    hierarchy.take(second).release()
-    last = hierarchy.ask(huge.hashes[8:], huge.hashes[7])
+    hierarchy.lease(second).release()
+    last = hierarchy.submit(huge.hashes[8:], huge.hashes[7])
     assert promised(hierarchy, last) == 2
     assert hierarchy.poll(waiting[0]) is PENDING  # it wants all there is
-    hierarchy.take(last).release()
+    hierarchy.lease(last).release()
     assert promised(hierarchy, waiting[0]) == 4
     assert misses(hierarchy, Outcome.NO_SLOT) == 6 + 2 + 2  # what was cut off, not what was lost
 
@@ -159,7 +159,7 @@ def test_who_takes_a_piece_and_does_not_come_back_holds_nobody_up(hierarchy: Hie
     huge, other = chains(hierarchy, 10, 4)
     first = ask(hierarchy, huge)
     assert promised(hierarchy, first) == 4
-    hierarchy.take(first).release()
+    hierarchy.lease(first).release()
     second = ask(hierarchy, other)
     assert hierarchy.poll(second) is PENDING
     clock.advance(0.5)

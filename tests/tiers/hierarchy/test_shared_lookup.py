@@ -87,11 +87,11 @@ def test_a_prefix_through_all_tiers_is_counted_where_it_was(bench: Bench) -> Non
     bench.file.fill(chain, 4, 5)
     bench.shared.blocks.clear()
     bench.shared.fill(chain, 6, 7)  # … and somebody else computed these
-    claim = bench.tiers.ask(chain.hashes, chain.root, 2, block_size=4)
+    claim = bench.tiers.submit(chain.hashes, chain.root, 2, block_size=4)
     assert bench.settled(claim) == 6
     assert claim.found == Attribution(blocks=10, l1=2, l2=2, file=2, redis=2, miss=2)
     assert bench.shared.questions == [4]  # only what nobody local has
-    with bench.tiers.take(claim) as lease:
+    with bench.tiers.lease(claim) as lease:
         for slot, chain_hash in zip(lease.slots, chain.hashes[2:8], strict=True):
             assert bytes(bench.hierarchy.host.region.slot(slot)) == payload_of(chain_hash)
 
@@ -99,7 +99,7 @@ def test_a_prefix_through_all_tiers_is_counted_where_it_was(bench: Bench) -> Non
 def test_known_blocks_need_no_query(bench: Bench) -> None:
     chain = chain_of(4)
     store(bench.hierarchy, chain)
-    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
+    claim = bench.tiers.submit(chain.hashes, chain.root, block_size=4)
     assert bench.tiers.poll(claim) == 4
     assert bench.shared.questions == []
     bench.tiers.cancel(claim)
@@ -127,7 +127,7 @@ def test_a_block_that_is_being_hashed_is_waited_for(bench: Bench, hashing: Event
     store(bench.hierarchy, chain, 0, 2)
     hashing.clear()
     hand_in(bench.hierarchy, chain, 2, 4)  # the copies have ended, the blocks have no checksum yet …
-    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)  # … and the prompt is asked again
+    claim = bench.tiers.submit(chain.hashes, chain.root, block_size=4)  # … and the prompt is asked again
     assert bench.tiers.poll(claim) is PENDING
     assert bench.shared.questions == []  # nobody else is troubled for them
     before: Attribution | None = claim.found
@@ -155,7 +155,7 @@ def test_a_block_published_while_it_is_looked_for_is_found(
         return where
 
     monkeypatch.setattr(bench.hierarchy, "_lookup", overtaken)
-    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
+    claim = bench.tiers.submit(chain.hashes, chain.root, block_size=4)
     assert bench.tiers.poll(claim) == 3
     assert bench.shared.questions == []
     bench.tiers.cancel(claim)
@@ -164,7 +164,7 @@ def test_a_block_published_while_it_is_looked_for_is_found(
 def test_the_query_runs_in_the_background(bench: Bench) -> None:
     chain = chain_of(3)
     bench.shared.gate.clear()  # the server does not answer
-    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
+    claim = bench.tiers.submit(chain.hashes, chain.root, block_size=4)
     assert bench.tiers.poll(claim) is PENDING
     before: Attribution | None = claim.found
     bench.shared.gate.set()
@@ -177,7 +177,7 @@ def test_sixty_four_requests_with_one_prefix_ask_once_and_read_once(bench: Bench
     chain = chain_of(8)
     bench.shared.fill(chain)
     bench.shared.gate.clear()
-    claims = [bench.tiers.ask(chain.hashes, chain.root, block_size=4) for _ in range(64)]
+    claims = [bench.tiers.submit(chain.hashes, chain.root, block_size=4) for _ in range(64)]
     bench.shared.gate.set()
     assert [bench.settled(claim) for claim in claims] == [8] * 64
     assert bench.shared.questions == [8]
@@ -190,14 +190,14 @@ def test_a_silent_server_is_given_up_at_its_deadline_and_then_left_alone(bench: 
     chain, other = chain_of(3), chain_of(3, first_token=100)
     bench.shared.gate.clear()
     for num_asked, names in enumerate((chain, other)):  # two failures open the breaker
-        claim = bench.tiers.ask(names.hashes, names.root, block_size=4)
+        claim = bench.tiers.submit(names.hashes, names.root, block_size=4)
         wait_until(lambda: len(bench.shared.questions) > num_asked)  # noqa: B023
         assert bench.tiers.poll(claim) is PENDING
         bench.clock.advance(6)
         assert bench.settled(claim) == 0
     assert not bench.hierarchy.ports[1].breakers["read"].closed
     num_asked = len(bench.shared.questions)
-    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
+    claim = bench.tiers.submit(chain.hashes, chain.root, block_size=4)
     assert bench.tiers.poll(claim) == 0  # at once: nobody waits for a dead server
     assert len(bench.shared.questions) == num_asked
 
@@ -206,18 +206,18 @@ def test_a_stale_answer_is_ignored(bench: Bench) -> None:
     chain = chain_of(4)
     bench.shared.fill(chain)
     bench.shared.gate.clear()
-    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
+    claim = bench.tiers.submit(chain.hashes, chain.root, block_size=4)
     bench.tiers.cancel(claim)  # the request was aborted
     bench.shared.gate.set()
     assert bench.hierarchy.drain(60)
     assert bench.shared.reads == []
-    assert not bench.hierarchy.locator.unread  # or no `wait_news` would ever wait again
+    assert not bench.hierarchy.locator.unread  # or no `wait_progress` would ever wait again
 
 
 def test_a_question_that_finds_no_room_in_the_queue_is_no_news(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.hierarchy.ports[1].queue, "_max_queued", 0)
     chain = chain_of(4)
-    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
+    claim = bench.tiers.submit(chain.hashes, chain.root, block_size=4)
     assert bench.tiers.poll(claim) == 0
     assert not bench.hierarchy.locator.unread
 
@@ -235,7 +235,7 @@ def test_slower_than_computing_is_said_once_and_for_good() -> None:
     bench = Bench(FakeClock(), load_policy="recompute")
     chain = chain_of(4)
     bench.shared.fill(chain)
-    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
+    claim = bench.tiers.submit(chain.hashes, chain.root, block_size=4)
     assert bench.settled(claim) == 0
     assert claim.refusal is Outcome.RECOMPUTE
     assert bench.shared.reads == []
@@ -257,7 +257,7 @@ def test_a_server_that_kept_silent_is_asked_once_more(
         return read(chain_hash, buffer)
 
     monkeypatch.setattr(bench.shared, "_read", read_in_time)
-    claim = bench.tiers.ask(chain.hashes, chain.root, block_size=4)
+    claim = bench.tiers.submit(chain.hashes, chain.root, block_size=4)
     assert bench.settled(claim) == (4 if num_times == 1 else 1)
     assert not silent
     bench.tiers.cancel(claim)

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from kvtier.tiers.compiled import extension
-from kvtier.tiers.pool.departures import (
+from kvtier.tiers.pool.eviction_log import (
     AGE_BOUNDS,
     EVICTED,
     NEVER_SEEN,
     REMOVED,
     RESET,
     SECONDS,
-    Departure,
-    Departures,
+    EvictionLog,
+    EvictionReason,
     causes_of,
-    why_gone,
+    eviction_reason,
 )
 from kvtier.tiers.pool.pool import SlotPool
 from kvtier.tiers.tier import Outcome
@@ -33,10 +33,10 @@ class Clock:
         return self.now
 
 
-def pool_of(num_slots: int, clock: Clock, *, tier: str = "l2") -> tuple[SlotPool, Departures]:
-    pool, departures = SlotPool(num_slots), Departures(tier, 1 << 16, num_slots + 1, clock)
-    pool.remember(departures)
-    return pool, departures
+def pool_of(num_slots: int, clock: Clock, *, tier: str = "l2") -> tuple[SlotPool, EvictionLog]:
+    pool, eviction_log = SlotPool(num_slots), EvictionLog(tier, 1 << 16, num_slots + 1, clock)
+    pool.remember(eviction_log)
+    return pool, eviction_log
 
 
 def store(pool: SlotPool, names: list[bytes]) -> None:
@@ -57,23 +57,23 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("count", [3, 40])
 def test_evicted_blocks_say_when_they_left_and_how_old_they_were(way: str, count: int) -> None:
     clock = Clock()
-    pool, departures = pool_of(count, clock)
+    pool, eviction_log = pool_of(count, clock)
     first, second = chain(*range(count)), chain(*range(1000, 1000 + count))
     store(pool, first)
     clock.now = 100.0
     store(pool, second)  # all of the first go
     clock.now = 140.0
-    assert {why_gone([departures], name) for name in first} == {Departure(EVICTED, "l2", 40)}
-    assert {why_gone([departures], name) for name in second} == {Departure(NEVER_SEEN)}
+    assert {eviction_reason([eviction_log], name) for name in first} == {EvictionReason(EVICTED, "l2", 40)}
+    assert {eviction_reason([eviction_log], name) for name in second} == {EvictionReason(NEVER_SEEN)}
     # a hundred seconds: behind 64, up to 128
-    assert departures.ages[AGE_BOUNDS.index(128)] == count
-    assert departures.ages[:SECONDS].sum() == count
-    assert departures.ages[SECONDS] == 100 * count
+    assert eviction_log.ages[AGE_BOUNDS.index(128)] == count
+    assert eviction_log.ages[:SECONDS].sum() == count
+    assert eviction_log.ages[SECONDS] == 100 * count
     pool.check()
 
 
 def test_every_other_way_out_has_its_name(way: str) -> None:
-    pool, departures = pool_of(32, Clock())
+    pool, eviction_log = pool_of(32, Clock())
     names = chain(*range(10))
     store(pool, names)
     pool.evict(names[8:])
@@ -81,22 +81,22 @@ def test_every_other_way_out_has_its_name(way: str) -> None:
     pool.not_stored(chain(70), Outcome.NOT_ADMITTED)
     pool.evict_idle(names[6:7])
     pool.reset()
-    causes = [why_gone([departures], name).cause for name in [*names, *chain(70)]]
+    causes = [eviction_reason([eviction_log], name).cause for name in [*names, *chain(70)]]
     assert causes == [RESET] * 6 + [Outcome.QUOTA, Outcome.CHECKSUM, REMOVED, REMOVED, Outcome.NOT_ADMITTED]
-    assert not departures.ages.any()  # nothing was evicted to make room
+    assert not eviction_log.ages.any()  # nothing was evicted to make room
 
 
 def test_the_tier_that_a_block_left_last_counts() -> None:
     clock = Clock()
-    upper, lower = Departures("l2", 64, 0, clock), Departures("file", 64, 0, clock)
+    upper, lower = EvictionLog("l2", 64, 0, clock), EvictionLog("file", 64, 0, clock)
     names = chain(*range(6))
     upper.left(names[:4], EVICTED)
     clock.now = 5.0
     lower.left(names[2:4], EVICTED)
     lower.left(names[4:5], Outcome.QUEUE_FULL)
     clock.now = 7.0
-    assert why_gone([upper, lower], names[0]) == Departure(EVICTED, "l2", 7)
-    assert why_gone([upper, lower], names[3]) == Departure(EVICTED, "file", 2)
+    assert eviction_reason([upper, lower], names[0]) == EvictionReason(EVICTED, "l2", 7)
+    assert eviction_reason([upper, lower], names[3]) == EvictionReason(EVICTED, "file", 2)
     counted = causes_of([upper, lower], names)
     assert counted == {
         (EVICTED, "l2"): 2, (EVICTED, "file"): 2, (Outcome.QUEUE_FULL, "file"): 1, (NEVER_SEEN, ""): 1
@@ -106,15 +106,15 @@ def test_the_tier_that_a_block_left_last_counts() -> None:
 
 
 def test_memory_is_bounded_and_what_left_lately_is_remembered() -> None:
-    departures = Departures("l2", 4096)
-    size = departures.entries.nbytes
+    eviction_log = EvictionLog("l2", 4096)
+    size = eviction_log.entries.nbytes
     rng = np.random.default_rng(3)
     words = rng.integers(0, 1 << 63, (40_960, 4), np.uint64)
     for batch in np.split(words, 10):
-        departures.left(batch, EVICTED)
-    assert departures.entries.nbytes == size
-    known = departures.find_each(words) > 0
+        eviction_log.left(batch, EVICTED)
+    assert eviction_log.entries.nbytes == size
+    known = eviction_log.find_each(words) > 0
     assert known[-400:].mean() > 0.85
     assert known[:4096].mean() < 0.05
     strangers = rng.integers(0, 1 << 63, (40_960, 4), np.uint64)
-    assert not departures.find_each(strangers).any()
+    assert not eviction_log.find_each(strangers).any()

@@ -1,7 +1,7 @@
-"""Departures: which blocks left a tier lately, when and why; and how long blocks lived there. It takes no lock.
+"""EvictionLog: which blocks left a tier lately, when and why; and how long blocks lived there. It takes no lock.
 
 A miss asks it what became of the block. It is bounded: one word an entry, and a name that left later may take the place
-of one that left before. Of as many departures as there are entries some two thirds are remembered, of a tenth as many
+of one that left before. Of as many eviction_log as there are entries some two thirds are remembered, of a tenth as many
 nearly all.
 """
 
@@ -37,7 +37,7 @@ _U64: Final = (1 << 64) - 1
 _U32: Final = (1 << 32) - 1
 
 
-class Departure(NamedTuple):
+class EvictionReason(NamedTuple):
     """What became of a block that no tier holds."""
 
     cause: str  # one of this file's, or the `Outcome` for which a store was dropped
@@ -45,7 +45,7 @@ class Departure(NamedTuple):
     seconds: int = 0  # ago
 
 
-class Departures:
+class EvictionLog:
     """What left one tier. Called under the lock of that tier; a reader without it may miss what leaves just now.
 
     An entry is the name's tag above the second it left (24 bits) above the cause's code (8 bits); 0 is empty.
@@ -106,34 +106,34 @@ Causes = Mapping[tuple[str, str], int]
 """(cause, tier) → blocks."""
 
 
-def why_gone(tiers: Sequence[Departures], name: ChainHash) -> Departure:
+def eviction_reason(tiers: Sequence[EvictionLog], name: ChainHash) -> EvictionReason:
     """What became of a block that no tier holds: where it left last. One that was lost was evicted above knowingly."""
-    latest = Departure(NEVER_SEEN)
+    latest = EvictionReason(NEVER_SEEN)
     first, _, _, last = _FOUR(name, 0)
     mixed = first * _MIX_FIRST + last * _MIX_LAST & _U64
-    for departures in tiers:
-        entry = departures.entry[(mixed >> 32) * len(departures.entry) >> 32]
+    for eviction_log in tiers:
+        entry = eviction_log.entry[(mixed >> 32) * len(eviction_log.entry) >> 32]
         if entry and entry >> 32 == mixed & _U32:
-            cause, ago = _CAUSES[(entry & 0xFF) - 1], departures.now() - (entry >> 8 & _MOST_SECONDS)
+            cause, ago = _CAUSES[(entry & 0xFF) - 1], eviction_log.now() - (entry >> 8 & _MOST_SECONDS)
             is_below = cause == LOST and latest.cause == EVICTED
             if not latest.tier or ago <= latest.seconds or is_below:
-                latest = Departure(cause, departures.tier, ago)
+                latest = EvictionReason(cause, eviction_log.tier, ago)
     return latest
 
 
-def causes_of(tiers: Sequence[Departures], names: Sequence[ChainHash]) -> Causes:
+def causes_of(tiers: Sequence[EvictionLog], names: Sequence[ChainHash]) -> Causes:
     """What became of consecutive blocks that no tier holds. If nothing is known of the first, the others' names are not
     looked at: a chain loses its tail first.
     """
     if not names:
         return {}
-    if len(names) == 1 or not why_gone(tiers, names[0]).tier:
-        first = why_gone(tiers, names[0])
+    if len(names) == 1 or not eviction_reason(tiers, names[0]).tier:
+        first = eviction_reason(tiers, names[0])
         return {(first.cause, first.tier): len(names)}
     words = to_words(names)
-    low = np.array([departures.find_each(words) for departures in tiers])
+    low = np.array([eviction_log.find_each(words) for eviction_log in tiers])
     seconds = (low >> np.uint64(8)).astype(np.int64)
-    ago = np.array([departures.now() for departures in tiers])[:, None] - seconds
+    ago = np.array([eviction_log.now() for eviction_log in tiers])[:, None] - seconds
     ago[low == 0] = _MOST_SECONDS + 1
     kind = low & np.uint64(0xFF)
     ago[(kind == EVICTED_CODE) & (kind == _LOST_CODE).any(axis=0)] = _MOST_SECONDS + 1
