@@ -66,7 +66,7 @@ memory:
   same, with its tokens | with its tokens | Memory of books
   a full L2 adds to a pass of Python's garbage collector: ms | gc pass
 order_memory:
-  record of what left L2: bytes a slot | eviction_log.*bytes | Memory of books
+  record of what left L2: bytes a slot | departures.*bytes | Memory of books
   `tail` index, more than LRU: bytes a slot | ^tail.*bytes | Memory of books
   same, whatever the slots: MiB | MiB
 # eviction

@@ -1,4 +1,4 @@
-"""Memory of what L2 keeps beside its blocks' books: where blocks went (eviction_log), and the tail index over LRU.
+"""Memory of what L2 keeps beside its blocks' books: the eviction log, and the tail index over LRU.
 
 Requests of 32 blocks go through a pool of so many slots, until twice as many blocks were stored as there are slots.
 Each tells its end. `MiB` is what the process grew by, and `MiB over LRU` what it grew more than with LRU alone. A
@@ -19,9 +19,9 @@ from kvtier.tiers.reuse import RequestEnd
 COUNTS: Final = (100_000, 400_000)
 REQUEST: Final = 32  # blocks
 FILLS: Final = 2  # times the slots
-LRU, DEPARTURES, TAIL = "lru", "lru, eviction_log", "tail"
+LRU, LOGGED, TAIL = "lru", "lru, departures", "tail"
 # of a slot: 8 of an entry, 4 of the time at which its block came; 8 of its owner, the rest of plan and rows
-SLOT_BYTES: Final = {DEPARTURES: 12.5, TAIL: 16.0}
+SLOT_BYTES: Final = {LOGGED: 12.5, TAIL: 16.0}
 TAIL_MIB: Final = 10.0  # tables of the last requests, and what LRU would hold
 MIB: Final = 1 << 20
 
@@ -29,7 +29,7 @@ MIB: Final = 1 << 20
 def serve(num_slots: int, keeps: str) -> SlotPool:
     """A pool that is full, and has evicted as many blocks as it has slots."""
     pool = SlotPool(num_slots, policy=TAIL if keeps == TAIL else LRU)
-    if keeps == DEPARTURES:
+    if keeps == LOGGED:
         pool.remember(EvictionLog("l2", num_slots, num_slots + 1))
     for number in range(FILLS * num_slots // REQUEST):
         names, _ = names_of(number, REQUEST)
@@ -57,7 +57,7 @@ def main() -> int:
     given = options.parse_args()
     counts = given.slots or ((5_000, 20_000) if given.quick else COUNTS)
     rows: list[Row] = []
-    over: dict[str, list[float]] = {LRU: [], DEPARTURES: [], TAIL: []}
+    over: dict[str, list[float]] = {LRU: [], LOGGED: [], TAIL: []}
     for num_slots in counts:
         lru = 0.0
         for keeps, more in over.items():
