@@ -299,6 +299,8 @@ class Demoter:
         if self._pause <= self.port.settings.retry_after:  # else the blocks themselves are the cause
             self._again_at = -math.inf
         self.sweep_soon()
+        if len(self._again):
+            self._look_again(max(SOONEST, self._again_at - self.clock()))
 
     def _note_lost(self, *, look: bool = False) -> None:
         """Count the blocks that L2 evicted while they were in the backlog, and warn once a minute."""

@@ -95,6 +95,8 @@ class Hierarchy:
         if host.pool.eviction_log is None:
             host.pool.remember(EvictionLog(L2, self.num_slots, self.num_slots + 1, clock))
         self._host_eviction_log = host.pool.eviction_log
+        for port in self.ports:
+            port.probe_alone()
         metrics.before_read(self._show_pools)
 
     # claims

@@ -296,8 +296,6 @@ class TierPort:
         self._is_probing = True  # no probes before the queue exists
         self._attach_in_time(max(_LEAST, _OPENING * settings.deadline))
         self.queue = IoQueue(name, settings.num_threads, _MAX_QUEUED, clock, settings.joined)
-        self._is_probing = False
-        self._show_breakers()
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
         """How many leading blocks the tier has and can be read now."""
@@ -499,7 +497,7 @@ class TierPort:
         self._show_breakers()
         if answered:
             _log.info("%s tier is back (%s)", self.name, direction)
-            if direction == "write" and self.recovered is not None:
+            if self.recovered is not None and self.writable and (direction == "write" or self._is_fresh):
                 is_fresh, self._is_fresh = self._is_fresh, False
                 self.recovered(is_fresh=is_fresh)
 
@@ -588,13 +586,25 @@ class TierPort:
             self._metrics.breaker(self.name, direction, not breaker.closed)
         with self._lock:
             begins, self._is_probing = self.is_off and not self._is_probing, self._is_probing or self.is_off
-        if begins:
-            Thread(target=self._keep_probing, name=f"kvtier-{self.name}-probes", daemon=True).start()
+        if begins and not self._closing.is_set():
+            try:
+                Thread(target=self._keep_probing, name=f"kvtier-{self.name}-probes", daemon=True).start()
+            except RuntimeError as error:  # no more threads: callers that tick still send probes
+                self._is_probing = False
+                _log.warning("%s: an idle engine will not look for it: %s", self.name, error)
+
+    def probe_alone(self) -> None:
+        """From now on send probes even if no caller ticks: an idle engine makes no calls that would send them."""
+        self._is_probing = False
+        self._show_breakers()
 
     def _keep_probing(self) -> None:
-        """Send probes until both breakers are closed: an idle engine makes no calls that would send them."""
+        """Send probes until both breakers are closed."""
         while not self._closing.wait(max(self.settings.retry_after, _LEAST_WAIT)):
-            self.tick()
+            try:
+                self.tick()
+            except Exception:
+                _log.exception("%s: a probe could not be sent", self.name)
             with self._lock:
                 if not self.is_off:
                     self._is_probing = False

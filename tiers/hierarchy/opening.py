@@ -141,7 +141,10 @@ def open_ports(config: Config, fingerprint: bytes, shape: BlockShape, metrics: M
     They keep no index of a block's children, since such an engine does not look them up.
     """
     whole_blocks = config.cache.model_copy(update={"partial_blocks": False})
-    return _open_ports(config.model_copy(update={"cache": whole_blocks}), fingerprint, shape, metrics, rates)
+    ports = _open_ports(config.model_copy(update={"cache": whole_blocks}), fingerprint, shape, metrics, rates)
+    for port in ports:
+        port.probe_alone()
+    return ports
 
 
 def _open_ports(

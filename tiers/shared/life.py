@@ -62,7 +62,7 @@ class SharedEpoch(ABC):
             while not self._is_settled():
                 self._agree(deadline)
         except StorageFailed as failed:
-            return None if self.serves_on and self._agreed else failed
+            return None if self.serves_on and self._agreed else failed.with_traceback(None)  # its frames keep buffers
         finally:
             self._asking.release()
         return None

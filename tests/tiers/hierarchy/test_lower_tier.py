@@ -174,6 +174,7 @@ def test_an_idle_engine_finds_a_tier_that_came_back() -> None:
 
     settings = PortSettings(failures=2, retry_after=0.05)
     port = TierPort("file", open_tier, settings, Metrics(), Rates("auto"))
+    port.probe_alone()
     wait_until(lambda: port.lookup(HASHES) == 4)
     port.failed("read")
     port.failed("read")

@@ -11,12 +11,13 @@ from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, hand_in, store,
 from fault_rig import settle
 
 from kvtier.tiers.errors import TierUnavailable
+from kvtier.tiers.hierarchy import lower_tier
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings, Rates, TierPort
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain
-from kvtier.tiers.tier import ChainHash, Outcome
+from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome
 
 QUEUE = 4  # blocks that may wait for a tier
 
@@ -413,3 +414,83 @@ def test_a_tier_that_comes_back_empty_gets_all_that_l2_has(node: Open) -> None:
     tier.broken = False
     assert story.hierarchy.drain(60)
     assert not story.missing(old, new)
+
+
+class FailingTier(MemoryTier):
+    """Its first writes fail. Of its probes, those before it was reopened fail."""
+
+    num_failures = 0
+    num_opened = 0
+
+    def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
+        if self.num_failures > 0:
+            self.num_failures -= 1
+            return [Outcome.IO_ERROR] * len(records)
+        return super().write(records, payloads)
+
+    def probe(self, direction: Direction) -> bool:
+        return self.num_failures == 0 and self.num_opened != 1
+
+
+@pytest.fixture
+def idle() -> Iterator[Callable[[FailingTier, PortSettings], Hierarchy]]:
+    """Opens a hierarchy over one tier, on the real clock: whatever happens later happens without a call."""
+    opened: list[Hierarchy] = []
+
+    def open(tier: FailingTier, settings: PortSettings) -> Hierarchy:
+        def open_tier() -> MemoryTier:
+            tier.num_opened += 1
+            if tier.num_opened > 1:
+                tier.gate.wait(60)
+            return tier
+
+        metrics, rates = Metrics(), Rates("load")
+        host = HostTier(HostRegion.allocate(8, SLOT_BYTES, huge_pages=False, prefault=False))
+        ports = [TierPort("file", open_tier, settings, metrics, rates)]
+        opened.append(Hierarchy(host, ports, HierarchySettings(), metrics, rates))
+        return opened[-1]
+
+    yield open
+    for hierarchy in opened:
+        hierarchy.close()
+
+
+def test_blocks_that_failed_until_the_breaker_opened_are_written_without_a_call(
+    idle: Callable[[FailingTier, PortSettings], Hierarchy],
+) -> None:
+    tier = FailingTier()
+    tier.num_failures, tier.num_opened = 4, 1  # their pauses come to be longer than `retry_after`
+    hierarchy, chain = idle(tier, PortSettings(failures=4, retry_after=0.2)), chain_of(2)
+    store(hierarchy, chain)
+    wait_until(lambda: all(tier.holds(chain.hashes)))
+
+
+def test_blocks_stored_while_a_read_probe_reopens_a_tier_are_written_without_a_call(
+    idle: Callable[[FailingTier, PortSettings], Hierarchy],
+) -> None:
+    tier = FailingTier()
+    hierarchy, chain = idle(tier, PortSettings(failures=2, retry_after=0.05)), chain_of(2)
+    port = hierarchy.ports[0]
+    tier.gate.clear()
+    port.failed("read")
+    port.failed("read")
+    wait_until(lambda: tier.num_opened == 2)
+    store(hierarchy, chain)
+    wait_until(lambda: hierarchy.stats().get('kvtier_breaker_open{tier="file",direction="read"}') == 1)
+    time.sleep(0.3)  # the backlog's timer ends meanwhile
+    tier.gate.set()
+    wait_until(lambda: all(tier.holds(chain.hashes)))
+
+
+def test_a_port_without_a_thread_to_spare_is_probed_by_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    port = TierPort("file", MemoryTier, PortSettings(failures=1, retry_after=0.02), Metrics(), Rates("load"))
+    port.probe_alone()
+    with monkeypatch.context() as patched:
+        patched.setattr(lower_tier.Thread, "start", refuse)
+        port.failed("read")
+    assert port.is_off
+    wait_until(lambda: port.tick() or not port.is_off)
+    port.close(10)
