@@ -36,7 +36,7 @@ _PLACES: Final = (
 )
 _MOVES: Final = (  # start, end, text and its place
     ((2.8, 5.95), (4.2, 5.95), "lookup", (3.5, 6.1), _INK),
-    ((6.8, 5.95), (8.2, 5.95), "ask  poll  take", (7.5, 6.1), _LOAD),
+    ((6.8, 5.95), (8.2, 5.95), "submit  poll  lease", (7.5, 6.1), _LOAD),
     ((6.8, 5.55), (8.2, 5.55), "reserve  seal", (7.5, 5.2), _STORE),
     ((1.5, 5.2), (1.5, 1.7), "1  computed", (1.6, 3.5), _STORE),
     ((2.8, 1.4), (4.2, 1.4), "2  copied", (3.5, 1.55), _STORE),

@@ -1,7 +1,7 @@
 """Text to tokens and back, by a checkpoint's own tokenizer and chat template, without torch and transformers.
 
 transformers would load torch into every router. All it adds to `tokenizers` here is rendering the template
-(`chat_template.py`).
+(`chat.py`).
 """
 
 import json

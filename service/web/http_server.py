@@ -100,7 +100,7 @@ def page(path: str, answer: Callable[[], Response | Awaitable[Response]], guard:
 # --- names it answers to ---------------------------------------------------------------------------------------------
 
 _ANY: Final = "*"
-_GUARDED: Final = ("/v1/", "/admin/")  # `guard.py` requires the token, or a local name if there is no token
+_GUARDED: Final = ("/v1/", "/admin/")  # `Guard` requires the token, or a local name if there is no token
 _HEALTH: Final = ("/healthz", "/readyz")  # they report health only, nothing of what the server holds
 
 

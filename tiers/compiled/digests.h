@@ -2,7 +2,7 @@
 
    Written from the specification of xxHash (doc/xxhash_spec.md, 0.2.0) and from FIPS 180-4. Long inputs of XXH3 take
    AVX-512, AVX2 or SSE2, SHA-256 the processor's own instructions; plain C does the same where there are none.
-   tests/tiers/test_digests.py compares every way that the machine has with python-xxhash and hashlib. */
+   tests/tiers/naming/test_compiled_names.py compares every way that the machine has with python-xxhash and hashlib. */
 
 #ifndef KVTIER_DIGESTS_H
 #define KVTIER_DIGESTS_H
