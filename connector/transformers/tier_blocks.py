@@ -126,8 +126,8 @@ class TierBlocks:
     ) -> Blocks:
         """As `load`, for a chain that begins after `parent`, without counting a lookup.
 
-        `block_size` as in the tiers' `submit`. The first `num_blocks` names are blocks, the others states. More than one
-        request may lease at once is loaded in pieces.
+        `block_size` as in the tiers' `submit`. The first `num_blocks` names are blocks, the others states. More than
+        one request may lease at once is loaded in pieces.
         """
         most, at, parts = self.tiers.num_slots // 2, 0, list[Blocks]()
         while not parts or (len(parts[-1]) >= most > 0 and at < len(hashes)):
