@@ -274,7 +274,7 @@ def test_routers_are_told_what_came_and_what_has_left(make: Make, primary: Any) 
 def test_whatever_left_is_found_by_and_by(make: Make, primary: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtier.connector.vllm import tier as vllm_tier
 
-    monkeypatch.setattr(vllm_tier, "_LOOKED_AT", 2)
+    monkeypatch.setattr(vllm_tier, "_CHECKED", 2)
     tier, context = make(spec=spec_with_events(True), enable_kv_events=True, locality="LOCAL"), request("r")
     [port] = tier.jobs.ports
     keys = [key(n) for n in range(6)]
