@@ -158,7 +158,7 @@ service_overhead:
   same, 8 and 64 stores | adds to a step, (8|64)  | The daemon
   same at p99, 0 and 1 | adds at p99 to a (round trip|step, 1 ) | The daemon
   same at p99, 8 and 64 | adds at p99 to a step, (8|64)  | The daemon
-  lookups of 128 blocks, a second of the daemon's core | ^lookups | The daemon
+  lookups of 128 blocks, a second of the daemon's core | ^lookups
   a lookup of 8 blocks ÷ of 128, the daemon's CPU | ^a lookup of 8 | The daemon
   copy rate of the daemon's memory ÷ our own | copy rate |  | limit
   a load with `[host] verify = "always"` ÷ without | verify | Verified loads
