@@ -3,7 +3,8 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +18,8 @@ from kvtier.connector.models import ToolCalls, load_tokenizer
 from kvtier.connector.vllm.keys import AheadChain, OwnChain, VllmChain
 from kvtier.connector.vllm.slots import GroupLane
 from kvtier.tiers import ChainHash, ConfigError
-from kvtier.tiers.hierarchy import CacheTiers, Hierarchy
+from kvtier.tiers.config import CacheConfig
+from kvtier.tiers.hierarchy import CacheTiers, Hierarchy, Rates
 from kvtier.tiers.naming import state_name
 from kvtier.tiers.reuse import Hint
 
@@ -29,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 _BORDERS: Final = 32  # borders that are tried, from the last stored one backwards: a step ends at one of them
 _PATIENCE: Final = 0.02  # seconds for that: with a daemon each try is a round trip
+_PREFILL: Final = 64  # tokens: a step of so many measures prefill
+_STEPS: Final = 64  # under way at most; vLLM has one for each stage of its pipeline, and one more
 _MARK: Final = "\0"  # in the ids derived from a request's; vLLM's ids have none
 
 
@@ -93,6 +97,43 @@ class _StateNames(Sequence[ChainHash]):
             return [self[i] for i in range(*index.indices(len(self)))]
         block, group = divmod(index, len(self._groups))
         return state_name(self._names[block], self._groups[group])
+
+
+class PrefillClock:
+    """Measures how fast this vLLM prefills, from when steps are built and when their results are taken, in order."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._rates = Rates("auto")
+        self._steps: deque[tuple[int, float, float]] = deque(maxlen=_STEPS)  # tokens, their mean position, start
+        self._ended = 0.0  # when the last step's results were taken
+
+    def began(self, chunks: Iterable[tuple[int, int]]) -> None:
+        """A step was built, of these `chunks_of`. None: it measures nothing, since it loads or prefills nothing."""
+        num_tokens, seen = 0, 0.0
+        for num_new, num_before in chunks:
+            num_tokens += num_new
+            seen += num_new * (num_before + num_new / 2)
+        self._steps.append((num_tokens, seen / max(1, num_tokens), self._clock()))
+
+    def ended(self) -> tuple[int, float, float] | None:
+        """The oldest step's results are taken: its tokens, seconds and mean position, if it measures prefill.
+
+        With several steps under way, one runs from the end of the one before.
+        """
+        if not self._steps:
+            return None
+        num_tokens, position, began = self._steps.popleft()
+        began, self._ended = max(began, self._ended), self._clock()
+        if num_tokens < _PREFILL:
+            return None
+        measured = num_tokens, self._ended - began, position
+        self._rates.computed(*measured)
+        return measured
+
+    def seconds(self, num_tokens: int) -> float | None:
+        """Predicted time to prefill so many tokens; None before the first measurement."""
+        return self._rates.prefill_seconds(0, num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +272,7 @@ class Awaited:
 
     num_tokens: int
     names: list[ChainHash]  # of the blocks, and of the states after them
+    patience: float  # seconds
     until: float  # on the monotonic clock
     look_at: float = 0.0
 
@@ -301,6 +343,17 @@ def touched(output: Any) -> set[int]:
     return copied.union(output.new_block_ids_to_zero or ())
 
 
+def chunks_of(output: Any) -> Iterable[tuple[int, int]]:
+    """Of each request of a step, how many tokens it computes and how many precede them; none for a step of decoding."""
+    scheduled = output.num_scheduled_tokens
+    if sum(scheduled.values()) < _PREFILL:
+        return ()
+    cached = output.scheduled_cached_reqs
+    before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    before |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    return [(num_new, before[request_id]) for request_id, num_new in scheduled.items()]
+
+
 def handed_out(output: Any, group_sizes: Sequence[int]) -> set[int]:
     """Blocks that vLLM allocates in this step: only those can be written to while a store still reads them.
 
@@ -324,8 +377,10 @@ def handed_out(output: Any, group_sizes: Sequence[int]) -> set[int]:
 
 _KEY: Final = "kvtier"
 _LOOK: Final = 0.02  # seconds between two checks: with a daemon each is a round trip
+_LEAST_WAIT: Final = 0.25  # seconds: a store is on its way for so long on a busy node
 _LATE: Final = (
-    "a prompt is computed here: its KV from a prefill node did not come within [cache] prefetch_deadline, %g s"
+    "a prompt is computed here: its KV from a prefill node did not come within %.2g s: [cache] prefetch_deadline, or "
+    "what computing it takes"
 )
 _AWAY: Final = "a prompt is computed here: no daemon and no tier that this node shares with its prefill node answers"
 _OTHER_NAMES: Final = "the prefill node's blocks have other names than this node's, so the %s differs: %s"
@@ -338,15 +393,18 @@ _FIXES: Final = {
 class Handovers:
     """The hand-overs of one engine, as prefill or decode node. Called from the scheduler's thread; never waits."""
 
-    def __init__(self, tiers: CacheTiers, plan: "SlotPlan", store: bytes, patience: float) -> None:
-        """`store` is the namespace. `patience`: seconds a request waits for blocks that were handed over."""
+    def __init__(
+        self, tiers: CacheTiers, plan: "SlotPlan", store: bytes, cache: CacheConfig, prefill: PrefillClock
+    ) -> None:
+        """`store` is the namespace."""
         self._tiers = tiers
         self._size = plan.block_size
         self._groups = [state.group for state in plan.states]
         self._lookahead = plan.lookahead
         self._keeps_blocks = bool(plan.attention)  # or states alone
         self._store = store.hex()
-        self._patience = patience
+        self._cache = cache
+        self._prefill = prefill
         self._quiet_until = 0.0
 
     def offer(self, row: TrackedRequest) -> dict[str, Any] | None:
@@ -366,8 +424,11 @@ class Handovers:
         row.request.kv_transfer_params = {**given, _KEY: offered}
         return {_KEY: offered}
 
-    def admit(self, row: TrackedRequest) -> None:
-        """Record which blocks a new request waits for, if a prefill node says that it stored some for it."""
+    def admit(self, row: TrackedRequest, num_requests: int = 1) -> None:
+        """Record which blocks a new request waits for, if a prefill node says that it stored some for it.
+
+        `num_requests`: of this engine. Computing the prompt would delay each of them.
+        """
         given, hashes = row.request.kv_transfer_params, row.chain.hashes
         offered = given.get(_KEY) if isinstance(given, Mapping) else None
         if not isinstance(offered, Mapping) or given.get("do_remote_prefill") or given.get("do_remote_decode"):
@@ -380,9 +441,20 @@ class Handovers:
         if offered.get("last") != hashes[num_blocks - 1].hex():
             return self._warn(_OTHER_NAMES, "prompt", _FIXES["prompt"])
         states = [state_name(hashes[num_blocks - 1], group) for group in self._groups]
-        until = time.monotonic() + self._patience
         blocks = hashes[:num_blocks] if self._keeps_blocks else ()
-        row.awaited = Awaited(num_blocks * self._size, [*blocks, *states], until)
+        patience = self._patience(num_blocks * self._size, num_requests)
+        row.awaited = Awaited(num_blocks * self._size, [*blocks, *states], patience, time.monotonic() + patience)
+
+    def _patience(self, num_tokens: int, num_requests: int) -> float:
+        """Seconds to wait: as long as computing the prompt would delay all requests together.
+
+        Whoever waits that long before computing loses at most twice what the better choice costs.
+        """
+        policy, longest = self._cache.load_or_recompute, self._cache.prefetch_deadline
+        if policy != "auto":
+            return longest if policy == "load" else 0.0
+        seconds = self._prefill.seconds(num_tokens)
+        return longest if seconds is None else min(longest, max(_LEAST_WAIT, seconds * num_requests))
 
     def is_coming(self, row: TrackedRequest, now: float) -> bool:
         """Whether to delay a lookup: blocks are missing, may still arrive, and there is time."""
@@ -394,7 +466,7 @@ class Handovers:
             row.awaited = None
         elif now >= awaited.until:
             row.awaited = None
-            self._warn(_LATE, self._patience)
+            self._warn(_LATE, awaited.patience)
         elif not self._may_come():
             row.awaited = None
             self._warn(_AWAY)

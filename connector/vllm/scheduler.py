@@ -17,9 +17,11 @@ from kvtier.connector.vllm.requests import (
     AnswerReader,
     Handovers,
     NextStep,
+    PrefillClock,
     Tables,
     TrackedRequest,
     answered_of,
+    chunks_of,
     handed_out,
     owner,
     touched,
@@ -92,7 +94,8 @@ class SchedulerHalf:
         self._late: dict[int, Tables] = {}  # likewise, retried: the daemon was too late to grant slots
         self._reported_at = 0.0
         self.names = RequestNames(plan, cache, root, adapters)
-        self._handovers = Handovers(tiers, plan, root, cache.prefetch_deadline)
+        self._prefill = PrefillClock()
+        self._handovers = Handovers(tiers, plan, root, cache, self._prefill)
 
     def configure(self, *, layerwise: bool, waits: bool, keeps: bool, shares: bool, stores: bool) -> None:
         """Set how requests are served.
@@ -123,6 +126,9 @@ class SchedulerHalf:
         self._events = VllmEvents(self.side.tiers, root, groups, hashed)
 
     def take_events(self) -> list[Any]:
+        """vLLM's `take_events`, once for each step, when it takes the step's results."""
+        if (measured := self._prefill.ended()) is not None:
+            self.side.computed(*measured)
         return list(self._events.take()) if self._events is not None else []
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -197,6 +203,7 @@ class SchedulerHalf:
                     of_last_step = self._states.offer(row, num_scheduled, output)
                     self._final.update(dict.fromkeys(of_last_step, ()))
         final_stores, plan = self._planned()
+        self._prefill.began(() if plan.loads else chunks_of(output))
         self._expect(final_stores)
         step, self._next = self._next, NextStep()
         is_read = self._ops.reads or self._late
@@ -361,7 +368,7 @@ class SchedulerHalf:
             if request.lora_request is not None:
                 row.adapter = self.names.adapters.current(request.lora_request.lora_int_id)
             self.side.admit(row)
-            self._handovers.admit(row)
+            self._handovers.admit(row, len(self._rows))
             if self._states is not None:
                 self._states.admit(row)
         return row

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from doubles import BLOCK_SIZE, MemoryTier, chain_of, hierarchy_of
 
-from kvtier.connector.vllm.requests import Handovers, TrackedRequest
+from kvtier.connector.vllm.requests import Handovers, PrefillClock, TrackedRequest, chunks_of
+from kvtier.tiers.config import CacheConfig
 from kvtier.tiers.hierarchy import Hierarchy
 
 STORE = b"s" * 32
@@ -24,11 +25,22 @@ class SharedTier(MemoryTier):
 class Node:
     """One engine's hand-overs, over tiers of its own and one that is shared."""
 
-    def __init__(self, tier: MemoryTier, groups: tuple[int, ...] = (), store: bytes = STORE) -> None:
+    def __init__(
+        self, tier: MemoryTier, groups: tuple[int, ...] = (), store: bytes = STORE, policy: Any = "auto"
+    ) -> None:
         states = [SimpleNamespace(group=group) for group in groups]
         plan: Any = SimpleNamespace(block_size=BLOCK_SIZE, states=states, lookahead=0, attention=(0,))
         self.hierarchy: Hierarchy = hierarchy_of(16, tier)
-        self.handovers = Handovers(self.hierarchy, plan, store, 60.0)
+        self.time = 0.0
+        self.prefill = PrefillClock(lambda: self.time)
+        cache = CacheConfig(prefetch_deadline=60.0, load_or_recompute=policy)
+        self.handovers = Handovers(self.hierarchy, plan, store, cache, self.prefill)
+
+    def step(self, seconds: float, *chunks: tuple[int, int]) -> tuple[int, float, float] | None:
+        """One step of vLLM alone."""
+        self.prefill.began(chunks)
+        self.time += seconds
+        return self.prefill.ended()
 
     def row(self, params: Any, num_blocks: int = 4) -> TrackedRequest:
         request = SimpleNamespace(kv_transfer_params=params, num_prompt_tokens=num_blocks * BLOCK_SIZE + 1)
@@ -139,3 +151,62 @@ def test_kv_that_another_connector_delivers_is_not_waited_for(more: dict[str, An
     node.handovers.admit(row)
     assert not node.handovers.is_coming(row, time.monotonic())
     node.close()
+
+
+def test_it_waits_no_longer_than_computing_would_delay_all_requests(tier: MemoryTier) -> None:
+    node = Node(tier)
+    said = prefilled(tier)
+    waits = {}
+    for speed in (None, 1.0, 100.0):
+        if speed is not None:
+            node.step(64 / speed, (64, 0))
+        for num_requests in (1, 3, 100):
+            row = node.row(said)
+            node.handovers.admit(row, num_requests)
+            assert row.awaited is not None
+            waits[speed, num_requests] = row.awaited.patience
+        node.prefill = node.handovers._prefill = PrefillClock(lambda: node.time)
+    tokens = 4 * BLOCK_SIZE
+    assert {waits[None, n] for n in (1, 3, 100)} == {60.0}  # not measured yet
+    assert [waits[1.0, n] for n in (1, 3, 100)] == [min(60.0, tokens), min(60.0, 3 * tokens), 60.0]
+    assert waits[100.0, 1] == 0.25  # computed in less, but every store takes a while
+    assert waits[100.0, 100] == pytest.approx(min(60.0, tokens))
+    node.close()
+
+
+@pytest.mark.parametrize(("policy", "wait"), [("load", 60.0), ("recompute", 0.0)])
+def test_a_configured_choice_is_not_weighed(policy: str, wait: float, tier: MemoryTier) -> None:
+    node = Node(tier, policy=policy)
+    node.step(0.001, (64, 0))
+    row = node.row(prefilled(tier))
+    node.handovers.admit(row)
+    assert row.awaited is not None
+    assert row.awaited.patience == wait
+    node.close()
+
+
+def test_prefill_is_measured_by_steps_that_only_compute(tier: MemoryTier) -> None:
+    node = Node(tier)
+    assert node.step(1.0, (63, 0)) is None  # too small
+    assert node.step(1.0) is None  # it loads, or is idle
+    assert node.prefill.ended() is None  # vLLM takes more results than it built steps
+    assert node.prefill.seconds(100) is None
+    assert node.step(2.0, (64, 0), (36, 200)) == (100, 2.0, pytest.approx((64 * 32 + 36 * 218) / 100))
+    assert node.prefill.seconds(100) == pytest.approx(2.0)
+    node.prefill.began([(100, 0)])
+    node.prefill.began([(100, 0)])  # scheduled while the first one runs
+    node.time += 2.0
+    assert node.prefill.ended() == (100, 2.0, 50)
+    node.time += 2.0
+    assert node.prefill.ended() == (100, 2.0, 50)
+    node.close()
+
+
+def test_a_steps_chunks_are_those_of_new_and_of_running_requests() -> None:
+    cached = SimpleNamespace(req_ids=["b", "c"], num_computed_tokens=[500, 70])
+    new = [SimpleNamespace(req_id="a", num_computed_tokens=16)]
+    scheduled = {"a": 60, "b": 1, "c": 3}
+    output = SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_new_reqs=new, scheduled_cached_reqs=cached)
+    assert list(chunks_of(output)) == [(60, 16), (1, 500), (3, 70)]
+    scheduled["a"] = 59
+    assert list(chunks_of(output)) == []
