@@ -377,7 +377,7 @@ def handed_out(output: Any, group_sizes: Sequence[int]) -> set[int]:
 
 _KEY: Final = "kvtier"
 _LOOK: Final = 0.02  # seconds between two checks: with a daemon each is a round trip
-_LEAST_WAIT: Final = 0.25  # seconds: a store is on its way for so long on a busy node
+_LEAST_WAIT: Final = 0.5  # seconds: 0.41 is the longest that a store was on its way at load 14 on two cores
 _LATE: Final = (
     "a prompt is computed here: its KV from a prefill node did not come within %.2g s: [cache] prefetch_deadline, or "
     "what computing it takes"
@@ -433,6 +433,8 @@ class Handovers:
         offered = given.get(_KEY) if isinstance(given, Mapping) else None
         if not isinstance(offered, Mapping) or given.get("do_remote_prefill") or given.get("do_remote_decode"):
             return  # if another connector delivers the KV, there is nothing to wait for
+        if self._cache.load_or_recompute == "recompute":
+            return
         num_blocks = offered.get("blocks")
         if not isinstance(num_blocks, int) or not 0 < num_blocks <= len(hashes):
             return
@@ -446,15 +448,16 @@ class Handovers:
         row.awaited = Awaited(num_blocks * self._size, [*blocks, *states], patience, time.monotonic() + patience)
 
     def _patience(self, num_tokens: int, num_requests: int) -> float:
-        """Seconds to wait: as long as computing the prompt would delay all requests together.
+        """Seconds to wait: as long as computing the prompt would delay all requests together; 0 if nothing can come.
 
-        Whoever waits that long before computing loses at most twice what the better choice costs.
+        A wait of that length before computing costs at most twice as much as the better of both.
         """
-        policy, longest = self._cache.load_or_recompute, self._cache.prefetch_deadline
-        if policy != "auto":
-            return longest if policy == "load" else 0.0
-        seconds = self._prefill.seconds(num_tokens)
-        return longest if seconds is None else min(longest, max(_LEAST_WAIT, seconds * num_requests))
+        if not self._may_come():
+            return 0.0
+        longest, seconds = self._cache.prefetch_deadline, self._prefill.seconds(num_tokens)
+        if self._cache.load_or_recompute == "load" or seconds is None:
+            return longest
+        return min(longest, max(_LEAST_WAIT, seconds * num_requests))
 
     def is_coming(self, row: TrackedRequest, now: float) -> bool:
         """Whether to delay a lookup: blocks are missing, may still arrive, and there is time."""
@@ -466,10 +469,7 @@ class Handovers:
             row.awaited = None
         elif now >= awaited.until:
             row.awaited = None
-            self._warn(_LATE, awaited.patience)
-        elif not self._may_come():
-            row.awaited = None
-            self._warn(_AWAY)
+            self._warn(*((_LATE, awaited.patience) if awaited.patience else (_AWAY,)))
         return row.awaited is not None
 
     def _is_there(self, names: Sequence[ChainHash]) -> bool:
@@ -478,7 +478,10 @@ class Handovers:
         return not (self._tiers.locate(last, 0.0).miss or self._tiers.locate(names, 0.0).miss)
 
     def _may_come(self) -> bool:
-        """Whether other nodes' stores become visible here: through the daemon, or a shared tier that answers."""
+        """Whether other nodes' stores become visible here: through the daemon, or a shared tier that answers.
+
+        A tier that goes away later may be back in time: Redis beside busy processes answers late, then again.
+        """
         if isinstance(self._tiers, RemoteTiers):
             return self._tiers.member is not None
         return not isinstance(self._tiers, Hierarchy) or any(port.locates for port in self._tiers.ports)

@@ -169,19 +169,39 @@ def test_it_waits_no_longer_than_computing_would_delay_all_requests(tier: Memory
     tokens = 4 * BLOCK_SIZE
     assert {waits[None, n] for n in (1, 3, 100)} == {60.0}  # not measured yet
     assert [waits[1.0, n] for n in (1, 3, 100)] == [min(60.0, tokens), min(60.0, 3 * tokens), 60.0]
-    assert waits[100.0, 1] == 0.25  # computed in less, but every store takes a while
+    assert waits[100.0, 1] == 0.5  # computed in less, but every store takes a while
     assert waits[100.0, 100] == pytest.approx(min(60.0, tokens))
     node.close()
 
 
-@pytest.mark.parametrize(("policy", "wait"), [("load", 60.0), ("recompute", 0.0)])
-def test_a_configured_choice_is_not_weighed(policy: str, wait: float, tier: MemoryTier) -> None:
+@pytest.mark.parametrize(("policy", "wait"), [("load", 60.0), ("recompute", None)])
+def test_a_configured_choice_is_not_weighed(policy: str, wait: float | None, tier: MemoryTier) -> None:
     node = Node(tier, policy=policy)
     node.step(0.001, (64, 0))
     row = node.row(prefilled(tier))
     node.handovers.admit(row)
-    assert row.awaited is not None
-    assert row.awaited.patience == wait
+    assert (row.awaited and row.awaited.patience) == wait
+    assert node.handovers.is_coming(row, time.monotonic()) == (wait is not None)
+    node.close()
+
+
+def test_a_tier_that_goes_away_while_a_request_waits_may_be_back_in_time(tier: MemoryTier) -> None:
+    said = prefilled(tier)
+    node = Node(tier)
+    row = node.row(said)
+    node.handovers.admit(row)
+    now = time.monotonic()
+    [port] = node.hierarchy.ports
+    port.breakers["read"].trip()
+    assert node.handovers.is_coming(row, now)
+    later = node.row(said)  # but one that comes now does not wait
+    node.handovers.admit(later)
+    assert not node.handovers.is_coming(later, time.monotonic())
+    tier.fill(chain_of(4))
+    assert node.handovers.is_coming(row, now + 0.1)
+    assert port.breakers["read"].take_probe(at_once=True)
+    port.breakers["read"].probed(True)
+    assert not node.handovers.is_coming(row, now + 0.2)
     node.close()
 
 
