@@ -2,7 +2,7 @@ from .chat import AS_SENT, ChatPrefix, hint_in, is_cache_mark, named_line
 from .local import LocalConnector, open_apart, open_tiers
 from .overlapped import OverlappedLoad
 from .plan import CopyOp, StepPlan, WorkerReport
-from .request import Answered, BlockChain, ClosedChain, ConnectedRequest, Request, StatePieces, best_child
+from .request import Answered, BlockChain, ClosedChain, ConnectedRequest, Request, StatePieces, best_child, prefill_of
 from .scheduler import ConnectorUpdate, SchedulerSide
 from .turn import Turn, Turns
 from .worker import WorkerSide
@@ -32,4 +32,5 @@ __all__ = [
     "named_line",
     "open_apart",
     "open_tiers",
+    "prefill_of",
 ]

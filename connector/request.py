@@ -1,6 +1,6 @@
 """An engine's requests as the scheduler side sees them: chains, views of stored blocks, and copies under way."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, TypeGuard
 
@@ -137,7 +137,7 @@ def _num_shared(own: bytes, other: bytes) -> int:
 class StatePieces:
     """The recurrent states after a block, as a chain that begins at that block. A `BlockChain`."""
 
-    __slots__ = ("_blocks", "block_size", "border", "hashes")
+    __slots__ = ("_blocks", "block_size", "border", "hashes", "spares")
 
     def __init__(self, blocks: BlockChain, border: int, count: int) -> None:
         """`border` is the number of blocks before the states, which lie in `count` slots."""
@@ -162,13 +162,31 @@ class StatePieces:
         return self._blocks.block_tokens(self.border - 1)
 
 
+_PREFILL: Final = 64  # tokens: a step that prefills so many measures how long they take
+
+
+def prefill_of(chunks: Iterable[tuple[int, int]], num_tokens: int) -> tuple[int, float]:
+    """Of a step of `num_tokens`: how many it prefills, and how many precede each of these, on average.
+
+    `chunks`: of each request that prefills, its tokens and those before them. 0 if they are too few to measure prefill.
+    """
+    num_prefilled, seen = 0, 0.0
+    for num_new, num_before in chunks:
+        num_prefilled += num_new
+        seen += num_new * (num_before + num_new / 2)
+    if num_prefilled < max(_PREFILL, num_tokens / 2):
+        return 0, 0.0
+    return num_prefilled, seen / num_prefilled
+
+
 class ClosedChain:
     """A request's blocks up to a border, then the states to continue from. A `BlockChain` for lookups only.
 
-    For a model that keeps only states, it has the states alone.
+    For a model that keeps only states, it has the states alone. All of it is loaded or nothing: each block `spares`
+    its part of the prefix's tokens.
     """
 
-    __slots__ = ("_blocks", "block_size", "border", "hashes")
+    __slots__ = ("_blocks", "block_size", "border", "hashes", "spares")
 
     def __init__(self, blocks: BlockChain, border: int, groups: Sequence[int], *, keeps_blocks: bool) -> None:
         self._blocks = blocks
@@ -177,6 +195,7 @@ class ClosedChain:
         last = blocks.hashes[border - 1]
         own = blocks.hashes[:border] if keeps_blocks else ()
         self.hashes: Sequence[ChainHash] = [*own, *(state_name(last, group) for group in groups)]
+        self.spares = border * blocks.block_size // len(self.hashes)
 
     @property
     def tenant(self) -> ChainHash:
@@ -268,6 +287,7 @@ class ConnectedRequest:
     found: Attribution | None = None  # where its blocks were at the first lookup
     found_in_part: str | None = None  # the tier that had the view's last block
     causes: Causes | None = None  # why the missing ones were missing then
+    spares: int = 0  # tokens that each block of an all-or-nothing claim spares; 0: any part of it is useful
     looked_behind: int = -1  # number of found blocks at the last fruitless search for a child
     look_again: float = 0.0
     whole_only: bool = False  # no more views: one was refused

@@ -94,12 +94,13 @@ class SchedulerSide:
         """Register a request that only stores. `lookup` does this too. Idempotent."""
         self.requests.setdefault(request.request_id, ConnectedRequest(request, self.tiers.epoch))
 
-    def lookup(self, request: Request, num_computed_tokens: int, in_part: int = 0) -> int | Pending:
+    def lookup(self, request: Request, num_computed_tokens: int, in_part: int = 0, *, spares: int = 0) -> int | Pending:
         """How many tokens beyond the `num_computed_tokens` in L1 can be loaded, or PENDING: call again next step.
 
         A number is a promise: those blocks are in L2, verified and leased. The first call may start a prefetch, later
         ones renew the promise. The last token of a request is never promised. With `partial_blocks` the promise may end
-        inside a block, if that is more than the `in_part` tokens of the next block that are in L1.
+        inside a block, if that is more than the `in_part` tokens of the next block that are in L1. `spares`: only the
+        whole chain is useful, and each of its blocks spares so many tokens.
         """
         block_size = request.chain.block_size
         in_l1 = num_computed_tokens // block_size
@@ -112,7 +113,7 @@ class SchedulerSide:
             is_past = known.view is not None and in_l1 > known.view.num_own
             if is_past or in_l1 < claim.num_l1:  # L1 has more than the view's own blocks, or fewer than claimed
                 self._cancel(known)
-        known.asked = in_l1
+        known.asked, known.spares = in_l1, spares
         is_fresh = known.claim is None and not known.recompute
         if is_fresh:
             self._submit(known)
@@ -155,7 +156,7 @@ class SchedulerSide:
         """
         known, loading = self.requests[request_id], 0
         if (claim := known.claim) is not None:
-            view, size = known.view, claim.block_size
+            view, size = known.view, known.request.chain.block_size
             known.claim = known.view = None
             if view is not None:  # the last block is loaded whole, but only its shared tokens count
                 num_external_tokens = min(num_external_tokens, view.num_tokens - known.asked * size)
@@ -406,8 +407,10 @@ class SchedulerSide:
         usable = min(len(chain.hashes), (known.request.num_tokens - 1) // chain.block_size)
         hashes, num_l1 = chain.hashes, min(known.asked, usable)
         hashes = hashes if usable == len(hashes) else hashes[:usable]  # `submit` copies it
-        overlap = Overlap.ALLOWED if self.computes_alone else Overlap.NONE
-        known.claim = self.tiers.submit(hashes, chain.root, num_l1, block_size=chain.block_size, overlap=overlap)
+        size, overlap = chain.block_size, Overlap.ALLOWED if self.computes_alone else Overlap.NONE
+        if known.spares:
+            size, overlap = known.spares, Overlap.WHOLE
+        known.claim = self.tiers.submit(hashes, chain.root, num_l1, block_size=size, overlap=overlap)
         self._has_lookups |= known.claim.promised is None
 
     def _answer(self, known: ConnectedRequest, least: int, *, is_fresh: bool = False) -> int | None:
@@ -444,14 +447,14 @@ class SchedulerSide:
             self.tiers.metrics.missed(Outcome.NO_SLOT, claim.found.loadable)
         is_empty = claim.refusal is not None or (claim.found is not None and not claim.found.loadable)
         covered = claim.num_l1 + promised
-        tokens = covered * claim.block_size if known.view is None else known.view.covered(covered)
+        tokens = covered * known.request.chain.block_size if known.view is None else known.view.covered(covered)
         if is_empty and time.monotonic() >= claim.good_until:  # a failure is final; an empty lookup may be repeated
             self._cancel(known)
         return tokens
 
     def _take_view(self, known: ConnectedRequest, claim: Claim, least: int) -> bool:
         """Claim the request's blocks in the tiers and the best child after them, instead of its own blocks alone."""
-        chain, size = known.request.chain, claim.block_size
+        chain, size = known.request.chain, known.request.chain.block_size
         if known.whole_only or claim.found is None or claim.refusal is not None:
             return False
         num_found, now = claim.found.blocks - claim.found.miss, time.monotonic()

@@ -60,7 +60,7 @@ class NoOffload:
     def admit(self, request: Request) -> None:
         """Does nothing."""
 
-    def lookup(self, request: Request, num_computed_tokens: int, in_part: int = 0) -> int | Pending:
+    def lookup(self, request: Request, num_computed_tokens: int, in_part: int = 0, *, spares: int = 0) -> int | Pending:
         return 0
 
     def allocated(

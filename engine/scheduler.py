@@ -5,7 +5,7 @@ from collections import Counter, abc
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
-from kvtier.connector import Answered, ConnectorUpdate, StepPlan, WorkerReport
+from kvtier.connector import Answered, ConnectorUpdate, StepPlan, WorkerReport, prefill_of
 from kvtier.connector.models import Reasoning
 from kvtier.engine.admission import Admission
 from kvtier.engine.config import EngineConfig
@@ -62,7 +62,6 @@ CallsTool = Callable[[abc.Sequence[int]], bool]
 """Whether an answer of these tokens calls a tool."""
 
 
-_PREFILL: Final = 64  # tokens: a step of so many measures prefill
 _LOOK_AHEAD: Final = 0.05  # seconds between lookups while no seat is free: they cost milliseconds, but start prefetches
 
 
@@ -141,8 +140,11 @@ class Scheduler:
         outputs, self._ended = self._ended, []
         if self._admission.copies:
             self._admission.release_sources()
-        if batch.num_tokens >= _PREFILL and not batch.plan.loads and not batch.has_blended:  # these slow a step down
-            self._connector.computed(batch.num_tokens, time.perf_counter() - batch.started, batch.position)
+        if not batch.plan.loads and not batch.has_blended:  # these slow a step down
+            chunks = [(num_new, each.start) for each in batch.chunks if (num_new := each.end - each.start) > 1]
+            num_prefilled, position = prefill_of(chunks, batch.num_tokens)
+            if num_prefilled:
+                self._connector.computed(num_prefilled, time.perf_counter() - batch.started, position)
         left = iter(samples)
         for chunk in batch.chunks:
             sequence = chunk.sequence

@@ -164,12 +164,6 @@ class Batch:
         self.chunks = [chunk for chunk in self.chunks if chunk not in unfinished]
         self.num_tokens = sum(chunk.end - chunk.start for chunk in self.chunks)
 
-    @property
-    def position(self) -> float:
-        """How many tokens precede the computed ones, on average."""
-        seen = sum((chunk.start + chunk.end) / 2 * (chunk.end - chunk.start) for chunk in self.chunks)
-        return seen / max(1, self.num_tokens)
-
 
 @dataclass(frozen=True, slots=True)
 class Completion:

@@ -127,8 +127,7 @@ class StateBorders:
         border, chain = closed.chain.border, closed.chain
         start = min(num_l1, border - 1) if self.traits.keeps_blocks else 0  # a load has one block or more
         connector.know_as(closed)
-        connector.computes_alone = False  # nothing is computed before the state
-        promised = connector.lookup(closed, start * chain.block_size)
+        promised = connector.lookup(closed, start * chain.block_size, spares=chain.spares)
         if isinstance(promised, Pending):
             return promised
         if promised == self._in_all(closed, start):

@@ -440,8 +440,10 @@ class RemoteTiers:
         claim.number, claim.link = next(self._numbers), link
         claim.asked_at = claim.renewed_at = self._clock()
         link.claims[claim.number] = claim
-        names = claim.hashes[:MAX_HASHES]
-        link.put(Ask(claim.number, claim.parent, claim.num_l1, claim.block_size, b"".join(names), claim.overlap))
+        names, overlap = claim.hashes[:MAX_HASHES], claim.overlap
+        if overlap is Overlap.WHOLE and not self._attachment.takes_whole:
+            overlap = Overlap.NONE
+        link.put(Ask(claim.number, claim.parent, claim.num_l1, claim.block_size, b"".join(names), overlap))
         if len(names) >= _ALONE_FROM:
             link.send()
         return True

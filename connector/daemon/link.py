@@ -23,6 +23,7 @@ from kvtier.connector.daemon.wire import (
     REPLIES,
     SHARES_SINCE,
     VERSION,
+    WHOLE_SINCE,
     Ask,
     Bye,
     Ended,
@@ -426,6 +427,11 @@ class Attachment:
                 self.connecting[0].close()
                 self.connecting = None
             self._failed(error)
+
+    @property
+    def takes_whole(self) -> bool:
+        """Whether the daemon knows `Overlap.WHOLE`."""
+        return self._version >= WHOLE_SINCE
 
     def _say_hello(self) -> Link:
         self.hello = replace(self.hello, reset=self._owes_reset)

@@ -37,6 +37,7 @@ RELEASES: Final = {6: "0.1", 7: "0.2", 8: "0.2"}
 """The first release of kvtier with each version."""
 LOSSY_SINCE: Final = 7  # `Hello.lossy`
 SHARES_SINCE: Final = 7  # `Hello.size` 0
+WHOLE_SINCE: Final = 8  # `Overlap.WHOLE`
 
 MAX_HELLO: Final = 8 << 10  # bytes of a frame before the handshake
 MAX_FRAME: Final = 16 << 20  # bytes of any other

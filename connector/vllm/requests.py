@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Final, overload
 
 from huggingface_hub import try_to_load_from_cache
 
-from kvtier.connector import Answered, BlockChain, ClosedChain, hint_in
+from kvtier.connector import Answered, BlockChain, ClosedChain, hint_in, prefill_of
 from kvtier.connector.daemon import RemoteTiers
 from kvtier.connector.models import ToolCalls, load_tokenizer
 from kvtier.connector.vllm.keys import AheadChain, OwnChain, VllmChain
 from kvtier.connector.vllm.slots import GroupLane
 from kvtier.tiers import ChainHash, ConfigError
 from kvtier.tiers.config import CacheConfig
-from kvtier.tiers.hierarchy import CacheTiers, Hierarchy, Rates
+from kvtier.tiers.hierarchy import CacheTiers, Hierarchy, Rates, Span
 from kvtier.tiers.naming import state_name
 from kvtier.tiers.reuse import Hint
 
@@ -31,7 +31,6 @@ _log = logging.getLogger(__name__)
 
 _BORDERS: Final = 32  # borders that are tried, from the last stored one backwards: a step ends at one of them
 _PATIENCE: Final = 0.02  # seconds for that: with a daemon each try is a round trip
-_PREFILL: Final = 64  # tokens: a step of so many measures prefill
 _STEPS: Final = 64  # under way at most; vLLM has one for each stage of its pipeline, and one more
 _MARK: Final = "\0"  # in the ids derived from a request's; vLLM's ids have none
 
@@ -108,13 +107,9 @@ class PrefillClock:
         self._steps: deque[tuple[int, float, float]] = deque(maxlen=_STEPS)  # tokens, their mean position, start
         self._ended = 0.0  # when the last step's results were taken
 
-    def began(self, chunks: Iterable[tuple[int, int]]) -> None:
-        """A step was built, of these `chunks_of`. None: it measures nothing, since it loads or prefills nothing."""
-        num_tokens, seen = 0, 0.0
-        for num_new, num_before in chunks:
-            num_tokens += num_new
-            seen += num_new * (num_before + num_new / 2)
-        self._steps.append((num_tokens, seen / max(1, num_tokens), self._clock()))
+    def began(self, num_tokens: int, position: float) -> None:
+        """A step was built that prefills so many tokens; 0: it measures nothing. `position`: their mean position."""
+        self._steps.append((num_tokens, position, self._clock()))
 
     def ended(self) -> tuple[int, float, float] | None:
         """The oldest step's results are taken: its tokens, seconds and mean position, if it measures prefill.
@@ -125,7 +120,7 @@ class PrefillClock:
             return None
         num_tokens, position, began = self._steps.popleft()
         began, self._ended = max(began, self._ended), self._clock()
-        if num_tokens < _PREFILL:
+        if not num_tokens:
             return None
         measured = num_tokens, self._ended - began, position
         self._rates.computed(*measured)
@@ -343,15 +338,16 @@ def touched(output: Any) -> set[int]:
     return copied.union(output.new_block_ids_to_zero or ())
 
 
-def chunks_of(output: Any) -> Iterable[tuple[int, int]]:
-    """Of each request of a step, how many tokens it computes and how many precede them; none for a step of decoding."""
-    scheduled = output.num_scheduled_tokens
-    if sum(scheduled.values()) < _PREFILL:
-        return ()
-    cached = output.scheduled_cached_reqs
+def prefilled_by(output: Any) -> tuple[int, float]:
+    """`prefill_of` a step. A request that decodes computes one token and its drafts."""
+    scheduled, num_tokens = output.num_scheduled_tokens, output.total_num_scheduled_tokens
+    if num_tokens <= len(scheduled):
+        return 0, 0.0
+    drafts, cached = output.scheduled_spec_decode_tokens, output.scheduled_cached_reqs
     before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     before |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-    return [(num_new, before[request_id]) for request_id, num_new in scheduled.items()]
+    prefilled = [(n, before[key]) for key, n in scheduled.items() if n > 1 and n > 1 + len(drafts.get(key, ()))]
+    return prefill_of(prefilled, num_tokens)
 
 
 def handed_out(output: Any, group_sizes: Sequence[int]) -> set[int]:
@@ -379,10 +375,13 @@ _KEY: Final = "kvtier"
 _LOOK: Final = 0.02  # seconds between two checks: with a daemon each is a round trip
 _LEAST_WAIT: Final = 0.5  # seconds: 0.41 is the longest that a store was on its way at load 14 on two cores
 _LATE: Final = (
-    "a prompt is computed here: its KV from a prefill node did not come within %.2g s: [cache] prefetch_deadline, or "
+    "a prompt is computed here: its KV from a prefill node did not come within %.3g s: [cache] prefetch_deadline, or "
     "what computing it takes"
 )
-_AWAY: Final = "a prompt is computed here: no daemon and no tier that this node shares with its prefill node answers"
+_AWAY: Final = (
+    "a prompt is computed here: no daemon and no tier that this node shares with its prefill node answers, or loading "
+    "from it takes longer"
+)
 _OTHER_NAMES: Final = "the prefill node's blocks have other names than this node's, so the %s differs: %s"
 _FIXES: Final = {
     "model": "give both nodes one checkpoint, dtype, --block-size, drafter, parallel sizes, keys and [cache] epoch",
@@ -452,7 +451,7 @@ class Handovers:
 
         A wait of that length before computing costs at most twice as much as the better of both.
         """
-        if not self._may_come():
+        if not self._may_come(num_tokens):
             return 0.0
         longest, seconds = self._cache.prefetch_deadline, self._prefill.seconds(num_tokens)
         if self._cache.load_or_recompute == "load" or seconds is None:
@@ -477,14 +476,19 @@ class Handovers:
         last = names[-1 - len(self._groups) :]
         return not (self._tiers.locate(last, 0.0).miss or self._tiers.locate(names, 0.0).miss)
 
-    def _may_come(self) -> bool:
+    def _may_come(self, num_tokens: int) -> bool:
         """Whether other nodes' stores become visible here: through the daemon, or a shared tier that answers.
 
-        A tier that goes away later may be back in time: Redis beside busy processes answers late, then again.
+        A tier that goes away later may be back in time: Redis beside busy processes answers late, then again. One from
+        which the tokens are slower to load than to compute counts as away.
         """
         if isinstance(self._tiers, RemoteTiers):
             return self._tiers.member is not None
-        return not isinstance(self._tiers, Hierarchy) or any(port.locates for port in self._tiers.ports)
+        if not isinstance(self._tiers, Hierarchy):
+            return True
+        num_bytes, rates = num_tokens // self._size * self._tiers.host.region.slot_bytes, self._tiers.rates
+        spans = [Span(0, num_tokens, {port.name: num_bytes}) for port in self._tiers.ports if port.locates]
+        return not all(map(rates.is_quicker_computed, spans))
 
     def _warn(self, message: str, *values: object) -> None:
         """Log it, at most once a minute."""

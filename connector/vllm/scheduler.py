@@ -21,9 +21,9 @@ from kvtier.connector.vllm.requests import (
     Tables,
     TrackedRequest,
     answered_of,
-    chunks_of,
     handed_out,
     owner,
+    prefilled_by,
     touched,
     whole_runs,
 )
@@ -203,7 +203,7 @@ class SchedulerHalf:
                     of_last_step = self._states.offer(row, num_scheduled, output)
                     self._final.update(dict.fromkeys(of_last_step, ()))
         final_stores, plan = self._planned()
-        self._prefill.began(() if plan.loads else chunks_of(output))
+        self._prefill.began(*((0, 0.0) if plan.loads else prefilled_by(output)))
         self._expect(final_stores)
         step, self._next = self._next, NextStep()
         is_read = self._ops.reads or self._late

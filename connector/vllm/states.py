@@ -68,7 +68,8 @@ class StateSide:
             row.closed = ClosedRequest.of(
                 row.request_id, row.chain, border, self._groups, keeps_blocks=self._keeps_blocks
             )
-        promised = self._side.lookup(row.closed, row.asked if self._keeps_blocks else 0)
+        closed = row.closed
+        promised = self._side.lookup(closed, row.asked if self._keeps_blocks else 0, spares=closed.chain.spares)
         if isinstance(promised, Pending):
             return promised
         num_blocks = row.closed.border - first

@@ -12,7 +12,7 @@ from kvtier.service import Json
 from kvtier.service.explain.lines import num_alike
 from kvtier.service.explain.request_log import UNSALTED, client_of
 from kvtier.tiers import L1, L2, BlockRecord, ChainHash, ChildBlock
-from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy import Hierarchy, Span
 from kvtier.tiers.naming import chain_hashes, is_named_by
 from kvtier.tiers.pool import MAX_CHILDREN, NEVER_SEEN, EvictionReason
 
@@ -113,8 +113,9 @@ def _quicker_computed(tiers: Sequence[str | None], hierarchy: Hierarchy, size: i
     """The tier whose blocks an engine computes rather than load them; None: it loads all that is held."""
     slow = Counter(each for each in tiers if each not in (L1, L2))
     num_bytes = {str(each): count * hierarchy.host.region.slot_bytes for each, count in slow.items()}
-    num_tokens = sum(each != L1 for each in tiers) * size
-    return next(iter(num_bytes)) if slow and hierarchy.rates.is_quicker_computed(num_tokens, num_bytes) else None
+    start = next((at for at, each in enumerate(tiers) if each not in (L1, L2)), len(tiers))
+    span = Span(start * size, (len(tiers) - start) * size, num_bytes)
+    return next(iter(num_bytes)) if slow and hierarchy.rates.is_quicker_computed(span) else None
 
 
 def _runs(tiers: Sequence[str | None]) -> list[Json]:

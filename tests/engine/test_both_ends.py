@@ -87,7 +87,7 @@ def test_when_somebody_else_wants_the_compute_the_rest_is_loaded() -> None:
         engine.step()
     front = first.num_computed
     assert front > 0
-    engine.rates._tokens_per_second = None  # the other one is loaded, whatever it takes
+    engine.rates._token_seconds = None  # the other one is loaded, whatever it takes
     engine.add("b", 256, first_token=50_000)
     engine.run()
     assert sum(end - start for name, start, end in engine.chunks if name == "a") == front + 1

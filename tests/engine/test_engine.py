@@ -17,6 +17,7 @@ from kvtier.engine.llm import Engine
 from kvtier.engine.requests import FinishReason, SamplingParams
 from kvtier.engine.sequence import SequenceState
 from kvtier.tiers import RequestError
+from kvtier.tiers.hierarchy import Span
 
 
 def test_a_batch_answers_each_prompt_as_if_alone(make: Make) -> None:
@@ -269,9 +270,9 @@ def test_prefill_teaches_the_tiers_how_fast_recomputing_is(make: Make) -> None:
     rates = engine.connector.hierarchy.rates
     rates.policy = "auto"
     rates.loaded("file", 1, 1.0)  # a disk of one byte per second …
-    assert rates.worth_loading(1000, {"file": 1000})  # … is better than nothing known
+    assert rates.worth_loading(Span(0, 1000, {"file": 1000}))  # … is better than nothing known
     engine.generate([prompt(1, 100)], GREEDY)  # a step of 64 tokens, one of 36, then decoding
-    assert not rates.worth_loading(1000, {"file": 1000})
+    assert not rates.worth_loading(Span(0, 1000, {"file": 1000}))
 
 
 def test_the_configured_salt_holds_for_requests_without_one(make: Make) -> None:

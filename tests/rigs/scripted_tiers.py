@@ -67,12 +67,12 @@ class ScriptedTiers:
         num_blocks = len(hashes) - num_l1
         claim.found = Attribution(len(hashes), l1=num_l1, file=num_blocks)
         needed = {"file": num_blocks * BLOCK_BYTES}
+        span = Span(num_l1 * block_size, num_blocks * block_size, needed)
         if overlap is Overlap.ALLOWED:
-            span = Span(num_l1 * block_size, num_blocks * block_size, needed)
             claim.split = self._rates.split_point(span, block_size)
         if claim.split is not None:
             return claim
-        if overlap is not Overlap.BACK and not self._rates.worth_loading(num_blocks * block_size, needed):
+        if overlap is not Overlap.BACK and not self._rates.worth_loading(span):
             claim.refusal = Outcome.RECOMPUTE
             return claim
         if sum(len(each.hashes) for each in self._due) + num_blocks > self.max_waiting:

@@ -26,7 +26,7 @@ from .hierarchy import (
     lineages,
 )
 from .io_queue import IoQueue, JoinedJob, begun
-from .lower_tier import Rates, TierPort
+from .lower_tier import Rates, Span, TierPort
 from .opening import ProbedOpening, check_tiers, lower_modules, open_hierarchy, open_ports, require_alike
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "ProbedOpening",
     "Rates",
     "Removed",
+    "Span",
     "SplitPoint",
     "Stored",
     "TierEvents",

@@ -68,6 +68,7 @@ class Overlap(IntEnum):
     NONE = 0  # the leading blocks; what follows them is computed
     ALLOWED = 1  # the caller may compute the front while the rest is loaded, if that is fastest: see `Claim.split`
     BACK = 2  # the part after a split point: the lookup was counted before, and loading it is decided
+    WHOLE = 3  # all of it or nothing: a recurrent state is worth nothing without the others of its prefix
 
 
 LooksBehind = Callable[[bytes], Sequence[ChildBlock]]
@@ -81,7 +82,7 @@ class Claim:
     hashes: list[ChainHash]
     parent: ChainHash  # of hashes[0]
     num_l1: int  # leading blocks in L1: counted, not claimed
-    block_size: int  # tokens; 0: the blocks cannot be computed instead, so they are always worth loading
+    block_size: int  # tokens that a loaded block spares; 0: it cannot be computed, so it is always worth loading
     found: Attribution | None = None  # where the blocks were; None while a tier is still queried
     refusal: Outcome | None = None  # RECOMPUTE: final, computing is faster; NO_SLOT: others use the slots for now
     good_until: float = 0.0  # on the monotonic clock: from then on the caller may repeat a lookup that missed

@@ -383,47 +383,43 @@ class Hierarchy:
         return [ChildBlock(*child) for child in by_name.items()][:MAX_CHILDREN]
 
     def _promote(self, claim: LocalClaim, where: Attribution, places: Places, num_blocks: int) -> None:
-        """Load the blocks beyond `num_l1`, unless computing them is faster.
+        """Load the blocks beyond `num_l1`.
 
-        If an overlapped load is fastest, claim only those in L2. A claim waits for slots that other requests use no
-        longer than computing would take.
+        If computing those below L2, or computing some while the rest is loaded, is faster, claim only those in L2. A
+        claim waits for slots that other requests use no longer than computing would take.
         """
         block_bytes = self.host.region.slot_bytes
         below_l2 = {port.name: where.by_tier.get(port.name, 0) * block_bytes for port in self.ports}
-        num_in_l2 = len(places.slots)
-        if claim.overlap is Overlap.ALLOWED and self._decide_split(claim, num_blocks, num_in_l2, below_l2):
+        num_in_l2, first, size = len(places.slots), claim.num_l1, claim.block_size
+        num_sure = 0 if claim.overlap is Overlap.WHOLE else num_in_l2  # loaded in any case
+        span = Span((first + num_sure) * size, (num_blocks - num_sure) * size, below_l2)
+        if claim.overlap is Overlap.ALLOWED and self._decide_split(claim, span):
             if not num_in_l2:
                 return
             num_blocks = num_in_l2
-        elif (
-            claim.block_size
-            and claim.overlap is not Overlap.BACK
-            and not self.rates.worth_loading(num_blocks * claim.block_size, below_l2)
-        ):
-            claim.refusal = Outcome.RECOMPUTE
-            self.metrics.missed(Outcome.RECOMPUTE, num_blocks)
-            return
-        first = claim.num_l1
+        elif size and claim.overlap is not Overlap.BACK and not self.rates.worth_loading(span):
+            if self.rates.policy == "recompute":
+                num_sure = 0
+            self.metrics.missed(Outcome.RECOMPUTE, num_blocks - num_sure)
+            if not num_sure:
+                claim.refusal = Outcome.RECOMPUTE
+                return
+            num_blocks, below_l2 = num_sure, {}
         parent = claim.hashes[first - 1] if first else claim.parent
         run = claim.hashes if num_blocks == len(claim.hashes) else claim.hashes[first : first + num_blocks]
         deadline, patience = self.settings.prefetch_deadline, 0.0
         if claim.split is None and claim.overlap is not Overlap.BACK:  # nothing is computed meanwhile
-            is_weighed = bool(claim.block_size)
-            spared = self.rates.spared(num_blocks * claim.block_size, below_l2) if is_weighed else math.inf
-            patience = min(deadline, spared)
+            whole = Span(first * size, num_blocks * size, below_l2)
+            patience = min(deadline, self.rates.spared(whole)) if size else deadline
         below = [(port, num_below) for port in self.ports if (num_below := where.by_tier.get(port.name, 0))]
         source = below[0] if len(below) == 1 and below[0][1] == num_blocks - num_in_l2 else None
         self.promoter.start(claim, run, parent, places, source, (deadline, patience))
         if claim.refusal is not None:
             claim.split = None
 
-    def _decide_split(self, claim: LocalClaim, num_blocks: int, num_in_l2: int, below_l2: Mapping[str, int]) -> bool:
-        """Set the split point, after the leading blocks in L2. False: loading or computing alone is as fast."""
-        size = claim.block_size
-        if num_blocks * size < MIN_FRONT or not any(below_l2.values()):
-            return False
-        span = Span((claim.num_l1 + num_in_l2) * size, (num_blocks - num_in_l2) * size, below_l2)
-        claim.split = self.rates.split_point(span, size) if num_in_l2 < num_blocks else None
+    def _decide_split(self, claim: LocalClaim, span: Span) -> bool:
+        """Set the split point within these tokens. False: loading or computing alone is as fast."""
+        claim.split = self.rates.split_point(span, claim.block_size) if span.num_tokens >= MIN_FRONT else None
         if claim.split is None:
             return False
         claim.behind = None

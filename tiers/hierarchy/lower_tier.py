@@ -59,13 +59,13 @@ class Span(NamedTuple):
 
 
 class Rates:
-    """Moving averages: each tier's bytes per second, prefill's tokens per second. Thread-safe."""
+    """Moving averages: each tier's bytes per second, prefill's seconds per token. Thread-safe."""
 
     def __init__(self, policy: LoadPolicy) -> None:
         self.policy = policy
         self._lock = Lock()
         self._bytes_per_second: dict[str, float] = {}
-        self._tokens_per_second: float | None = None
+        self._token_seconds: float | None = None
         self._growth = _Growth()
         self._refused = 0
 
@@ -83,23 +83,24 @@ class Rates:
         """A step prefilled `num_tokens` in `seconds`; `position` is how many tokens they followed, on average."""
         if seconds > 0 and num_tokens > 0:
             with self._lock:
-                old = num_tokens / seconds if self._tokens_per_second is None else self._tokens_per_second
-                self._tokens_per_second = old + _WEIGHT * (num_tokens / seconds - old)
-                self._growth.add(position, seconds / num_tokens)
+                new = seconds / num_tokens
+                old = new if self._token_seconds is None else self._token_seconds
+                self._token_seconds = old + _WEIGHT * (new - old)
+                self._growth.add(position, new)
 
     @property
     def tokens_per_second(self) -> float | None:
         """Of prefill, as engines measured it; None before the first measurement."""
-        return self._tokens_per_second
+        return None if self._token_seconds is None else 1 / self._token_seconds
 
     def prefill_seconds(self, start: int, num_tokens: int) -> float | None:
         """Predicted time to prefill so many tokens after the first `start`; None before the first measurement."""
         with self._lock:
-            return None if self._tokens_per_second is None else self._compute(start, num_tokens)
+            return None if self._token_seconds is None else self._compute(start, num_tokens)
 
-    def worth_loading(self, num_tokens: int, bytes_by_tier: Mapping[str, int]) -> bool:
-        """Whether loading these bytes beats computing these tokens. Unknown rates: load, and learn."""
-        if not self.is_quicker_computed(num_tokens, bytes_by_tier):
+    def worth_loading(self, span: Span) -> bool:
+        """Whether loading these tokens beats computing them. Unknown rates: load, and learn."""
+        if not self.is_quicker_computed(span):
             return True
         if self.policy != "auto":
             return False
@@ -107,20 +108,20 @@ class Rates:
             self._refused += 1
             return self._refused % _RETRY == 0
 
-    def is_quicker_computed(self, num_tokens: int, bytes_by_tier: Mapping[str, int]) -> bool:
-        """Whether computing these tokens is measured, or configured, to beat loading these bytes. Changes no state."""
+    def is_quicker_computed(self, span: Span) -> bool:
+        """Whether computing these tokens is measured, or configured, to beat loading them. Changes no state."""
         if self.policy != "auto":
             return self.policy == "recompute"
         with self._lock:
-            rate = self._tokens_per_second
-            return rate is not None and self._load(bytes_by_tier) > num_tokens / rate
+            is_known = self._token_seconds is not None
+            return is_known and self._load(span.bytes_by_tier) > self._compute(span.start, span.num_tokens)
 
-    def spared(self, num_tokens: int, bytes_by_tier: Mapping[str, int]) -> float:
-        """Seconds by which loading these bytes beats computing these tokens; inf if unknown or not weighed."""
+    def spared(self, span: Span) -> float:
+        """Seconds by which loading these tokens beats computing them; inf if unknown or not weighed."""
         with self._lock:
-            if self.policy != "auto" or self._tokens_per_second is None:
+            if self.policy != "auto" or self._token_seconds is None:
                 return math.inf
-            return max(0.0, num_tokens / self._tokens_per_second - self._load(bytes_by_tier))
+            return max(0.0, self._compute(span.start, span.num_tokens) - self._load(span.bytes_by_tier))
 
     def split_point(self, span: Span, block_size: int) -> SplitPoint | None:
         """The split point, if computing a front while loading the rest beats either alone; else None.
@@ -129,7 +130,7 @@ class Rates:
         """
         with self._lock:
             needed = [tier for tier, num_bytes in span.bytes_by_tier.items() if num_bytes]
-            if self.policy != "auto" or self._tokens_per_second is None or not needed:
+            if self.policy != "auto" or self._token_seconds is None or not needed:
                 return None
             if any(tier not in self._bytes_per_second for tier in needed):
                 return None
@@ -154,10 +155,9 @@ class Rates:
 
     def _compute(self, start: int, num_tokens: int) -> float:
         """Seconds to prefill so many tokens after the first `start`. The caller holds the lock; a rate is known."""
-        assert self._tokens_per_second is not None
-        per_token = 1 / self._tokens_per_second
+        assert self._token_seconds is not None
         more = self._growth.slope * (start + num_tokens / 2 - self._growth.position)
-        return num_tokens * max(per_token + more, per_token / 8)
+        return num_tokens * max(self._token_seconds + more, self._token_seconds / 8)
 
 
 class _Growth:

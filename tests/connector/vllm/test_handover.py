@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from doubles import BLOCK_SIZE, MemoryTier, chain_of, hierarchy_of
 
-from kvtier.connector.vllm.requests import Handovers, PrefillClock, TrackedRequest, chunks_of
+from kvtier.connector.vllm.requests import Handovers, PrefillClock, TrackedRequest, prefilled_by
 from kvtier.tiers.config import CacheConfig
 from kvtier.tiers.hierarchy import Hierarchy
 
@@ -36,9 +36,9 @@ class Node:
         cache = CacheConfig(prefetch_deadline=60.0, load_or_recompute=policy)
         self.handovers = Handovers(self.hierarchy, plan, store, cache, self.prefill)
 
-    def step(self, seconds: float, *chunks: tuple[int, int]) -> tuple[int, float, float] | None:
+    def step(self, seconds: float, num_tokens: int = 0, position: float = 0.0) -> tuple[int, float, float] | None:
         """One step of vLLM alone."""
-        self.prefill.began(chunks)
+        self.prefill.began(num_tokens, position)
         self.time += seconds
         return self.prefill.ended()
 
@@ -159,7 +159,7 @@ def test_it_waits_no_longer_than_computing_would_delay_all_requests(tier: Memory
     waits = {}
     for speed in (None, 1.0, 100.0):
         if speed is not None:
-            node.step(64 / speed, (64, 0))
+            node.step(64 / speed, 64)
         for num_requests in (1, 3, 100):
             row = node.row(said)
             node.handovers.admit(row, num_requests)
@@ -177,7 +177,7 @@ def test_it_waits_no_longer_than_computing_would_delay_all_requests(tier: Memory
 @pytest.mark.parametrize(("policy", "wait"), [("load", 60.0), ("recompute", None)])
 def test_a_configured_choice_is_not_weighed(policy: str, wait: float | None, tier: MemoryTier) -> None:
     node = Node(tier, policy=policy)
-    node.step(0.001, (64, 0))
+    node.step(0.001, 64)
     row = node.row(prefilled(tier))
     node.handovers.admit(row)
     assert (row.awaited and row.awaited.patience) == wait
@@ -205,28 +205,51 @@ def test_a_tier_that_goes_away_while_a_request_waits_may_be_back_in_time(tier: M
     node.close()
 
 
-def test_prefill_is_measured_by_steps_that_only_compute(tier: MemoryTier) -> None:
+def test_it_does_not_wait_for_what_is_slower_to_load_than_to_compute(tier: MemoryTier) -> None:
     node = Node(tier)
-    assert node.step(1.0, (63, 0)) is None  # too small
-    assert node.step(1.0) is None  # it loads, or is idle
-    assert node.prefill.ended() is None  # vLLM takes more results than it built steps
-    assert node.prefill.seconds(100) is None
-    assert node.step(2.0, (64, 0), (36, 200)) == (100, 2.0, pytest.approx((64 * 32 + 36 * 218) / 100))
-    assert node.prefill.seconds(100) == pytest.approx(2.0)
-    node.prefill.began([(100, 0)])
-    node.prefill.began([(100, 0)])  # scheduled while the first one runs
-    node.time += 2.0
-    assert node.prefill.ended() == (100, 2.0, 50)
-    node.time += 2.0
-    assert node.prefill.ended() == (100, 2.0, 50)
+    node.hierarchy.rates.policy = "auto"
+    node.hierarchy.rates.loaded(tier.name, 1, 1.0)
+    for seconds in (1e-3, 1e9):
+        node.hierarchy.rates.computed(64, seconds)
+        row = node.row(prefilled(tier))
+        node.handovers.admit(row)
+        assert node.handovers.is_coming(row, time.monotonic()) == (seconds > 1)
     node.close()
 
 
-def test_a_steps_chunks_are_those_of_new_and_of_running_requests() -> None:
-    cached = SimpleNamespace(req_ids=["b", "c"], num_computed_tokens=[500, 70])
-    new = [SimpleNamespace(req_id="a", num_computed_tokens=16)]
-    scheduled = {"a": 60, "b": 1, "c": 3}
-    output = SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_new_reqs=new, scheduled_cached_reqs=cached)
-    assert list(chunks_of(output)) == [(60, 16), (1, 500), (3, 70)]
-    scheduled["a"] = 59
-    assert list(chunks_of(output)) == []
+def test_prefill_is_measured_from_one_steps_results_to_the_next_ones(tier: MemoryTier) -> None:
+    node = Node(tier)
+    assert node.step(1.0) is None
+    assert node.prefill.ended() is None  # vLLM takes more results than it built steps
+    assert node.prefill.seconds(100) is None
+    assert node.step(2.0, 100, 50) == (100, 2.0, 50)
+    assert node.prefill.seconds(100) == pytest.approx(2.0)
+    node.prefill.began(100, 0)
+    node.prefill.began(100, 0)  # scheduled while the first one runs
+    for _ in range(2):
+        node.time += 2.0
+        assert node.prefill.ended() == (100, 2.0, 0)
+    node.close()
+
+
+def output_of(drafts: int = 0, **scheduled: int) -> Any:
+    """A step of vLLM: request `a` is new, behind 16 tokens; the others run, behind 500."""
+    cached = [request_id for request_id in scheduled if request_id != "a"]
+    return SimpleNamespace(
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        scheduled_spec_decode_tokens={request_id: [1] * drafts for request_id in cached} if drafts else {},
+        scheduled_new_reqs=[SimpleNamespace(req_id="a", num_computed_tokens=16)],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=cached, num_computed_tokens=[500] * len(cached)),
+    )
+
+
+def test_only_steps_that_mostly_prefill_measure_it() -> None:
+    assert prefilled_by(output_of(a=60, b=1, c=4)) == (64, pytest.approx((60 * 46 + 4 * 502) / 64))
+    assert prefilled_by(output_of(a=60, b=1, c=3))[0] == 0  # too little
+    decoding = {f"r{number}": 1 for number in range(70)}
+    assert prefilled_by(output_of(**decoding))[0] == 0
+    assert prefilled_by(output_of(a=69, **decoding))[0] == 0
+    assert prefilled_by(output_of(a=70, **decoding)) == (70, 51.0)
+    drafting = {f"r{number}": 4 for number in range(70)}
+    assert prefilled_by(output_of(3, **drafting))[0] == 0

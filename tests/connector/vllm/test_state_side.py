@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from doubles import BLOCK_SIZE, MemoryTier, chain_of, fill_slots, hierarchy_of, payload_of, record_of
+from doubles import BLOCK_SIZE, SLOT_BYTES, MemoryTier, chain_of, fill_slots, hierarchy_of, payload_of, record_of
 
 from kvtier.connector.plan import WorkerReport
 from kvtier.connector.scheduler import SchedulerSide
@@ -101,6 +101,23 @@ def story() -> Any:
     made = Story()
     yield made
     made.close()
+
+
+@pytest.mark.parametrize("keeps_blocks", [True, False])
+def test_states_are_weighed_by_all_tokens_before_them(keeps_blocks: bool) -> None:
+    story = Story(keeps_blocks=keeps_blocks)
+    story.hold(5, *GROUPS)
+    tokens, records = 5 * BLOCK_SIZE, len(GROUPS) + 5 * keeps_blocks
+    rates = story.hierarchy.rates
+    rates.policy = "auto"
+    rates.loaded("file", SLOT_BYTES, 1.0)
+    rates.computed(tokens, 0.9 * records)  # loading takes `records` seconds
+    assert story.asked() == 0
+    story.row.gives_up = False
+    story.states.release(story.row)
+    rates.computed(tokens, 100.0 * records)
+    assert story.asked() == tokens
+    story.close()
 
 
 def test_states_are_one_chain_beside_the_blocks(story: Story) -> None:

@@ -9,7 +9,7 @@ from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, payload_of, rec
 
 from kvtier.tiers.errors import ConfigError, TierUnavailable
 from kvtier.tiers.hierarchy import lower_tier
-from kvtier.tiers.hierarchy.lower_tier import PortSettings, Rates, TierPort
+from kvtier.tiers.hierarchy.lower_tier import PortSettings, Rates, Span, TierPort
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome, Tier
 
@@ -92,7 +92,7 @@ def test_what_is_written_is_found_read_and_measured(story: Story) -> None:
     assert counters['kvtier_bytes_total{tier="file",direction="write"}'] == 2 * SLOT_BYTES
     assert counters['kvtier_bytes_total{tier="file",direction="read"}'] == 2 * SLOT_BYTES  # what arrived
     story.rates.computed(1 << 50, 1.0)  # an engine of infinite speed: whether the tier's rate is known shows
-    assert not story.rates.worth_loading(1, {"file": 1 << 30})
+    assert not story.rates.worth_loading(Span(0, 1, {"file": 1 << 30}))
 
 
 def test_misses_corruption_and_a_full_disk_are_no_failures(story: Story) -> None:

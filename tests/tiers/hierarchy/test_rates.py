@@ -7,25 +7,43 @@ import pytest
 from kvtier.tiers.hierarchy.lower_tier import BusyTime, LoadPolicy, Rates, Span
 
 
+def test_a_token_far_behind_takes_as_long_as_those_before_it_let_expect() -> None:
+    rates = Rates("auto")
+    for position in range(0, 4000, 400):
+        rates.computed(400, 0.4 + position / 1000, position)
+    rates.loaded("file", 1000, 1.0)
+    near, far = Span(0, 400, {"file": 2000}), Span(40_000, 400, {"file": 2000})
+    assert rates.is_quicker_computed(near)
+    assert not rates.is_quicker_computed(far)
+    assert rates.spared(far) > rates.spared(near) == 0
+
+
+def test_one_step_that_seems_far_too_quick_changes_little() -> None:
+    rates = Rates("auto")
+    rates.computed(4096, 0.4)
+    rates.computed(4096, 1e-6)  # its results came with those of the step before
+    assert rates.tokens_per_second == pytest.approx(4096 / 0.32)
+
+
 def test_unknown_rates_load_and_learn() -> None:
     rates = Rates("auto")
-    assert rates.worth_loading(16, {"file": 1 << 30})  # nothing is known
+    assert rates.worth_loading(Span(0, 16, {"file": 1 << 30}))  # nothing is known
     rates.computed(1_000, 1.0)
-    assert rates.worth_loading(16, {"file": 1 << 30})  # the tier's rate is still unknown
+    assert rates.worth_loading(Span(0, 16, {"file": 1 << 30}))  # the tier's rate is still unknown
     rates.loaded("file", 1_000, 1.0)
-    assert not rates.worth_loading(16, {"file": 1 << 30})
-    assert rates.worth_loading(16, {"redis": 1 << 30})  # never used: load, and learn
+    assert not rates.worth_loading(Span(0, 16, {"file": 1 << 30}))
+    assert rates.worth_loading(Span(0, 16, {"redis": 1 << 30}))  # never used: load, and learn
 
 
 def test_the_faster_way_wins() -> None:
     rates = Rates("auto")
     rates.loaded("file", 1_000_000, 1.0)  # 1 MB/s
     rates.computed(100, 1.0)  # 100 tokens/s
-    assert rates.worth_loading(100, {"file": 1_000_000})  # one second either way: load
-    assert rates.worth_loading(100, {"file": 900_000})
-    assert not rates.worth_loading(100, {"file": 1_100_000})
-    assert rates.worth_loading(100, {"file": 0})  # all of it in L2
-    assert rates.worth_loading(100, {})
+    assert rates.worth_loading(Span(0, 100, {"file": 1_000_000}))  # one second either way: load
+    assert rates.worth_loading(Span(0, 100, {"file": 900_000}))
+    assert not rates.worth_loading(Span(0, 100, {"file": 1_100_000}))
+    assert rates.worth_loading(Span(0, 100, {"file": 0}))  # all of it in L2
+    assert rates.worth_loading(Span(0, 100, {}))
 
 
 def test_several_tiers_add_up() -> None:
@@ -33,8 +51,8 @@ def test_several_tiers_add_up() -> None:
     rates.loaded("file", 1_000_000, 1.0)
     rates.loaded("redis", 500_000, 1.0)
     rates.computed(100, 1.0)
-    assert rates.worth_loading(100, {"file": 500_000, "redis": 250_000})
-    assert not rates.worth_loading(100, {"file": 500_000, "redis": 300_000})
+    assert rates.worth_loading(Span(0, 100, {"file": 500_000, "redis": 250_000}))
+    assert not rates.worth_loading(Span(0, 100, {"file": 500_000, "redis": 300_000}))
 
 
 def test_pinned_policies_ignore_rates() -> None:
@@ -42,32 +60,32 @@ def test_pinned_policies_ignore_rates() -> None:
         rates = Rates(policy)
         rates.loaded("file", 1, 1.0)
         rates.computed(1_000_000, 1.0)
-        assert all(rates.worth_loading(1, {"file": 1 << 40}) is expected for _ in range(100))
+        assert all(rates.worth_loading(Span(0, 1, {"file": 1 << 40})) is expected for _ in range(100))
 
 
 def test_every_32nd_refusal_loads_all_the_same_so_that_a_stale_rate_recovers() -> None:
     rates = Rates("auto")
     rates.loaded("file", 10, 1.0)  # a bad day: 10 B/s
     rates.computed(100, 1.0)
-    answers = [rates.worth_loading(100, {"file": 1_000}) for _ in range(64)]
+    answers = [rates.worth_loading(Span(0, 100, {"file": 1_000})) for _ in range(64)]
     assert [i for i, worth in enumerate(answers, 1) if worth] == [32, 64]
     for _ in range(3):  # those loads found the tier well again
         rates.loaded("file", 1_000_000, 1.0)
-    assert rates.worth_loading(100, {"file": 1_000})
+    assert rates.worth_loading(Span(0, 100, {"file": 1_000}))
 
 
 def test_a_read_that_delivered_nothing_and_a_time_of_nought_are_no_samples() -> None:
     rates = Rates("auto")
     rates.computed(100, 1.0)
     rates.loaded("file", 0, 1.0)  # all its blocks failed: no rate, and above all no rate of zero
-    assert rates.worth_loading(1, {"file": 1 << 40})
+    assert rates.worth_loading(Span(0, 1, {"file": 1 << 40}))
     rates.loaded("file", 1_000, 0.0)  # a clock too coarse
     rates.computed(5, 0.0)
     rates.computed(0, 5.0)
-    assert rates.worth_loading(1, {"file": 1 << 40})
+    assert rates.worth_loading(Span(0, 1, {"file": 1 << 40}))
     rates.loaded("file", 1_000, 1.0)
     rates.loaded("file", 0, 1.0)
-    assert rates.worth_loading(100, {"file": 1_000})  # as it was
+    assert rates.worth_loading(Span(0, 100, {"file": 1_000}))  # as it was
 
 
 def test_reads_side_by_side_share_one_stretch_of_time() -> None:

@@ -7,9 +7,9 @@ import pytest
 from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, hand_in, payload_of, store, wait_until
 
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Overlap
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings, Rates, TierPort
+from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, LoadPolicy, PortSettings, Rates, TierPort
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.pool.lease import Places
@@ -48,9 +48,9 @@ class SharedTier(MemoryTier):
 class Bench:
     """L2 of 32 slots over a file tier and a shared one."""
 
-    def __init__(self, clock: FakeClock, load_policy: str = "load") -> None:
+    def __init__(self, clock: FakeClock, load_policy: LoadPolicy = "load") -> None:
         self.file, self.shared, self.clock = MemoryTier(), SharedTier(), clock
-        metrics, rates = Metrics(), Rates("load" if load_policy == "load" else "recompute")
+        metrics, rates = Metrics(), Rates(load_policy)
         host = HostTier(HostRegion.allocate(32, SLOT_BYTES, huge_pages=False, prefault=False))
         patience = PortSettings(deadline=5.0, failures=2, retry_after=1.0, num_threads=2)
         ports = [
@@ -239,6 +239,28 @@ def test_slower_than_computing_is_said_once_and_for_good() -> None:
     assert bench.settled(claim) == 0
     assert claim.refusal is Outcome.RECOMPUTE
     assert bench.shared.reads == []
+    bench.hierarchy.close()
+
+
+@pytest.mark.parametrize(("overlap", "promised"), [(Overlap.NONE, 3), (Overlap.BACK, 4), (Overlap.WHOLE, 0)])
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_what_l2_has_is_loaded_though_the_rest_is_slower_to_load_than_to_compute(
+    overlap: Overlap, promised: int, is_slow: bool
+) -> None:
+    bench = Bench(FakeClock(), load_policy="auto")
+    chain = chain_of(4)
+    store(bench.hierarchy, chain, 0, 3)
+    assert bench.hierarchy.drain(60)
+    bench.file.blocks.clear()
+    bench.file.fill(chain, 3)
+    bench.hierarchy.rates.loaded("file", SLOT_BYTES, 1.0)
+    bench.hierarchy.computed(4, 0.2 if is_slow else 1.1)  # a block loads in 1 s; four are computed in 0.8 s or 4.4 s
+    claim = bench.tiers.submit(chain.hashes, chain.root, block_size=4, overlap=overlap)
+    assert bench.settled(claim) == (promised if is_slow else 4)
+    assert claim.refusal is (None if promised or not is_slow else Outcome.RECOMPUTE)
+    with bench.tiers.lease(claim) as lease:
+        assert lease.hashes == chain.hashes[: promised if is_slow else 4]
+    bench.hierarchy.check()
     bench.hierarchy.close()
 
 
