@@ -293,17 +293,17 @@ class LastRoom:
         """`look` may wait for ever: then there is no other look, and what is `known` stays."""
         self._look = look
         self._lock = Lock()  # guards what follows
-        self._told = tuple(known)
+        self._latest = tuple(known)
         self._is_looking = False
         self._due = time.monotonic() + _EVERY if known else 0.0
 
-    def told(self) -> Sequence[StoragePlace]:
+    def latest(self) -> Sequence[StoragePlace]:
         """At once; if that is old, it is looked again meanwhile. Empty until the first look has ended."""
         with self._lock:
             if not self._is_looking and time.monotonic() >= self._due:
                 self._is_looking = True
                 Thread(target=self._look_again, name="kvtier-room", daemon=True).start()
-            return self._told
+            return self._latest
 
     def _look_again(self) -> None:
         found: tuple[StoragePlace, ...] = ()
@@ -311,4 +311,4 @@ class LastRoom:
             found = tuple(self._look())
         finally:
             with self._lock:
-                self._told, self._is_looking, self._due = found, False, time.monotonic() + _EVERY
+                self._latest, self._is_looking, self._due = found, False, time.monotonic() + _EVERY

@@ -267,7 +267,7 @@ class RedisStore(SharedTier):
 
     def room(self) -> Sequence[StoragePlace]:
         """The memory of each server."""
-        return () if self._is_closed else self._room.told()
+        return () if self._is_closed else self._room.latest()
 
     def check(self) -> None:
         self._names.check()
