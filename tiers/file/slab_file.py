@@ -229,7 +229,7 @@ def _shrink(io: FileIO, file: SlabFile, resized: Superblock) -> SlabFile:
 
 
 def cut(io: FileIO, file: SlabFile, resized: Superblock) -> SlabFile:
-    """Drop the extents beyond `resized`: rows, then superblock, then space. Removes the rest of a killed resize, too."""
+    """Drop the extents beyond `resized`: rows, superblock, then space. Removes the rest of a killed resize, too."""
     old = file.superblock
     if resized.num_slots < old.num_slots:
         io.sync(file.fd)

@@ -37,7 +37,6 @@ from kvtier.tiers.file.file_io import FileIO, GroupSync, Mode, PayloadIO, probe_
 from kvtier.tiers.file.slab import Codec, SlabEntry, Superblock, codec_of, verified
 from kvtier.tiers.file.slab_file import (
     SlabFile,
-    request_shrink,
     blank_slots,
     cut,
     is_ours,
@@ -45,6 +44,7 @@ from kvtier.tiers.file.slab_file import (
     open_slab,
     read_shrink_request,
     release,
+    request_shrink,
     write_owner,
 )
 from kvtier.tiers.file.slab_rows import SlabRows
