@@ -290,7 +290,7 @@ class FileStore(Tier):
                 codec = codec_of(file.superblock, key, str(file.path))
                 store = cls(io, file, payload, codec, durable=durable, partial_blocks=partial_blocks)
                 undo.pop_all()
-                store._tail.start()
+                store._shrinker.start()
                 return store
         except OSError as error:
             raise TierUnavailable(f"[file] path {str(directory)!r}: {error}; the file tier is off") from error
