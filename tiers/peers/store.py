@@ -271,7 +271,7 @@ class PeersStore(Tier):
         held: Mapping[PeerAddress, Sequence[bool]],
         announced: Mapping[PeerAddress, Sequence[bool]],
     ) -> int:
-        """Store which peer to ask for each block that events do not name, in few requests; returns how many are held."""
+        """Store which peer to ask for each block that events do not name; returns how many are held."""
         at = 0
         while at < len(names):
             ends = {
