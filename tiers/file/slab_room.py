@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.pool import Slots
-from kvtier.tiers.reuse import UNTOLD, ClassifiedEnd, LruShadow
+from kvtier.tiers.reuse import NO_CLASS, ClassifiedEnd, LruShadow
 
 Extents = NDArray[np.int64]
 
@@ -28,7 +28,7 @@ class SlabRoom:
 
     def __init__(self, num_extents: int, slots_per_extent: int) -> None:
         self._per_extent = slots_per_extent
-        self._kind = np.full(num_extents, UNTOLD, np.int64)
+        self._kind = np.full(num_extents, NO_CLASS, np.int64)
         self._since = np.zeros(num_extents)  # seconds
         self._depth = np.zeros(num_extents, np.int64)  # of its deepest block
         self._slots_ended = np.zeros(num_extents * slots_per_extent, np.bool_)  # slots of a request that has ended
@@ -52,7 +52,7 @@ class SlabRoom:
 
     def has_ended(self, extent: int) -> bool:
         """Whether the end of a request with a block in the extent was recorded since it was opened."""
-        return self._kinds[extent] != UNTOLD
+        return self._kinds[extent] != NO_CLASS
 
     def ended(self, end: ClassifiedEnd, slots: Slots, live: Sequence[int]) -> None:
         """A request has ended; its blocks are in these slots, -1 if not here. `live`: the blocks in each extent."""
@@ -81,7 +81,7 @@ class SlabRoom:
 
     def opened(self, extent: int) -> None:
         """The extent is filled anew."""
-        self._kinds[extent] = UNTOLD
+        self._kinds[extent] = NO_CLASS
         self._depths[extent] = 0
         self._times[extent] = self._last.clock() if self._last is not None else 0.0
 
@@ -140,13 +140,13 @@ class SlabRoom:
             if not is_its.all():
                 places, kinds = end.order.places, self._kind[extents]
                 before = places(kinds, end.clock() - self._since[extents])
-                is_its |= (kinds == UNTOLD) | (before <= places(np.array([end.kind]), np.zeros(1)))
+                is_its |= (kinds == NO_CLASS) | (before <= places(np.array([end.kind]), np.zeros(1)))
             mine, deepest = extents[is_its], deepest[is_its]
         self._kind[mine], self._since[mine], self._depth[mine] = end.kind, end.ended_at, deepest
 
     def reset(self) -> None:
         """Every block was forgotten: forget the recorded ends, too."""
-        self._kind[:] = UNTOLD
+        self._kind[:] = NO_CLASS
         self._slots_ended[:] = False
         self.late.clear()
         self._plan.clear()
