@@ -113,13 +113,13 @@ class LayoutKernels:
         self.geometry = geometry
         self.grid = DEFAULT.grid  # blocks of threads of a launch, at most
         self._cupy = cupy or importlib.import_module("cupy")
-        # blocking: CuPy's stream is another than the launches', which would not wait for the upload
+        # blocking: the launches run on another stream than CuPy's, and would not wait for the upload
         self._bases = self._cupy.asarray(np.array(geometry.bases, np.uint64), blocking=True)
         self._kernels: dict[tuple[str, int], Any] = {}
         self._known: dict[tuple[int, int, tuple[int, int] | None], tuple[int, int, tuple[np.generic, ...]]] = {}
 
     def compile(self, canonical: "Canonical") -> None:
-        """Compile both kernels for such slots now, not at first use. RuntimeError if that is refused."""
+        """Compile both kernels for such slots now, not at first use. RuntimeError if that fails."""
         unit = self.geometry.unit_bytes(canonical.address, canonical.slot_stride)
         try:
             for name in ("kv_gather", "kv_scatter"):
@@ -147,7 +147,7 @@ class LayoutKernels:
                 self._kernel(name, unit)((grid, 1), (THREADS,), (*addresses, *of_geometry, np.uint32(pairs)))
 
     def _counts(self, canonical: "Canonical") -> tuple[int, int, tuple[np.generic, ...]]:
-        """Bytes of a unit, units of a block, a launch's fixed arguments: kept, as making them costs a launch."""
+        """Bytes of a unit, units of a block, a launch's fixed arguments: stored, as making them costs a launch."""
         kind = (canonical.address % 16, canonical.slot_stride, canonical.layers)
         if (known := self._known.get(kind)) is not None:
             return known
@@ -184,7 +184,7 @@ class Canonical:
 
 @dataclass(frozen=True, slots=True)
 class _StreamPointer:
-    """A stream of somebody else's, in the form CuPy (14 and later) takes it."""
+    """Another library's stream, in the form CuPy (14 and later) takes it."""
 
     pointer: int
 
@@ -210,7 +210,7 @@ class PartKernels:
 
     @classmethod
     def of(cls, parts: Sequence[BlockPart], cupy: Any = None) -> Self | None:
-        """Compiled; None where parts differ in more than place. ImportError without CuPy; RuntimeError if refused."""
+        """Compiled; None if parts differ in more than place. ImportError without CuPy; RuntimeError if that fails."""
         parts = sorted(parts, key=lambda part: part.offset)
         geometry = _geometry_of(parts)
         if geometry is None:
@@ -243,7 +243,7 @@ class PartKernels:
 
 
 def _geometry_of(parts: Sequence[BlockPart]) -> Geometry | None:
-    """The parts of a block as a kernel's layers; None if they are no such thing."""
+    """The parts of a block as a kernel's layers; None if they differ too much."""
     first, num_bytes = parts[0], parts[0].num_bytes
     for number, part in enumerate(parts):
         if _form_of(part) != _form_of(first):

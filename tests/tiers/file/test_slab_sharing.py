@@ -369,7 +369,7 @@ def test_an_owner_that_does_not_answer_keeps_what_it_has(
     monkeypatch.setattr("kvtier.tiers.file.slab_file._ANSWER_SECONDS", 0.5)
     first = open_store(0)
     had = fill(first)
-    first._tail.stop()  # as an owner that is stopped, or a kvtier that knew no such question
+    first._shrinker.stop()  # as an owner that is stopped, or a kvtier that knew no such question
     with pytest.raises(TierUnavailable, match="were requested to shrink for this model's, and have not yet"):
         open_store(1)  # its port tries again; a slab of a few blocks would stay so small until it is opened anew
     assert get(first, range(had)) == [Outcome.OK] * had
