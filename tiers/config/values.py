@@ -1,4 +1,4 @@
-"""The kinds of values a configuration has: how each is written, and what is said of one that is not."""
+"""The kinds of values a configuration has: how each is written, and the error for a wrong one."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def _socket(value: object) -> object:
 
 
 def _text(fits: Callable[[str], object], why: str) -> BeforeValidator:
-    """Takes a text that `fits`; of any other value it says `why`."""
+    """Takes a text that `fits`; the error for any other value is `why`."""
 
     def checked(value: object) -> str:
         if not isinstance(value, str) or not fits(value):
@@ -271,9 +271,7 @@ class HttpSection(Section):
     http: Address
     token: Secret | None = None
     allow_remote: bool = option(False, "let http be an address other machines reach; needs a token")
-    allowed_hosts: AllowedHosts = option(
-        (), "list of names its pages may be asked for under, besides its addresses; * = every one"
-    )
+    allowed_hosts: AllowedHosts = option((), "list of host names that its pages accept, besides its addresses; * = any")
 
     @model_validator(mode="after")
     def _guarded(self) -> Self:
