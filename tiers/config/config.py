@@ -121,7 +121,7 @@ class Config(BaseSettings):
 
 
 ConfigSource = Config | Mapping[str, Mapping[str, object]] | Path | str
-"""What a library's user may give as a configuration: see `Config.of`."""
+"""The forms in which a library's user may give a configuration: see `Config.of`."""
 
 
 def child_environment(values: Mapping[str, str], under: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -35,7 +35,7 @@ class CopyChoice:
 
     The defaults are published figures. The driver's batches: 51 GB/s at 64 KiB, 40 to 44 at 28 KiB, 4 to 7 at 24 KiB
     and less. A torch copy costs some 6 us of Python, in which PCIe 5 moves 300 KB. A kernel of 16 x 512 threads, each
-    with 16 bytes under way, has twice in flight what PCIe 5 moves within its latency (55 GB/s x 1.5 us).
+    with 16 bytes under way, has twice as much in flight as PCIe 5 moves within its latency (55 GB/s x 1.5 us).
     """
 
     batch_from: int | None = 28 << 10  # None: never

@@ -16,9 +16,9 @@ import torch
 from kvtier.tiers.copies.block_copier import BlockPart, CopyDirection
 from kvtier.tiers.copies.copy_ways import DEFAULT
 
-# The units of all (block, slot) pairs are one row. Each block of threads has a share of it, as long as any other's but
-# for one unit; consecutive threads take consecutive units, so canonical accesses always coalesce and layout accesses do
-# within a run. A thread reads several units before it writes the first: over PCIe a read takes more than a microsecond.
+# The units of all (block, slot) pairs are one row. Each block of threads has an equal share of it, within one unit.
+# Consecutive threads take consecutive units, so canonical accesses always coalesce, and layout accesses within a run.
+# A thread reads several units before it writes the first: over PCIe a read takes more than a microsecond.
 SOURCE: Final = r"""
 #define KV_AHEAD 4
 #define KV_KERNEL(NAME, COPY)                                                                                  \
@@ -193,7 +193,7 @@ class _StreamPointer:
 
 
 # Blocks of threads of a launch: four for each processor of a large device. Both sides are the device's own memory, so
-# 64 MiB take it a few hundredths of a millisecond; what starves a model's compute are kernels that wait for PCIe. On an
+# 64 MiB take it a few hundredths of a millisecond. Only kernels that wait for PCIe starve a model's compute. On an
 # H200 a decode step beside loads took 3.4 % longer on the device with 32, 2.1 to 2.3 % with 264 to 1,056.
 _GRID: Final = 528
 

@@ -278,8 +278,8 @@ class Packer:
     ) -> None:
         """Copy spans of slots from or to rows of the staging, which hold a slot's bytes from `first` on.
 
-        By one call of the driver. With an older one, by a torch call for each run: neighbouring whole slots together,
-        others one by one, since torch makes any other copy through pageable memory and waits for it.
+        By one call of the driver; with an older one, by a torch call for each run. Neighbouring slots go together,
+        others one by one: torch makes any other copy through pageable memory and waits for it.
         """
         if self._driver is not None and self._region.is_pinned(slots):
             width = staging.stride(0)
@@ -431,7 +431,7 @@ def _spans(parts: Sequence[_IntegerPart]) -> list[ByteRange]:
 
 # Errors of a CuPy that is missing, broken, or for another driver.
 NO_CUPY: Final = (ImportError, AttributeError, TypeError, ValueError, OSError, *DEVICE_ERRORS)
-_SORTED: Final = 2048  # blocks of a copy, at most, among which neighbours are looked for out of order, too
+_SORTED: Final = 2048  # blocks of a copy, at most, among which neighbours are found out of order, too
 
 
 class TensorCopier:

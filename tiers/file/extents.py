@@ -18,7 +18,7 @@ from kvtier.tiers.file.slab_room import SlabRoom
 from kvtier.tiers.pool import EVICTED, REMOVED, RESET, ChangeLog, EvictionLog, Slots, Words, make_index
 from kvtier.tiers.reuse import ClassifiedEnd
 
-_PIECE: Final = 1 << 14  # names that are loaded, or looked for by a check, at once
+_PIECE: Final = 1 << 14  # names loaded or checked at once
 
 
 class SlabIndex:
@@ -28,7 +28,7 @@ class SlabIndex:
         self.num_slots = num_slots
         self._index = make_index(num_slots)
         self.find_each: Callable[[list[ChainHash]], list[int]] = self._index.find_all
-        """The slot of each name, -1 where there is none. ValueError if a name is not 32 bytes."""
+        """The slot of each name, -1 if there is none. ValueError if a name is not 32 bytes."""
         self._words: Words = self._index.names.view(np.uint64).reshape(-1, 4)
         self.is_named = bytearray(num_slots)  # of every slot, and of those behind the last one
         self._named = np.frombuffer(self.is_named, np.bool_)

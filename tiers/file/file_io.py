@@ -1,7 +1,7 @@
 """The slab's system calls: whole transfers or OSError, many reads in flight, one sync for many writers.
 
-Tests replace `FileIO` to inject faults. `ReadQueue` is Linux's own asynchronous I/O (`man io_submit`): one call hands
-sixteen reads to the kernel, so a disk sees that depth without a thread for each. A thread costs 30 us of CPU a block,
+Tests replace `FileIO` to inject faults. `ReadQueue` is Linux's own asynchronous I/O (`man io_submit`). One call gives
+sixteen reads to the kernel, so a disk has that depth without a thread for each. A thread costs 30 us of CPU a block,
 a place in the queue 2. Only direct I/O gains by it: `io_submit` does buffered reads one after the other. The extension
 module reads, checks and verifies whole blocks through it without the interpreter's lock.
 """
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 _CALLS: Final = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}  # setup, destroy, getevents, submit
 _READ: Final = 7  # IOCB_CMD_PREADV
-_WAKE: Final = 4  # a wait ends when a quarter of what is in flight has come: fewer wake-ups, and the disk stays busy
+_WAKE: Final = 4  # a wait ends when a quarter of the reads in flight has ended: fewer wake-ups, and the disk stays busy
 
 # `struct iocb` and `struct io_event` of linux/aio_abi.h, little-endian.
 _REQUEST: Final = np.dtype(
@@ -79,7 +79,7 @@ def round_up(value: int, unit: int) -> int:
 
 
 class ReadQueue:
-    """Reads of one thread at a time, up to `depth` in flight. The caller reads again what came short."""
+    """Reads of one thread at a time, up to `depth` in flight. The caller repeats short reads."""
 
     def __init__(self, depth: int, compiled: ModuleType | None = None) -> None:
         """`compiled`: the extension module for `read_blocks`.
@@ -197,7 +197,7 @@ CALL_BYTES: Final = 8 << 20  # largest coalesced transfer
 IOV_MAX: Final = 1024  # iovecs one call may carry (Linux)
 _MOST_AHEAD: Final = 256  # read-aheads that wait to be sent
 _IN_MEMORY: Final = ("tmpfs", "ramfs", "hugetlbfs")
-_MAX_STALLS: Final = 16  # calls in a row that moved nothing before we give up
+_MAX_STALLS: Final = 16  # calls in a row without progress that count as a failure
 
 ReadCall = Callable[[int, Sequence[memoryview], int], int]
 """Reads of a descriptor into buffers from an offset on; returns bytes read."""
@@ -241,7 +241,7 @@ class FileIO:
         os.ftruncate(fd, length)
 
     def sync(self, fd: int) -> None:
-        """`fdatasync`: what was written before is on stable storage."""
+        """`fdatasync`: earlier writes are on stable storage."""
         os.fdatasync(fd)
 
     def free_bytes(self, directory: Path) -> int:
@@ -379,7 +379,7 @@ def _transfer(
             moved = call(fd, pending[:IOV_MAX], offset)
         except InterruptedError:
             moved = -1
-        # O_DIRECT goes on only from an aligned place: what a short call moved past it is moved again.
+        # O_DIRECT continues only from an aligned offset: bytes behind the last one are moved again.
         kept = max(moved, 0) // align * align
         stalls = 0 if kept else stalls + 1
         if moved == 0 or stalls > _MAX_STALLS:
@@ -510,7 +510,7 @@ class PayloadIO:
     """Payload transfers of one slab file. Thread-safe; each thread has its own scratch memory.
 
     Slots in the file are `slot_bytes` padded to 4 KiB, host slots are memoryviews of `slot_bytes` anywhere. In direct
-    mode an aligned host slot is read and written in place, but for a last partial page; batches with any other one go
+    mode an aligned host slot is read and written in place, except a last partial page. Batches with any other one go
     through scratch memory.
     """
 
@@ -567,7 +567,7 @@ class PayloadIO:
     def read_blocks(
         self, table_fd: int, layout: SlabLayout, slots: list[int], names: list[ChainHash], into: list[memoryview]
     ) -> list[BlockRecord | None] | None:
-        """`ReadQueue.read_blocks`; None, and nothing done, where there is no queue, or no twin."""
+        """`ReadQueue.read_blocks`; None, and nothing done, without a queue or the extension module."""
         queue = self._take_queue() if self._io.compiled is not None else None
         if queue is None:
             return None
@@ -582,7 +582,7 @@ class PayloadIO:
     ) -> Generator[RunRead, None, None]:
         """Read slots by their ascending offsets; yields runs of neighbours as they come.
 
-        What no queue brings whole is read by `read_each`. `meanwhile` is called once, before anything is yielded.
+        `read_each` repeats reads that a queue leaves short. `meanwhile` is called once, before anything is yielded.
         """
         runs = self.runs(offsets)
         queue = self._take_queue() if len(runs) > 1 else None
@@ -597,7 +597,7 @@ class PayloadIO:
             counts = [run.stop - run.start for run in runs]
             iovecs = np.full((len(into), 2), self.stride, np.uint64)
             iovecs[:, 0] = [writable_address(buffer) for buffer in into]
-            # Whoever stops early waits for what is in flight before another call gets the queue.
+            # A caller that stops early waits for reads in flight before another call gets the queue.
             came = ends.enter_context(closing(queue.read(self._fd, starts, iovecs, counts, meanwhile)))
             for number, moved in came:
                 run = runs[number]
@@ -607,7 +607,7 @@ class PayloadIO:
                     yield RunRead(run, self.read_each(offsets[run.start], into[run]))
 
     def _take_queue(self) -> ReadQueue | None:
-        """A queue for one call, which puts it back if it is still open; None where there is none to be had now."""
+        """A queue for one call, which puts it back if it is still open; None if there is none now."""
         with suppress(IndexError):
             return self._queues.pop()
         if not self._may_queue or time.monotonic() < self._refused_until:
@@ -645,7 +645,7 @@ class PayloadIO:
                     write_all(self._io, self._fd, iovecs, offset, self._align)
                 return
             except OSError as error:
-                # The kernel knows what alignment the device needs; asking it costs nothing if all is well.
+                # The device may need a larger alignment: only the kernel's error shows it.
                 if not whole or error.errno != errno.EINVAL or self.mode != "direct":
                     raise
 

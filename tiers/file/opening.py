@@ -97,7 +97,7 @@ def require_directory(config: FileConfig) -> DiskUse | None:
         why = _WRONG_PATH[error.errno]
         fix = "name a directory that this user can write in"
         raise ConfigError(f'[file] path "{path}": {why}; {fix}') from None
-    if not use.num_slabs and use.size > use.free:  # likely a slip; slabs that are there keep what they have
+    if not use.num_slabs and use.size > use.free:  # likely a slip; existing slabs keep their size
         raise ConfigError(no_space(use.size, use.free))
     return use
 

@@ -1,6 +1,6 @@
 """The slab's format on disk (docs/format.md): superblock, entry table, payload, in the clear or sealed. No I/O.
 
-A `Codec` is chosen once, when a slab is opened: it stands between rows and payloads and the blocks they hold.
+A `Codec` is chosen once, when a slab is opened: it converts blocks to rows and payloads and back.
 """
 
 import struct

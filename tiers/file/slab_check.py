@@ -57,8 +57,8 @@ def check_slab(
 ) -> SlabCheck:
     """Read a whole slab, locked meanwhile. Nothing in it changes without `repair`; read permission is then enough.
 
-    `repair` blanks the entries found bad, so that their blocks are misses, and writes a damaged copy of the
-    superblock anew from the other. `key` is for slabs that are encrypted; others are read as they are. Raises
+    `repair` blanks bad entries, so that their blocks are misses, and restores a damaged copy of the superblock from
+    the other. `key` is for slabs that are encrypted; others are read as they are. Raises
     StoreLocked, FormatError, ConfigError for another key (the file is left untouched) and TierUnavailable.
     """
     io = io or FileIO()

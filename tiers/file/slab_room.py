@@ -1,8 +1,8 @@
 """SlabRoom: which extent of a slab is evicted next: the one whose blocks are needed least, by the ends of requests.
 
 An extent belongs to the last request that had blocks in it. Before the first end, and so after every start, there is
-no learned order. While LRU would have kept more (`LruShadow`), the order is by when that request ended: L2 answers
-requests, too, which the slab's own reads do not show.
+no learned order. While LRU would have kept more (`LruShadow`), the order is by when that request ended. The
+slab's own reads would not do, as L2 answers requests, too.
 """
 
 from collections import OrderedDict
@@ -112,7 +112,7 @@ class SlabRoom:
     def _make_plan(self, extents: Extents) -> None:
         assert self._last is not None
         now = self._last.clock()
-        places: Extents = np.zeros(len(extents), np.int64)  # all alike: the oldest goes first
+        places: Extents = np.zeros(len(extents), np.int64)  # all equal: the oldest goes first
         if not self.rival.leads:
             places = self._last.order.places(self._kind[extents], now - self._since[extents])
         count = max(len(extents) // _SHARE, 1)

@@ -188,8 +188,6 @@ class SlabRows:
             self.child_index.check()
             assert self.child_index.num_slots == len(self.seqs), "the index of children is of another slab"
 
-    # Reading rows.
-
     def _load(self) -> tuple[Flags, Flags]:
         """Which rows are plausible, and which are not blank; their columns go into the arrays."""
         superblock = self._file.superblock

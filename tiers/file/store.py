@@ -351,8 +351,6 @@ class FileStore(Tier):
     def room(self) -> Sequence[StoragePlace]:
         return self._storage.latest()
 
-    # Reading.
-
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
         """Entries, then payloads with many in flight, each verified when it is read; bad blocks are dropped."""
         require_buffers(len(hashes), into, self._file.superblock.slot_bytes)
@@ -483,8 +481,6 @@ class FileStore(Tier):
         with self._inside() as is_open:
             if is_open:
                 self._writer.reset()
-
-    # Maintenance.
 
     def kv_probe(self) -> bytes | None:
         try:

@@ -49,7 +49,7 @@ class HostRegion:
         self._view = memoryview(mapping)
         flat = np.frombuffer(mapping, np.uint8, num_slots * self.slot_stride)
         self.array: NDArray[np.uint8] = flat.reshape(num_slots, self.slot_stride)
-        self.pinning: PinnedPieces | None = None  # what a device may copy from and to asynchronously
+        self.pinning: PinnedPieces | None = None  # the slots that a device may copy asynchronously
         self._checksums = memory.compiled_checksums()
         self._huge_pages = False
         self._kept = False

@@ -21,7 +21,7 @@ _ESCAPED: Final = re.compile(r"\\([0-7]{3})")  # a blank in a path of mountinfo
 
 
 class Limits(NamedTuple):
-    """In bytes, but for `files`."""
+    """In bytes, except `files`."""
 
     most: int  # memory this process could have if no other used any
     available: int  # memory it may still take: the kernel's estimate, or less by a limit

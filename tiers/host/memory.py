@@ -128,8 +128,8 @@ def copy_scattered(
     """Copy `lengths[i]` bytes from address `sources[i]` to `targets[i]` for every i, in one system call.
 
     The kernel looks up the sources' pages one by one, or with `lookup_targets` the targets': the side on huge pages
-    should be that one. At most 1,024 pieces and 2 GiB. The caller vouches that no target overlaps another piece;
-    addresses that are not mapped raise OSError (EFAULT) instead of a signal, and the targets then hold rubbish.
+    should be that one. At most 1,024 pieces and 2 GiB. The caller vouches that no target overlaps another piece.
+    Addresses that are not mapped raise OSError (EFAULT), not a signal; the targets then hold rubbish.
     """
     call, near, far = _process_vm_readv, targets, sources
     if lookup_targets:

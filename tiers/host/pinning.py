@@ -21,7 +21,7 @@ _PORTABLE: Final = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of
 _MAPPED: Final = 2  # CU_MEMHOSTREGISTER_DEVICEMAP: kernels may read and write it
 _BATCHES_SINCE: Final = 12080  # CUDA 12.8: cuMemcpyBatchAsync with the index of the piece that failed
 _IN_STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources may be read only when the stream comes to it
-_AT_ANY_TIME: Final = 3  # CU_MEMCPY_SRC_ACCESS_ORDER_ANY: sources hold what is to be copied already
+_AT_ANY_TIME: Final = 3  # CU_MEMCPY_SRC_ACCESS_ORDER_ANY: sources are already filled
 _RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _BESIDE_COMPUTE: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE, a hint
 
@@ -155,7 +155,7 @@ class CudaDriver:
 
 @cache
 def cuda_driver() -> CudaDriver | None:
-    """The machine's driver, looked for once."""
+    """The machine's driver, loaded once."""
     return CudaDriver.load()
 
 
@@ -164,8 +164,8 @@ def cuda_driver() -> CudaDriver | None:
 logger = logging.getLogger(__name__)
 
 # Bytes registered by one call, at most. The device stands still meanwhile, and a call for over 512 GiB always fails. A
-# step beside it may wait for one piece at each of its calls, so pieces are small: of an H200's 16 GiB, pieces of 32 MiB
-# made a step up to 26 ms longer, those of 8 MiB 2.
+# step beside it may wait for one piece at each of its calls, so pieces are small. On an H200 with 16 GiB, pieces of
+# 32 MiB made a step up to 26 ms longer, those of 8 MiB 2.
 PIECE_BYTES: Final = 8 << 20
 _PAUSE: Final = 0.0025  # seconds between two pieces, or as long as the last one took: the device gets its turn
 _POLL: Final = 1e-3  # seconds between checks of slots that a copy waits for

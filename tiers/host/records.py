@@ -23,7 +23,7 @@ class BlockRecords:
     """A row for each slot, 48 bytes and 4 for each token a block may have. It takes no lock.
 
     Names are in the pool's index alone. A row has the generation of its slot: once the slot is taken again, the row is
-    invalid. A row is packed and unpacked by one call that keeps the GIL, so a reader beside a writer sees a whole row,
+    invalid. A row is packed and unpacked by one call that keeps the GIL. So a reader beside a writer sees a whole row,
     of the block before or of the new one. The memory is the kernel's zeros until it is written.
     """
 

@@ -250,7 +250,7 @@ class TokenChain:
         return made
 
     def extend(self, tokens: Tokens) -> None:
-        """Append ids, hash full blocks. ValueError for an id outside [0, 2**32), TypeError for no ids; then no change."""
+        """Append ids, hash full blocks. ValueError for an id outside [0, 2**32), TypeError for none; then no change."""
         module = compiled()
         ids = _ONE * len(tokens) if module is not None and type(tokens) is list and len(tokens) <= IDS else None
         if module is None or ids is None or not module.fill(ids, tokens, 0, len(ids)):

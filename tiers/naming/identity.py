@@ -99,7 +99,7 @@ _LENGTH_ROPE: Final = "length-rope:"
 # depend on the length of the sequence: then equal tokens don't mean equal KV.
 _STATIC_ROPE: Final = frozenset({"axial", "default", "linear", "llama3", "mrope", "proportional", "yarn"})
 
-# Fields of a model's configuration that leave KV alone: names and switches, and the dtype, a field of its own that
+# Fields of a model's configuration that leave KV alone: names and switches. And the dtype, a field of its own that
 # changed its name between transformers 4 and 5.
 _NOT_KV: Final = frozenset(
     {"dtype", "name_or_path", "output_attentions", "output_hidden_states", "return_dict", "torch_dtype"}

@@ -78,7 +78,7 @@ class Bucket:
     ) -> Iterator[tuple[int, StorageFailed | None]]:
         """Request all ranges at once. Yields each one's place in `wanted` and its failure, None if all its bytes came.
 
-        Bytes go to the range's `take` piece by piece, on another thread: never more than wanted, and none after its
+        Bytes go to the range's `take` piece by piece, on another thread: never more than wanted. None comes after its
         failure was yielded, `deadline` (time.monotonic) has passed, or the caller has stopped.
         """
         receivers = [_Receiver(each) for each in take]

@@ -145,8 +145,6 @@ class ObjectStore(SharedTier):
             at, step, width = found, first, min(2 * width, _MOST_TABLES)
         return self._located(found, None)
 
-    # Blocks.
-
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
         require_buffers(len(hashes), into, self.space.slot_bytes)
         deadline = self._deadline(len(hashes))
@@ -190,8 +188,6 @@ class ObjectStore(SharedTier):
         if not self._delete(names, self._deadline(0)) and not self._is_closed:
             _log.warning("[objects] %d may be there still: the bucket did not confirm that it deleted them", len(names))
 
-    # Maintenance.
-
     def kv_probe(self) -> bytes | None:
         """Each epoch has its own probe: none stored before counts."""
         deadline, key = self._kv_probe_at()
@@ -233,8 +229,6 @@ class ObjectStore(SharedTier):
         """Refuse new calls; a reset that is not stored yet is stored first, within its deadline. Idempotent."""
         if self._close(self._bucket.timeout):
             self._bucket.close()
-
-    # Inside.
 
     def _kv_probe_at(self) -> tuple[float, str]:
         """A deadline for a request now, and the probe's key. As `open`."""
@@ -426,7 +420,6 @@ class ObjectStore(SharedTier):
         return True
 
     def _log_refusal(self, refused: StorageFailed) -> None:
-        """Log why the bucket refuses a request."""
         if refused.code and refused.code not in self._logged and len(self._logged) < _MOST_LOGGED:
             self._logged.add(refused.code)
             _log.warning("blocks are not stored: %s", explanation(self._config, refused))

@@ -19,7 +19,7 @@ from kvtier.tiers.peers.wire import PeerVerb
 _log = logging.getLogger(__name__)
 
 KEY_BYTES: Final = 8
-"""Events name a block by the last bytes of its chain hash. Two blocks of one key are told apart when one is read."""
+"""Events name a block by the last bytes of its chain hash. A read distinguishes two blocks of one key."""
 
 MAX_DOUBTS: Final = 16
 """Reads in vain because of a peer's events, after which they are not believed until some doubts have expired."""
@@ -242,8 +242,6 @@ class Following:
         followed = list(self._followed.values())
         names = sum(len(each.names) for each in followed)
         return {**self._counts, "told": names, "sure": sum(each.is_sure for each in followed)}
-
-    # Maintenance.
 
     def tend(
         self,

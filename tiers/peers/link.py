@@ -98,7 +98,7 @@ class IsMyself(Exception):
 
 class PeerLink:
     """Requests to one peer, one at a time. Not thread-safe: one thread has it at a time. Every method but `close`
-    raises PeerFailed; then the connection is of no use any more.
+    raises PeerFailed; then the connection is unusable.
     """
 
     def __init__(self, connection: socket.socket, session: PeerSession) -> None:

@@ -126,7 +126,7 @@ class OtherNode:
         link.close()
 
     def failed(self, link: PeerLink | None, failure: PeerFailed) -> None:
-        """The connection is of no use any more."""
+        """The connection is unusable: close it."""
         self.counts[failure.reason] += 1
         self.breaker.failure()
         with self._lock:

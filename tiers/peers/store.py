@@ -98,7 +98,7 @@ class PeersStore(Tier):
         self._probe: bytes | None = None  # our model's KV probe; None: it was not computed
         self._warned_other_kv = False
         self._peers: dict[PeerAddress, OtherNode] = {}  # replaced whole, by the maintenance thread alone
-        self._counts = OutcomeCounts()  # and failures of peers whose addresses are gone
+        self._counts = OutcomeCounts()  # and failures of former peers
         self._closing = threading.Event()
         self._addresses = PeerAddresses(self._config.nodes)
         self._looked_up_at = float("-inf")
@@ -162,8 +162,6 @@ class PeersStore(Tier):
         peers = list(self._peers.values())
         return self._is_off or all(self._following.is_sure_of(peer) for peer in peers if peer.answers)
 
-    # Blocks.
-
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
         """One request per peer: all are sent, then the replies are read in turn."""
         require_buffers(len(hashes), into, self._blocks.slot_bytes)
@@ -199,8 +197,6 @@ class PeersStore(Tier):
             )
         self._holders.clear()
 
-    # Maintenance.
-
     def tell_kv_probe(self, packed: bytes) -> None:
         """A peer whose model computes otherwise sends nothing, and fails as `other_kv`."""
         self._probe = packed
@@ -229,8 +225,6 @@ class PeersStore(Tier):
         self._following.close()
         for peer in self._peers.values():
             peer.close()
-
-    # Inside.
 
     @property
     def _is_off(self) -> bool:

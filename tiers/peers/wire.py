@@ -229,8 +229,6 @@ class PeerSession:
         """Of a block: 16 bytes."""
         return self._tags.tag(head, payload)
 
-    # inside
-
     def _proof(self, what: bytes, said: bytes) -> bytes:
         return hmac.digest(self._key, what.ljust(16, b"\0") + self.number.to_bytes(8, "little") + said, "sha256")
 

@@ -139,8 +139,6 @@ class Lane:
         for position, reply in self._each(b"UNLINK", positions):
             set_result(position, refused(reply, writing=True) if isinstance(reply, Refusal) else Outcome.OK)
 
-    # inside
-
     def _get(self, wanted: _Wanted, positions: Sequence[int]) -> None:
         wire, space = self.wire, self.space
         unexpected: dict[int, RedisReply] | None = None  # replies to PEXPIRE of missing blocks; None: not read yet

@@ -36,7 +36,7 @@ _SMALL_BYTES: Final = 64 << 20
 _KEEP: Final = "and keep it in its configuration file"
 
 UntypedClient = Any
-"""A `redis.Redis`, whose own types leave open whether it is an asynchronous one."""
+"""A `redis.Redis`: its own types allow an asynchronous one, too."""
 Options = dict[str, Any]
 """What redis-py connects with."""
 

@@ -181,8 +181,6 @@ class RedisStore(SharedTier):
         self._counts.add("locate", [Outcome.OK])
         return found
 
-    # Blocks.
-
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
         require_buffers(len(hashes), into, self.space.slot_bytes)
         deadline = self._deadline(len(hashes))
@@ -234,8 +232,6 @@ class RedisStore(SharedTier):
         answers = self._discard(hashes, self._deadline(0))
         if unsure := sum(answer is not Outcome.OK for answer in answers) * (not self._is_closed):
             _log.warning("[redis] %d blocks may be there still: no server confirmed that it deleted them", unsure)
-
-    # Maintenance.
 
     def kv_probe(self) -> bytes | None:
         """Each epoch has its own probe: none stored before counts."""
@@ -289,8 +285,6 @@ class RedisStore(SharedTier):
         """Refuse new calls; a reset that is not stored yet is stored first, within its deadline. Idempotent."""
         if self._close(self._config.connect_timeout + self._config.deadline):
             self._batches.close()
-
-    # Inside.
 
     def _batch(self, hashes: Sequence[ChainHash], deadline: float, work: LaneWork) -> list[BlockResult | None]:
         """Each block's result of `work`, in the epoch of all processes. None: stopped before it."""

@@ -71,7 +71,7 @@ _TLS_BYTES: Final = 256 << 10  # per call of a TLS socket
 
 
 class WireError(StorageFailed):
-    """A connection is of no use: it failed (IO_ERROR), sent nothing (TIMEOUT) or broke the protocol (CHECKSUM)."""
+    """A connection is unusable: it failed (IO_ERROR), sent nothing (TIMEOUT) or broke the protocol (CHECKSUM)."""
 
 
 class TooLongError(WireError):
@@ -286,7 +286,7 @@ def socket_of(connection: AbstractConnection) -> socket.socket:
 
 
 class _ValueRun:
-    """The wire format of `count` values of one length, and memory for all of it but the payloads."""
+    """The wire format of `count` values of one length, and memory for all but the payloads."""
 
     def __init__(self, head_bytes: int, payload_bytes: int, count: int) -> None:
         self.line = b"$%d\r\n" % (head_bytes + payload_bytes)
@@ -474,8 +474,6 @@ class Wire:
         if run.part:
             self._take_back(places[run.whole], run.part)
         return run, begun
-
-    # inside
 
     def _run(self, head_bytes: int, into: Sequence[memoryview]) -> list[bytes]:
         """Every value's head; [] if the replies are not all there and of the right length: then all are unread."""

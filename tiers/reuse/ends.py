@@ -25,8 +25,8 @@ class RequestEnd(NamedTuple):
     num_prompt: int  # blocks of `names` that are the prompt's
     num_output_tokens: int
     hint: Hint | None = None
-    client: int = 0  # whose hint it is: trust is kept by client; 0 is the process's own
-    is_derived: bool = False  # the hint was read from the answer, not said
+    client: int = 0  # the hint's client, by which trust is kept; 0 is the process's own
+    is_derived: bool = False  # the hint was derived from the answer, not given
     seconds: float = 0.0  # from the request's arrival to now; 0: not known
     request: str = ""  # its id, for people; "": it has none
     num_prompt_tokens: int = 0  # 0: not known

@@ -2,7 +2,7 @@
 
 LRU holds the blocks that were used last, as many as there are slots. So it holds a request's blocks if fewer other
 blocks were used since. Each request counts the blocks of which it was the last user. A line moves on over the requests
-while those behind it have more blocks than there are slots: LRU has lost the blocks before the line.
+while those behind it have more blocks than slots: LRU has lost the blocks before the line.
 """
 
 from typing import Final

@@ -56,8 +56,8 @@ def expected(hazard: NDArray[np.float64], start: NDArray[np.float64], end: NDArr
 class Hazards:
     """Returns and seconds waited, by class and age; and `places`, the order of eviction of idle blocks.
 
-    A class with few observations is drawn towards its group, a group towards all requests, and all of them towards a
-    hazard that falls as one over the age. Under that last one alone the order is LRU's.
+    A class with few observations is drawn towards its group, a group towards all requests. All of them are drawn
+    towards a hazard that falls as one over the age. Under that last one alone the order is LRU's.
     """
 
     def __init__(self) -> None:
@@ -75,8 +75,8 @@ class Hazards:
     def waited(self, kinds: NDArray[np.int64], start: NDArray[np.float64], end: NDArray[np.float64]) -> None:
         """Requests of these classes waited from one age to another more, in seconds.
 
-        Of each class only the sums by age are made, as 65,536 may wait: waits that end in an age, less those that
-        begin there, and the whole age for each wait that spans it.
+        Only sums by class and age are made, as 65,536 may wait. Each age gets the waits that end in it, less those that
+        begin in it, and its whole length for each wait that spans it.
         """
         ends, parts_of_ends = _sums_by_age(kinds, end)
         starts, parts_of_starts = _sums_by_age(kinds, start)
@@ -159,7 +159,7 @@ def _gittins(hazards: NDArray[np.float64]) -> NDArray[np.float64]:
     return index
 
 
-# --- whose hints count -----------------------------------------------------------------------------------------------
+# --- which hints count -----------------------------------------------------------------------------------------------
 
 NUM_CLIENTS: Final = 1024  # further clients share accounts, by their number
 NUM_ACCOUNTS: Final = 2 * NUM_CLIENTS  # for hints of clients, then for derived ones
@@ -175,8 +175,8 @@ def account_of(client: int, *, is_derived: bool) -> int:
 class HintTrust:
     """Which hints count: a client whose "goes on" proved empty is ignored, until its requests return again.
 
-    A client's hints and those derived from its answers have an account each: the returns of requests said to go on,
-    and how many requests without a hint would have had.
+    A client's hints and those derived from its answers have an account each. It counts the returns of requests that
+    should go on, and those expected without a hint.
     """
 
     def __init__(self) -> None:

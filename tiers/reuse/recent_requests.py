@@ -37,7 +37,7 @@ class RecentRequests:
     def __init__(self) -> None:
         self.ended_at = np.zeros(NUM_REQUESTS)  # seconds
         self.kind = np.zeros(NUM_REQUESTS, np.int16)
-        self.account = np.zeros(NUM_REQUESTS, np.int16)  # whose promise it was, from 1; 0: no promise
+        self.account = np.zeros(NUM_REQUESTS, np.int16)  # the promise's account, from 1; 0: no promise
         self.is_open = np.zeros(NUM_REQUESTS, np.bool_)  # it may still return
         self.turn = np.zeros(NUM_REQUESTS, np.int32)
         self._uses = np.zeros(NUM_REQUESTS, np.uint8)

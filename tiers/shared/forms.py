@@ -1,4 +1,4 @@
-"""Records of blocks where nodes share them: in the clear, sealed by a secret, or encrypted (docs/format.md)."""
+"""Records of blocks in tiers that nodes share: in the clear, sealed by a secret, or encrypted (docs/format.md)."""
 
 import hmac
 from abc import ABC, abstractmethod
@@ -156,8 +156,8 @@ class ClearForm(RecordForm):
     """Tokens and payload in the clear, with a `HeadSeal`. Each tier derives its own key from a secret: a record of one
     is invalid in another.
 
-    With a `codec` the head's checksum is that of the payload itself, and the HMAC of a secret covers the stored bytes:
-    only sealed bytes are decompressed.
+    With a `codec` the head's checksum is that of the payload itself. A secret's HMAC covers the stored bytes: only
+    sealed bytes are decompressed.
     """
 
     def __init__(
