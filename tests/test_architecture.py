@@ -140,7 +140,7 @@ EXPLAINED: Final = {
     "connector/daemon/client.py:RemoteTiers": "implements the same three, on one socket",
     "tiers/compiled/extensions.py:_loaded:except": "an extension's start may raise anything: then Python does its work",
     "tiers/file/extents.py:ExtentMap": "an extent's whole life, to the end of its slab's tail, over one index",
-    "tiers/copies/device.py:BlockPool": "L1's verbs under one lock; four of them are an Announcer's",
+    "tiers/copies/device.py:BlockPool": "L1's verbs under one lock; four of them are a ChangeFeed's",
     "tiers/hierarchy/hierarchy.py:Hierarchy": "implements the three protocols of `cache_tiers`",
     "tiers/pool/pool.py:SlotPool": "one lock, one law: the verbs of a slot's life belong together",
     "tiers/pool/core.py": "one extension module: its classes call one another in C",

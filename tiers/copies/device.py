@@ -21,7 +21,7 @@ class BlockPool:
     gets its name by `publish`. It keeps the name when its last reference goes, until the block is taken again.
     Unnamed free blocks are taken first, then the named one that has been free longest.
     Block ids in one call are distinct, in chain order.
-    It is an `Announcer` of its blocks, if `listen` is called before anything is published.
+    It is a `ChangeFeed` of its blocks, if `listen` is called before anything is published.
     With `partial_blocks` it knows each named block's tokens, and which blocks follow a block: `children`.
     `tensor` is `[num_blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]`, zeroed once at the start.
     A taken block holds old bytes, but never NaNs of uninitialised memory, which masked attention would spread.

@@ -28,7 +28,7 @@ Flags = NDArray[np.bool_]
 
 
 class SlabRows:
-    """`parents` and `seqs` of every slot, 40 bytes; rows read on demand; the log of changes. An `Announcer`.
+    """`parents` and `seqs` of every slot, 40 bytes; rows read on demand; the log of changes. A `ChangeFeed`.
 
     `lock`, the store's, guards `blocks`, the arrays, and changes of the index of children. That index gets blocks
     that are stored, and no removals: `children` checks each slot that it names.

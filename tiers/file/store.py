@@ -241,8 +241,8 @@ class FileStore(Tier):
         num_extents = file.superblock.num_extents
         self.eviction_log: EvictionLog = EvictionLog("file", file.superblock.num_slots // 2, num_extents)
         self._blocks = ExtentMap(num_extents, file.superblock.slots_per_extent, self.eviction_log)
-        self.announcer: SlabRows = SlabRows(io, file, codec, self._blocks, self._lock, self._inside)
-        self._rows = self.announcer
+        self.change_feed: SlabRows = SlabRows(io, file, codec, self._blocks, self._lock, self._inside)
+        self._rows = self.change_feed
         if partial_blocks:
             self._rows.child_index = make_child_index(file.superblock.num_slots)
         sync = GroupSync(lambda: io.sync(file.fd)) if durable else None

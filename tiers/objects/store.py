@@ -156,7 +156,7 @@ class ObjectStore(SharedTier):
             results = self._read(hashes, into, epoch, deadline)
             if self._epoch.value != epoch:
                 results = [Outcome.EPOCH] * len(hashes)
-        self.announcer.seen(result for result in results if isinstance(result, BlockRecord))
+        self.change_feed.seen(result for result in results if isinstance(result, BlockRecord))
         self._counts.add("read", results)
         return results
 
@@ -173,7 +173,7 @@ class ObjectStore(SharedTier):
         outcomes = [Outcome.OK] * done
         if failure is not None:
             outcomes = cut_off([*outcomes, *[failure.outcome] * (len(records) - done)])
-        self.announcer.seen(records[:done])
+        self.change_feed.seen(records[:done])
         self._counts.add("write", outcomes)
         return outcomes
 
@@ -184,7 +184,7 @@ class ObjectStore(SharedTier):
         unknown = [h for h, place in zip(hashes, places, strict=True) if place is None]
         names.update(self.space.names(unknown))
         gone = self._index.forget(dict.fromkeys(place[0] for place in places if place is not None))
-        self.announcer.missed([*gone, *unknown])
+        self.change_feed.missed([*gone, *unknown])
         if not self._delete(names, self._deadline(0)) and not self._is_closed:
             _log.warning("[objects] %d may be there still: the bucket did not confirm that it deleted them", len(names))
 
@@ -272,7 +272,7 @@ class ObjectStore(SharedTier):
     def _missed(self, first: ChainHash) -> None:
         """There is no object that begins with this block."""
         gone = [place[0] for place in self._index.places([first]) if place is not None and place[1] == 0]
-        self.announcer.missed([first, *self._index.forget(gone)])
+        self.change_feed.missed([first, *self._index.forget(gone)])
 
     def _located(self, found: int, failure: StorageFailed | None) -> int | Outcome:
         failed = failure is not None and failure.outcome is not Outcome.ABSENT
@@ -305,7 +305,7 @@ class ObjectStore(SharedTier):
                 results[block] = missing
             if damaged := [block for block in blocks if results[block] in _BAD]:
                 bad.setdefault(stored, []).extend(damaged)
-        self.announcer.missed(self._index.forget([*gone, *bad]))
+        self.change_feed.missed(self._index.forget([*gone, *bad]))
         for stored, blocks in bad.items():
             if self._is_another(stored, epoch, deadline):
                 for block in blocks:
@@ -427,4 +427,4 @@ class ObjectStore(SharedTier):
     def _forget_all(self) -> None:
         """Another epoch has begun."""
         self._index.clear()
-        self.announcer.clear()
+        self.change_feed.clear()

@@ -197,7 +197,7 @@ class PeersStore(Tier):
             )
         self._holders.clear()
 
-    def tell_kv_probe(self, packed: bytes) -> None:
+    def set_kv_probe(self, packed: bytes) -> None:
         """A peer whose model computes otherwise sends nothing, and fails as `other_kv`."""
         self._probe = packed
         for peer in self._peers.values():

@@ -174,7 +174,7 @@ class RedisStore(SharedTier):
                 answer = answers[there]
                 self._names.forget(window[there : there + 1])
                 if answer is False or answer is Outcome.ABSENT:
-                    self.announcer.missed(window[there : there + 1])
+                    self.change_feed.missed(window[there : there + 1])
                 failure = answer if isinstance(answer, Outcome) and answer is not Outcome.ABSENT else None
                 self._counts.add("locate", [failure or Outcome.OK])
                 return failure if failure is not None and not found else found
@@ -189,10 +189,10 @@ class RedisStore(SharedTier):
             return self._all_read(hashes, cast("list[BlockRecord]", answers))
         results = [answer if isinstance(answer, BlockRecord | Outcome) else Outcome.IO_ERROR for answer in answers]
         self._names.add([h for h, result in zip(hashes, results, strict=True) if isinstance(result, BlockRecord)], True)
-        self.announcer.seen(result for result in results if isinstance(result, BlockRecord))
+        self.change_feed.seen(result for result in results if isinstance(result, BlockRecord))
         missing = [position for position, result in enumerate(results) if result in _MISSING]
         known = self._names.forget(hashes[position] for position in missing)
-        self.announcer.missed(hashes[position] for position in missing)
+        self.change_feed.missed(hashes[position] for position in missing)
         for position, was_known in zip(missing, known, strict=True):
             if was_known and results[position] is Outcome.ABSENT:
                 results[position] = Outcome.EVICTED
@@ -215,7 +215,9 @@ class RedisStore(SharedTier):
         outcomes = cut_off([answer if isinstance(answer, Outcome) else Outcome.PARENT_FAILED for answer in answers])
         self._names.add([h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK], True)
         self._names.forget(h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is not Outcome.OK)
-        self.announcer.seen(record for record, outcome in zip(records, outcomes, strict=True) if outcome is Outcome.OK)
+        self.change_feed.seen(
+            record for record, outcome in zip(records, outcomes, strict=True) if outcome is Outcome.OK
+        )
         self._counts.add("write", outcomes)
         if self._expiries is not None:
             self._expiries.stored(h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK)
@@ -303,7 +305,7 @@ class RedisStore(SharedTier):
     def _discard(self, hashes: Sequence[ChainHash], deadline: float) -> Sequence[BlockResult | None]:
         """`discard` before `deadline`. After it no command is sent, and no failure of a server counted."""
         self._names.forget(hashes)
-        self.announcer.missed(hashes)
+        self.change_feed.missed(hashes)
         return self._batch(hashes, deadline, Lane.unlink) if time.monotonic() < deadline else []
 
     def _set_expiries(self, expiries: LearnedExpiries, deadline: float) -> None:
@@ -314,20 +316,20 @@ class RedisStore(SharedTier):
         answers = self._batch(names, deadline, lambda lane, own, set_result: lane.expire(milliseconds, own, set_result))
         missing = [name for name, answer in zip(names, answers, strict=True) if answer is Outcome.ABSENT]
         self._names.forget(missing)
-        self.announcer.missed(missing)
+        self.change_feed.missed(missing)
         self._counts.add("expire", [each if isinstance(each, Outcome) else Outcome.IO_ERROR for each in answers])
 
     def _all_read(self, hashes: Sequence[ChainHash], records: list[BlockRecord]) -> list[BlockRecord | Outcome]:
         """`read`'s end if all records are whole, as in nearly every batch: few steps."""
         self._names.add(hashes, True)
-        self.announcer.seen(records)
+        self.change_feed.seen(records)
         self._counts.count("read_ok", len(records))
         return list(records)
 
     def _forget_all(self) -> None:
         """Another epoch has begun."""
         self._names.clear()
-        self.announcer.clear()
+        self.change_feed.clear()
         if self._expiries is not None:
             self._expiries.clear()
 

@@ -75,7 +75,7 @@ class KnownNames(Generic[Where]):
 
 
 class SharedChanges:
-    """An `Announcer` of blocks that this process wrote or read. Thread-safe.
+    """A `ChangeFeed` of blocks that this process wrote or read. Thread-safe.
 
     A block is removed after a miss or its expiry on the server. Beyond `limit` the oldest confirmed one is removed.
     """

@@ -115,7 +115,7 @@ class SharedTier(Tier):
 
     def __init__(self, name: str, config: RedisConfig | ObjectsConfig, form: RecordForm, record_bytes: int) -> None:
         """`record_bytes`: the length of the longest record."""
-        self.announcer: SharedChanges = SharedChanges(config.ttl)
+        self.change_feed: SharedChanges = SharedChanges(config.ttl)
         self._is_closed = False
         self._counts = OutcomeCounts()
         self._saved = form.saved
