@@ -83,10 +83,8 @@ class BlockRecords:
     ) -> None:
         """As `put`, from columns instead of records."""
         if self._packs is not None:
-            columns = [
-                each if isinstance(each, list) else [*each] for each in (chain_hashes, parents, tokens, checksums)
-            ]
-            if self._packs(self._rows, self._names, self._generations, [*slots], *columns) == len(slots):
+            lists = [each if isinstance(each, list) else [*each] for each in (chain_hashes, parents, tokens, checksums)]
+            if self._packs(self._rows, self._names, self._generations, [*slots], *lists) == len(slots):
                 return  # else the loop below finds the error
         pack, rows, stride, width = self._row.pack_into, self._rows, self._row.size, 4 * self.block_size
         names, generations, name_at = self._names, self._generations, _NAME.unpack_from

@@ -122,10 +122,10 @@ class ObjectIndex:
     def _forget(self, stored: StoredObject) -> list[ChainHash]:
         if self._objects.get(stored.first) is stored:
             del self._objects[stored.first]
-        gone = [h for h in stored.blocks if (place := self._places.get(h)) is not None and place[0] is stored]
-        for chain_hash in gone:
+        forgotten = [h for h in stored.blocks if (place := self._places.get(h)) is not None and place[0] is stored]
+        for chain_hash in forgotten:
             del self._places[chain_hash]
-        return gone
+        return forgotten
 
 
 def _agree(one: Sequence[ChainHash], other: Sequence[ChainHash]) -> bool:

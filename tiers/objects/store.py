@@ -183,8 +183,8 @@ class ObjectStore(SharedTier):
         names = {place[0].first for place in places if place is not None}
         unknown = [h for h, place in zip(hashes, places, strict=True) if place is None]
         names.update(self.space.names(unknown))
-        gone = self._index.forget(dict.fromkeys(place[0] for place in places if place is not None))
-        self.change_feed.missed([*gone, *unknown])
+        missing = self._index.forget(dict.fromkeys(place[0] for place in places if place is not None))
+        self.change_feed.missed([*missing, *unknown])
         if not self._delete(names, self._deadline(0)) and not self._is_closed:
             _log.warning("[objects] %d may be there still: the bucket did not confirm that it deleted them", len(names))
 
@@ -271,8 +271,8 @@ class ObjectStore(SharedTier):
 
     def _missed(self, first: ChainHash) -> None:
         """There is no object that begins with this block."""
-        gone = [place[0] for place in self._index.places([first]) if place is not None and place[1] == 0]
-        self.change_feed.missed([first, *self._index.forget(gone)])
+        missing = [place[0] for place in self._index.places([first]) if place is not None and place[1] == 0]
+        self.change_feed.missed([first, *self._index.forget(missing)])
 
     def _located(self, found: int, failure: StorageFailed | None) -> int | Outcome:
         failed = failure is not None and failure.outcome is not Outcome.ABSENT
@@ -289,7 +289,7 @@ class ObjectStore(SharedTier):
             for stored, first, blocks in parts
         ]
         records = [self._arriving(part, hashes, into, epoch, results) for part in parts]
-        gone: dict[StoredObject, None] = {}
+        expired: dict[StoredObject, None] = {}
         bad: dict[StoredObject, list[int]] = {}
         for i, failure in self._bucket.read_each(wanted, [each.take for each in records], deadline):
             stored, _, blocks = parts[i]
@@ -297,7 +297,7 @@ class ObjectStore(SharedTier):
                 self._index.confirm([stored])
                 missing = Outcome.CHECKSUM  # the object is shorter
             elif failure.outcome is Outcome.ABSENT:
-                gone[stored] = None
+                expired[stored] = None
                 missing = Outcome.EVICTED
             else:
                 missing = failure.outcome
@@ -305,7 +305,7 @@ class ObjectStore(SharedTier):
                 results[block] = missing
             if damaged := [block for block in blocks if results[block] in _BAD]:
                 bad.setdefault(stored, []).extend(damaged)
-        self.change_feed.missed(self._index.forget([*gone, *bad]))
+        self.change_feed.missed(self._index.forget([*expired, *bad]))
         for stored, blocks in bad.items():
             if self._is_another(stored, epoch, deadline):
                 for block in blocks:

@@ -82,24 +82,24 @@ class AnnouncedNames:
     def remove(self, keys: Iterable[bytes]) -> None:
         """The peer's memory holds these blocks no more."""
         with self._lock:
-            gone = self._keys.intersection(keys)
-            self._keys -= gone
-            self._room.put_back(len(gone))
+            removed = self._keys.intersection(keys)
+            self._keys -= removed
+            self._room.put_back(len(removed))
 
     def clear(self) -> None:
         """Forget all names: the next events name everything that the peer holds."""
         with self._lock:
             self._room.put_back(len(self._keys))
-            gone, self._keys, self._doubts, self.is_whole = self._keys, set(), {}, True
-        _clear_slowly(gone)
+            removed, self._keys, self._doubts, self.is_whole = self._keys, set(), {}, True
+        _clear_slowly(removed)
 
     def close(self) -> None:
         """Forget all; nothing is stored any more. Idempotent."""
         with self._lock:
             self._closed = True
             self._room.put_back(len(self._keys))
-            gone, self._keys = self._keys, set()
-        _clear_slowly(gone)
+            removed, self._keys = self._keys, set()
+        _clear_slowly(removed)
 
     def doubt(self, name: ChainHash) -> None:
         """The peer did not send this block on request."""
@@ -251,11 +251,11 @@ class Following:
         """Read the addresses of peers' events regularly, and follow them. Waits for peers."""
         if self._open is None:
             return
-        gone = [each for address, each in self._followed.items() if address not in peers]
+        removed = [each for address, each in self._followed.items() if address not in peers]
         self._followed = {
             address: self._followed.get(address) or _Followed(AnnouncedNames(self._room)) for address in peers
         }
-        for each in gone:
+        for each in removed:
             each.close()
         for address, followed in self._followed.items():
             if not peers[address].answers:
@@ -303,4 +303,4 @@ class Following:
             except ConfigError as refused:
                 _log.warning("[peers] %s:%d: its events cannot be followed: %s", *peer.address, refused)
                 return
-            _log.info("[peers] %s:%d: its events at %s tell which blocks it holds", *peer.address, at.publish)
+            _log.info("[peers] %s:%d: its events at %s show which blocks it holds", *peer.address, at.publish)

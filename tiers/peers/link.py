@@ -160,9 +160,9 @@ class PeerLink:
     def read_events(self, deadline: float) -> EventsAt:
         """The address of the peer's KV events."""
         size = wire.WORDS_BYTES + EVENTS_BYTES + wire.PROOF_BYTES
-        _, said = self._read(PeerVerb.EVENTS, receive(self._connection, size, deadline), 1)
+        _, message = self._read(PeerVerb.EVENTS, receive(self._connection, size, deadline), 1)
         try:
-            return EventsAt.unpack(said)
+            return EventsAt.unpack(message)
         except ProtocolError as wrong:
             raise _wrong(wrong) from None
 

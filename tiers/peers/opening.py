@@ -45,14 +45,14 @@ def _knowledge(config: Config) -> Iterator[str]:
     """How this node knows which blocks others hold, and others which it holds."""
     if config.peers.nodes:
         yield (
-            "knows what others hold by their KV events where they tell, else it asks"
+            "knows what others hold by their KV events if they publish them, else it asks"
             if config.peers.events
             else "asks others what they hold"
         )
     if config.peers.listen is not None:
         is_announced = all(each and each.startswith("tcp://") for each in (config.events.publish, config.events.replay))
         yield (
-            "its KV events tell others what it holds"
+            "its KV events show others what it holds"
             if is_announced
             else "others have to ask it: [events] publish and replay are not both tcp:// addresses"
         )

@@ -395,9 +395,9 @@ class PeersStore(Tier):
         }
         for peer in peers.values():
             peer.require(self._probe)
-        gone = [peer for address, peer in self._peers.items() if address not in peers]
+        removed = [peer for address, peer in self._peers.items() if address not in peers]
         self._peers = peers
-        for peer in gone:
+        for peer in removed:
             peer.close()
             self._holders.forget_all(peer.address)
             for reason, count in peer.counts.items():

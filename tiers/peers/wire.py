@@ -132,8 +132,8 @@ class PeerSession:
     def hello(self, node: bytes) -> bytes:
         """The borrower's first message."""
         blocks = self.blocks
-        said = _HELLO.pack(MAGIC, self._nonce, blocks.fingerprint, blocks.slot_bytes, blocks.block_size, node)
-        return said + self._proof(b"hello", said)
+        message = _HELLO.pack(MAGIC, self._nonce, blocks.fingerprint, blocks.slot_bytes, blocks.block_size, node)
+        return message + self._proof(b"hello", message)
 
     @classmethod
     def accept(cls, key: bytes, challenge: bytes, data: bytes) -> "tuple[PeerSession, bytes]":
@@ -148,14 +148,14 @@ class PeerSession:
         return session, node
 
     def welcome(self, reply: Greeting, node: bytes) -> bytes:
-        said = _WELCOME.pack(reply, node)
-        return said + self._proof(b"welcome", said)
+        message = _WELCOME.pack(reply, node)
+        return message + self._proof(b"welcome", message)
 
     def read_welcome(self, data: bytes) -> tuple[Greeting, bytes]:
         """The reply, and the lender's id. ProtocolError if it is not proven."""
-        said = data[: _WELCOME.size]
-        self._require(data[_WELCOME.size :], b"welcome", said)
-        reply, node = _WELCOME.unpack(said)
+        message = data[: _WELCOME.size]
+        self._require(data[_WELCOME.size :], b"welcome", message)
+        reply, node = _WELCOME.unpack(message)
         try:
             return Greeting(reply), node
         except ValueError:
@@ -166,8 +166,8 @@ class PeerSession:
     def question(self, verb: PeerVerb, names: Sequence[ChainHash]) -> bytes:
         """A new question, of up to MAX_NAMES names."""
         self.number += 1
-        said = _WORDS.pack(verb, len(names)) + b"".join(names)
-        return said + self._proof(b"question", said)
+        message = _WORDS.pack(verb, len(names)) + b"".join(names)
+        return message + self._proof(b"question", message)
 
     def probe_question(self, packed: bytes) -> bytes:
         """A new question, whether the lender's model computes the KV of this probe."""
@@ -198,17 +198,17 @@ class PeerSession:
         return PeerVerb(verb), [names[at : at + HASH_BYTES] for at in range(0, len(names), HASH_BYTES)]
 
     def answer(self, verb: PeerVerb, count: int, flags: bytes = b"") -> bytes:
-        said = _WORDS.pack(verb, count) + flags
-        return said + self._proof(b"answer", said)
+        message = _WORDS.pack(verb, count) + flags
+        return message + self._proof(b"answer", message)
 
     def read_answer(self, verb: PeerVerb, data: bytes, most: int) -> tuple[int, bytes]:
         """The number, at most `most`, and the bytes behind it. ProtocolError if it is not proven."""
-        said = data[:-PROOF_BYTES]
-        self._require(data[-PROOF_BYTES:], b"answer", said)
-        answered, count = _WORDS.unpack(said[:WORDS_BYTES])
+        message = data[:-PROOF_BYTES]
+        self._require(data[-PROOF_BYTES:], b"answer", message)
+        answered, count = _WORDS.unpack(message[:WORDS_BYTES])
         if answered != verb or count > most:
             raise ProtocolError("answer")
-        return count, said[WORDS_BYTES:]
+        return count, message[WORDS_BYTES:]
 
     # blocks
 
@@ -229,9 +229,9 @@ class PeerSession:
         """Of a block: 16 bytes."""
         return self._tags.tag(head, payload)
 
-    def _proof(self, what: bytes, said: bytes) -> bytes:
-        return hmac.digest(self._key, what.ljust(16, b"\0") + self.number.to_bytes(8, "little") + said, "sha256")
+    def _proof(self, what: bytes, message: bytes) -> bytes:
+        return hmac.digest(self._key, what.ljust(16, b"\0") + self.number.to_bytes(8, "little") + message, "sha256")
 
-    def _require(self, proof: bytes, what: bytes, said: bytes) -> None:
-        if not hmac.compare_digest(proof, self._proof(what, said)):
+    def _require(self, proof: bytes, what: bytes, message: bytes) -> None:
+        if not hmac.compare_digest(proof, self._proof(what, message)):
             raise ProtocolError("proof")

@@ -314,7 +314,7 @@ class ReusePredictor:
         since = np.maximum(ended, self._learned_at)
         start, end = since - ended, np.maximum(since, until) - ended
         self._hazards.waited(kinds, start, end)
-        said = accounts > 0
-        if said.any():
-            promised = expected(self._hazards.unhinted, start[said], end[said])
-            self._trust.waited(accounts[said] - 1, promised)
+        judged = accounts > 0
+        if judged.any():
+            promised = expected(self._hazards.unhinted, start[judged], end[judged])
+            self._trust.waited(accounts[judged] - 1, promised)
