@@ -1,8 +1,8 @@
-"""Asynchronous copies of blocks between L1 and L2: the contract of a copy stream, and its CPU twin.
+"""Asynchronous copies of blocks between L1 and L2: the contract of a copy stream, and the CPU's.
 
 Every stream keeps two queues, loads (L2 → L1) and stores (L1 → L2). Copies of one direction complete in the order they
 were given; the directions are independent. A call only enqueues; a failure is the event's `error`, never an exception.
-`CudaCopyStream` (cuda_transfer.py) is the device's twin, `ManualCopyStream` (tests/rigs/manual_copies.py) the tests'.
+`CudaCopyStream` (cuda_transfer.py) is a GPU's stream, `ManualCopyStream` (tests/rigs/manual_copies.py) the tests'.
 """
 
 import threading
@@ -128,7 +128,7 @@ class CopyTask:
 
 
 class HostCopyStream:
-    """The twin for an L1 in host memory: threads that copy without the GIL. Loads overtake queued stores.
+    """The copy stream of an L1 in host memory: threads that copy without the GIL. Loads overtake queued stores.
 
     If nothing is under way, a few bytes are copied at once. `_changed` guards queues and counters, never during a copy.
     """

@@ -348,10 +348,10 @@ class ExtentMap:
 
         The caller blanks those rows. It ends every run with `leave`, published or not.
         """
-        stored, twins = list(run.slots), list[int]()
+        stored, duplicates = list(run.slots), list[int]()
         held = self.index.find_each(hashes)
         if max(held) >= 0:
-            twins = [slot for slot, other in zip(stored, held, strict=True) if other >= 0]
+            duplicates = [slot for slot, other in zip(stored, held, strict=True) if other >= 0]
             stored = [slot for slot, other in zip(stored, held, strict=True) if other < 0]
             hashes = [name for name, other in zip(hashes, held, strict=True) if other < 0]
         self.index.add(hashes, stored)
@@ -361,7 +361,7 @@ class ExtentMap:
             self.room.stored(hashes, stored, self._live)
         if self.changes is not None:
             self.changes.stored(np.array(stored, np.int64))
-        return twins
+        return duplicates
 
     def leave(self, extent: int) -> None:
         self._busy[extent] -= 1

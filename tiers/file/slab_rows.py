@@ -92,9 +92,9 @@ class SlabRows:
         return rows, self._whole(rows, slots, is_read)
 
     def recover(self) -> list[int]:
-        """Read the whole table into the arrays and indexes; returns slots of older twins, whose rows must be blanked.
+        """Read the whole table into the arrays and indexes; returns older duplicates, whose rows must be blanked.
 
-        Only the newest rows, which a crash may have torn, and twins are compared with their checksums now; others
+        Only the newest rows, which a crash may have torn, and duplicates are compared with their checksums now; others
         when they are read.
         """
         blocks, (plausible, written) = self._blocks, self._load()
@@ -102,10 +102,10 @@ class SlabRows:
         losers: list[int] = []
         if others := blocks.index.load(slots):
             held = sorted(set(blocks.index.find_each(blocks.index.names(np.array(others)))))
-            twins = np.union1d(others, held)
-            losers, bad = self._older_twins(twins)
+            duplicates = np.union1d(others, held)
+            losers, bad = self._older_duplicates(duplicates)
             blocks.index.remove(held)
-            blocks.index.load(np.setdiff1d(twins, losers + bad, assume_unique=True))
+            blocks.index.load(np.setdiff1d(duplicates, losers + bad, assume_unique=True))
             slots = np.setdiff1d(slots, losers + bad, assume_unique=True)
         dirty = np.flatnonzero(written.reshape(-1, blocks.per_extent).any(1)).tolist()
         blocks.restore(slots, self.seqs[slots], dirty)
@@ -229,7 +229,7 @@ class SlabRows:
             window *= 2
         return slots
 
-    def _older_twins(self, slots: Slots) -> tuple[list[int], list[int]]:
+    def _older_duplicates(self, slots: Slots) -> tuple[list[int], list[int]]:
         """Of slots whose rows have the same name: those of lower seq, and those whose row is not whole."""
         *_, whole = self.read(slots.tolist())
         by_age = slots[whole][np.argsort(self.seqs[slots[whole]], kind="stable")]

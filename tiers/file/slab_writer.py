@@ -188,7 +188,7 @@ class SlabWriter:
                     self.file.path.unlink()
 
     def _skip_held(self, records: Sequence[BlockRecord], names: list[ChainHash], outcomes: list[Outcome]) -> set[int]:
-        """Put OK for a block whose stored entry is equal, and ABORTED for a twin within the batch.
+        """Put OK for a block whose stored entry is equal, and ABORTED for a duplicate within the batch.
 
         A stored block with other bytes is dropped. Returns the extents of blocks that are OK: entered, so that none is
         evicted for another block of the batch. The caller calls `leave` for each.
@@ -343,7 +343,7 @@ class SlabWriter:
 
     def _publish(self, parts: Sequence[_FilledRun], rows: slab.Rows) -> list[Outcome]:
         """Make stored blocks findable; the outcomes of the new ones."""
-        outcomes, twins, done = list[Outcome](), list[int](), 0
+        outcomes, duplicates, done = list[Outcome](), list[int](), 0
         with self.lock:
             for part in parts:
                 run, outcome = part.run, Outcome.OK
@@ -351,15 +351,15 @@ class SlabWriter:
                     outcome = Outcome.EPOCH
                 elif run.extent >= self.blocks.num_in_use:
                     outcome = Outcome.EVICTED
-                    twins += run.slots
+                    duplicates += run.slots
                 else:
                     self.rows.store(run.first, rows[done : done + run.size])
-                    twins += self.blocks.publish(run, [record.chain_hash for record in part.records])
+                    duplicates += self.blocks.publish(run, [record.chain_hash for record in part.records])
                 if part.is_new:
                     outcomes += [outcome] * run.size
                 done += run.size
-        if twins:
-            blank_slots(self.io, self.file.fd, self.file.superblock, twins)
+        if duplicates:
+            blank_slots(self.io, self.file.fd, self.file.superblock, duplicates)
         return outcomes
 
     def _adjacent(self, parts: Sequence[_FilledRun]) -> list[Sequence[_FilledRun]]:

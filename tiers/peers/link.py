@@ -32,7 +32,7 @@ class EventsAt:
 
     @classmethod
     def bound(cls, publish: str | None, replay: str | None) -> "EventsAt":
-        """Of a publisher by where it listens: TCP alone, and only if it repeats missed events."""
+        """From a publisher's addresses: TCP alone, and only if it repeats missed events."""
         addresses = (publish or "", replay or "")
         is_announced = all(each.startswith(_TCP) and len(each) <= 128 for each in addresses)
         return cls(*addresses) if is_announced else cls()
