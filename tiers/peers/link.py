@@ -85,7 +85,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-SetBlockResult = Callable[[int, "BlockRecord | Outcome"], None]
+ReportBlock = Callable[[int, "BlockRecord | Outcome"], None]
 """Called once per position of a request with the block's result."""
 
 _POLL_SECONDS: Final = 60.0  # waited at once: poll's milliseconds are an int
@@ -167,7 +167,7 @@ class PeerLink:
             raise _wrong(wrong) from None
 
     def read_blocks(
-        self, names: Sequence[ChainHash], into: Sequence[memoryview], set_result: SetBlockResult, deadline: float
+        self, names: Sequence[ChainHash], into: Sequence[memoryview], report: ReportBlock, deadline: float
     ) -> None:
         """Read and verify blocks: name, tag, checksum. EVICTED if the peer has one no more; else PeerFailed."""
         count, _ = self._read(
@@ -187,9 +187,9 @@ class PeerLink:
             receive_into(self._connection, buffers, deadline)
             for i, position in enumerate(positions):
                 head, payload, tag = buffers[3 * i : 3 * i + 3]
-                set_result(position, self._verified(names[position], head, payload, tag))
+                report(position, self._verified(names[position], head, payload, tag))
         for position in range(count, len(names)):
-            set_result(position, Outcome.EVICTED)
+            report(position, Outcome.EVICTED)
 
     def _verified(self, name: ChainHash, head: memoryview, payload: memoryview, tag: memoryview) -> BlockRecord:
         if not hmac.compare_digest(bytes(tag), self._session.tag(head, payload)):

@@ -342,12 +342,12 @@ class PeersStore(Tier):
         is_late = time.monotonic() >= deadline and not link.is_quiet  # other peers used up the time: not its fault
         wanted, left = positions[:MAX_NAMES], set(positions)
 
-        def set_result(number: int, result: BlockRecord | Outcome) -> None:
+        def report(number: int, result: BlockRecord | Outcome) -> None:
             results[wanted[number]] = result
             left.discard(wanted[number])
 
         try:
-            link.read_blocks([hashes[p] for p in wanted], [into[p] for p in wanted], set_result, deadline)
+            link.read_blocks([hashes[p] for p in wanted], [into[p] for p in wanted], report, deadline)
         except PeerFailed as failed:  # blocks received before are good
             for position in left:
                 results[position] = failed.outcome

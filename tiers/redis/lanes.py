@@ -23,7 +23,7 @@ from kvtier.tiers.redis.wire import (
     make_turns,
 )
 
-SetResult = Callable[[int, "BlockRecord | Outcome | bool"], None]
+Report = Callable[[int, "BlockRecord | Outcome | bool"], None]
 """Called once per position of the batch with the block's result."""
 
 _AT_ONCE: Final = 1024  # blocks whose expiry is renewed at once
@@ -37,7 +37,7 @@ class _Wanted(NamedTuple):
 
     hashes: Sequence[ChainHash]
     into: Sequence[memoryview]
-    set_result: SetResult
+    report: Report
 
 
 def command(*parts: bytes) -> bytes:
@@ -86,16 +86,16 @@ class Lane:
     epoch_due: bool = False  # requested, and to be read before any other reply
     make_turns: MakeTurns | None = None  # the extension module, for blocks that are large enough
 
-    def exists(self, positions: Sequence[int], set_result: SetResult) -> None:
+    def exists(self, positions: Sequence[int], report: Report) -> None:
         """Which blocks are there: True, False, or why it is not known."""
         for position, reply in self._each(b"EXISTS", positions):
-            set_result(position, refused(reply, writing=False) if isinstance(reply, Refusal) else reply == 1)
+            report(position, refused(reply, writing=False) if isinstance(reply, Refusal) else reply == 1)
 
     def get(
-        self, hashes: Sequence[ChainHash], into: Sequence[memoryview], positions: Sequence[int], set_result: SetResult
+        self, hashes: Sequence[ChainHash], into: Sequence[memoryview], positions: Sequence[int], report: Report
     ) -> None:
         """Read blocks into their buffers and verify them. Their expiry is renewed: its replies show which are there."""
-        wanted = _Wanted(hashes, into, set_result)
+        wanted = _Wanted(hashes, into, report)
         for first in range(0, len(positions), _AT_ONCE):
             some = positions[first : first + _AT_ONCE]
             if self.make_turns is not None and self.wire.takes_turns:
@@ -108,7 +108,7 @@ class Lane:
         records: Sequence[BlockRecord],
         payloads: Sequence[memoryview],
         positions: Sequence[int],
-        set_result: SetResult,
+        report: Report,
     ) -> None:
         """Store blocks, in order, until one is refused."""
         groups = self._groups(positions)
@@ -123,9 +123,9 @@ class Lane:
                 outcomes = [self._stored(self._reply()) for _ in group]
                 groups.clear()
             for position, outcome in zip(group, outcomes, strict=True):
-                set_result(position, outcome)
+                report(position, outcome)
 
-    def expire(self, milliseconds: Sequence[int], positions: Sequence[int], set_result: SetResult) -> None:
+    def expire(self, milliseconds: Sequence[int], positions: Sequence[int], report: Report) -> None:
         """Each block that is there expires so long from now; `milliseconds` by position."""
         expiries = [command(b"PEXPIRE", self.keys[position], b"%d" % milliseconds[position]) for position in positions]
         self._send([b"".join(expiries)], len(positions))
@@ -133,11 +133,11 @@ class Lane:
         for position in positions:
             reply = self._reply()
             found = Outcome.OK if reply == 1 else Outcome.ABSENT
-            set_result(position, refused(reply, writing=True) if isinstance(reply, Refusal) else found)
+            report(position, refused(reply, writing=True) if isinstance(reply, Refusal) else found)
 
-    def unlink(self, positions: Sequence[int], set_result: SetResult) -> None:
+    def unlink(self, positions: Sequence[int], report: Report) -> None:
         for position, reply in self._each(b"UNLINK", positions):
-            set_result(position, refused(reply, writing=True) if isinstance(reply, Refusal) else Outcome.OK)
+            report(position, refused(reply, writing=True) if isinstance(reply, Refusal) else Outcome.OK)
 
     def _get(self, wanted: _Wanted, positions: Sequence[int]) -> None:
         wire, space = self.wire, self.space
@@ -155,7 +155,7 @@ class Lane:
         for group in self._turns(groups, send):
             if unexpected is None:
                 unexpected = self._unlike(b":1\r\n", positions)
-                self._skip(groups, unexpected, wanted.set_result)
+                self._skip(groups, unexpected, wanted.report)
             buffers = [wanted.into[position] for position in group]
             together = as_said and unexpected.keys().isdisjoint(group)
             heads: Iterable[Head]
@@ -169,7 +169,7 @@ class Lane:
     def _get_in_turn(self, make: MakeTurns, wanted: _Wanted, positions: Sequence[int]) -> Sequence[int]:
         """`_get` by the extension module while replies are as expected. Returns the positions left to read."""
         wire, decode, head_bytes = self.wire, self.space.form.decode, self.space.head_bytes
-        hashes, into, set_result = wanted
+        hashes, into, report = wanted
         depth = depth_of(self.space.slot_bytes, self.window, wire.round_trip)
         gets = [commands(b"GET", [self.keys[position]]) for position in positions]
         expiry = commands(b"PEXPIRE", [self.keys[position] for position in positions], b"%d" % self.ttl_ms)
@@ -182,7 +182,7 @@ class Lane:
             self._get_sent(wanted, positions[:num_sent])
             for position in positions[num_sent:]:
                 if unexpected.get(position) == 0:
-                    set_result(position, Outcome.ABSENT)
+                    report(position, Outcome.ABSENT)
             gets = [get for get, p in zip(gets[num_sent:], positions[num_sent:], strict=True) if unexpected.get(p) != 0]
             positions = [position for position in positions[num_sent:] if unexpected.get(position) != 0]
             num_sent = 0
@@ -192,7 +192,7 @@ class Lane:
         run, num_sent = wire.in_turn(make, [(get,) for get in gets], places, line, num_sent, depth)
         for i, position in enumerate(positions[: run.whole]):
             head = bytes(places[i][0][len(line) :])
-            set_result(position, decode(head, into[position], hashes[position], self.epoch, run.hash_at(i)))
+            report(position, decode(head, into[position], hashes[position], self.epoch, run.hash_at(i)))
         self._get_sent(wanted, positions[run.whole : num_sent])
         return positions[num_sent:]
 
@@ -203,17 +203,17 @@ class Lane:
 
     def _judge(self, wanted: _Wanted, positions: Sequence[int], heads: Iterable[Head]) -> None:
         """Verify each GET's reply and report the result."""
-        decode, epoch, (hashes, into, set_result) = self.space.form.decode, self.epoch, wanted
+        decode, epoch, (hashes, into, report) = self.space.form.decode, self.epoch, wanted
         for position, head in zip(positions, heads, strict=True):
             if isinstance(head, bytes):
-                set_result(position, decode(head, into[position], hashes[position], epoch))
+                report(position, decode(head, into[position], hashes[position], epoch))
             elif head is None:
-                set_result(position, Outcome.ABSENT)
+                report(position, Outcome.ABSENT)
             elif isinstance(head, Outcome):  # a StrEnum, as a Refusal is a str
-                set_result(position, head)
+                report(position, head)
             else:
                 self.doubtful |= head.code in DOUBTFUL
-                set_result(position, refused(head, writing=False))
+                report(position, refused(head, writing=False))
 
     def _unlike(self, usual: bytes, positions: Sequence[int]) -> dict[int, RedisReply]:
         """Which positions got another reply than `usual`; none, in one comparison, if all are equal."""
@@ -221,7 +221,7 @@ class Lane:
             return {}
         return {position: reply for position in positions if (reply := self._reply()) != 1}
 
-    def _skip(self, groups: deque[list[int]], unexpected: Mapping[int, RedisReply], set_result: SetResult) -> None:
+    def _skip(self, groups: deque[list[int]], unexpected: Mapping[int, RedisReply], report: Report) -> None:
         """Send no GET for blocks that are not there."""
         if not unexpected:
             return
@@ -230,7 +230,7 @@ class Lane:
         groups.extend(self._groups([position for position in rest if unexpected.get(position) != 0]))
         for position in rest:
             if unexpected.get(position) == 0:
-                set_result(position, Outcome.ABSENT)
+                report(position, Outcome.ABSENT)
 
     def _each(self, verb: bytes, positions: Sequence[int]) -> Iterator[tuple[int, RedisReply]]:
         """Positions, each with the reply to a command for its block alone."""
@@ -301,7 +301,7 @@ _MAX_WINDOW: Final = 512  # blocks; the kernel takes 1,024 pieces at once
 _MAX_LANES: Final = 16  # servers of a cluster talked to at once
 
 BlockResult = BlockRecord | Outcome | bool
-LaneWork = Callable[[Lane, list[int], SetResult], None]
+LaneWork = Callable[[Lane, list[int], Report], None]
 """Work on a lane and the positions of the batch that are its share."""
 
 

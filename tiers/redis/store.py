@@ -184,7 +184,7 @@ class RedisStore(SharedTier):
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
         require_buffers(len(hashes), into, self.space.slot_bytes)
         deadline = self._deadline(len(hashes))
-        answers = self._batch(hashes, deadline, lambda lane, own, set_result: lane.get(hashes, into, own, set_result))
+        answers = self._batch(hashes, deadline, lambda lane, own, report: lane.get(hashes, into, own, report))
         if set(map(type, answers)) == {BlockRecord}:
             return self._all_read(hashes, cast("list[BlockRecord]", answers))
         results = [answer if isinstance(answer, BlockRecord | Outcome) else Outcome.IO_ERROR for answer in answers]
@@ -209,9 +209,7 @@ class RedisStore(SharedTier):
         answers: Sequence[BlockResult | None] = [Outcome.UNSUPPORTED] * len(records)
         deadline = self._deadline(len(records))
         if not self._oversized:
-            answers = self._batch(
-                hashes, deadline, lambda lane, own, set_result: lane.set(records, payloads, own, set_result)
-            )
+            answers = self._batch(hashes, deadline, lambda lane, own, report: lane.set(records, payloads, own, report))
         outcomes = cut_off([answer if isinstance(answer, Outcome) else Outcome.PARENT_FAILED for answer in answers])
         self._names.add([h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK], True)
         self._names.forget(h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is not Outcome.OK)
@@ -313,7 +311,7 @@ class RedisStore(SharedTier):
         if time.monotonic() >= deadline or not (due := expiries.take(_LOCATE_WINDOW)):
             return
         names, milliseconds = list(due), list(due.values())
-        answers = self._batch(names, deadline, lambda lane, own, set_result: lane.expire(milliseconds, own, set_result))
+        answers = self._batch(names, deadline, lambda lane, own, report: lane.expire(milliseconds, own, report))
         missing = [name for name, answer in zip(names, answers, strict=True) if answer is Outcome.ABSENT]
         self._names.forget(missing)
         self.change_feed.missed(missing)

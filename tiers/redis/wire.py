@@ -121,10 +121,7 @@ class ByteStream:
             into = into[self._received(into, socket.MSG_WAITALL, deadline) :]
 
     def receive_run(self, into: Sequence[memoryview], deadline: float) -> int:
-        """Receive until the buffers are full, `PATIENCE` has passed or the connection has ended. Returns the bytes.
-
-        Never raises: if the connection failed, the next `receive` raises.
-        """
+        """Fill the buffers, until `PATIENCE` or the connection ends; returns the bytes. Only `receive` raises."""
         left = deadline - time.monotonic()
         if left <= 0:
             return 0
@@ -165,7 +162,7 @@ class ByteStream:
             return received or _closed()
 
     def _arm(self, option: int, left: float) -> None:
-        """Set the kernel's timeout for one call. 0 would mean to wait forever."""
+        """Set the kernel's timeout for all waits of one call. 0 would mean to wait forever."""
         seconds = max(0.001, min(left, PATIENCE))
         if seconds != self._armed[option]:
             self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, int(seconds * 1e6)))
