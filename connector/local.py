@@ -79,7 +79,7 @@ def open_tiers(
     if service.socket is not None:
         if lossy is not None:
             _log.info("[cache] lossy: the daemon's Redis and object store keep K and V as %s", lossy)
-        about = () if identity is None else tuple(identity.told().items())
+        about = () if identity is None else tuple(identity.shown().items())
         size = config.host.size if "size" in config.host.model_fields_set else 0
         hello = Hello(
             *(fingerprint, shape.block_size, shape.block_bytes, size),

@@ -49,10 +49,10 @@ from .kinds import tier_captions as tier_captions
 from .metrics import Metrics as Metrics
 from .metrics import Series as Series
 from .tier import BATCH_BYTES as BATCH_BYTES
-from .tier import Announcer as Announcer
 from .tier import BlockRecord as BlockRecord
 from .tier import BlockShape as BlockShape
 from .tier import ChainHash as ChainHash
+from .tier import ChangeFeed as ChangeFeed
 from .tier import Changes as Changes
 from .tier import ChildBlock as ChildBlock
 from .tier import ConfiguredTier as ConfiguredTier

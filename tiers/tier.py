@@ -112,26 +112,26 @@ class BlockShape(Protocol):
 
 class StoragePlace(NamedTuple):
     place: str  # a directory, or the server's address
-    used: int  # bytes, by everybody
+    used: int  # bytes, by all users
     limit: int | None  # bytes that there may be; None: no bound is set
     is_own: bool = False  # a file of the tier alone, which grows as it is filled: a slab
 
 
-class Announcer(Protocol):
-    """Says which blocks come to a tier and leave it, to one reader. Thread-safe; no method waits for I/O."""
+class ChangeFeed(Protocol):
+    """The blocks that a tier adds and removes, for one reader. Thread-safe; no method waits for I/O."""
 
     def listen(self) -> None:
-        """Keep a log from now on, for a reader that knows no block. Called again it starts over."""
+        """Keep a log from now on, for a reader that knows no block. A second call starts over."""
 
     @property
     def waiting(self) -> bool:
-        """Whether the reader may have something to learn."""
+        """Whether there may be changes for the reader."""
 
     def take(self, limit: int) -> Changes:
-        """What the reader has to forget and, up to `limit` blocks, to learn. Nothing before `listen`."""
+        """The blocks that the reader has to forget and, up to `limit`, to learn. None before `listen`."""
 
     def stop_listening(self) -> list[ChainHash]:
-        """Keep no log any more; returns what the reader knows."""
+        """Keep no log any more; returns the names of blocks that the reader knows."""
 
 
 class Tier(ABC):
@@ -200,7 +200,7 @@ class Tier(ABC):
         return self.lookup(hashes)
 
     stays_open: ClassVar[bool] = False
-    """Opening it anew could not mend its writes: each request stands for itself."""
+    """Opening it anew could not repair its writes: each request is independent."""
 
     # What the maker of its namespace computes of a few tokens (`naming/kv_probe.py`). All three may block, and raise
     # TierUnavailable if the storage does not answer: they are called while the tier is opened.
@@ -213,20 +213,20 @@ class Tier(ABC):
         """Keep it, unless there is one by now."""
         return
 
-    def tell_kv_probe(self, packed: bytes) -> None:
-        """Every block is of whoever holds it: from now on, take blocks only from those who compute alike."""
+    def set_kv_probe(self, packed: bytes) -> None:
+        """Each holder's blocks are its own: from now on take them only from holders with an equal KV probe."""
         return
 
-    # What it tells of its blocks, and learns of requests.
+    # Its changes, and its order of eviction.
 
-    announcer: Announcer | None = None
-    """Follows its changes. Of a store shared with others: what this process wrote or read there."""
+    change_feed: ChangeFeed | None = None
+    """The feed of its changes. Of a shared store: blocks that this process wrote or read there."""
 
     eviction_log: Any = None
-    """The `EvictionLog` (`tiers/pool`) that remember what left it, when and why; None: it remembers nothing."""
+    """The `EvictionLog` (`tiers/pool`) of its blocks, with times and reasons; None: it keeps none."""
 
     def ended(self, end: Any) -> None:
-        """A request has ended, as this `ClassifiedEnd` (`tiers/reuse`) says: for the order of eviction. No I/O."""
+        """A request has ended, by this `ClassifiedEnd` (`tiers/reuse`): for the order of eviction. No I/O."""
         return
 
     def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
@@ -242,7 +242,7 @@ class Tier(ABC):
         return None
 
     def room(self) -> Sequence[StoragePlace]:
-        """How full its storage is: each place, as it was heard of last. Never waits for a server or a disk."""
+        """How full its storage is, by the last check of each place. Never waits for a server or a disk."""
         return ()
 
 
@@ -287,23 +287,23 @@ _EVERY: Final = 10.0  # seconds between two looks, at least
 
 
 class LastRoom:
-    """Room as it was found last: storage is looked at now and then in the background. Thread-safe."""
+    """The last result of a check of storage, which runs regularly in the background. Thread-safe."""
 
     def __init__(self, look: Callable[[], Iterable[StoragePlace]], known: Sequence[StoragePlace] = ()) -> None:
-        """`look` may wait for ever: then there is no other look, and what is `known` stays."""
+        """`look` may wait for ever: then no other check starts, and the `known` result stays."""
         self._look = look
         self._lock = Lock()  # guards what follows
-        self._told = tuple(known)
+        self._latest = tuple(known)
         self._is_looking = False
         self._due = time.monotonic() + _EVERY if known else 0.0
 
-    def told(self) -> Sequence[StoragePlace]:
-        """At once; if that is old, it is looked again meanwhile. Empty until the first look has ended."""
+    def latest(self) -> Sequence[StoragePlace]:
+        """Returns at once; an old result starts a check. Empty until the first check has ended."""
         with self._lock:
             if not self._is_looking and time.monotonic() >= self._due:
                 self._is_looking = True
                 Thread(target=self._look_again, name="kvtier-room", daemon=True).start()
-            return self._told
+            return self._latest
 
     def _look_again(self) -> None:
         found: tuple[StoragePlace, ...] = ()
@@ -311,4 +311,4 @@ class LastRoom:
             found = tuple(self._look())
         finally:
             with self._lock:
-                self._told, self._is_looking, self._due = found, False, time.monotonic() + _EVERY
+                self._latest, self._is_looking, self._due = found, False, time.monotonic() + _EVERY

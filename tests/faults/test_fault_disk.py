@@ -447,7 +447,7 @@ def test_a_slab_removed_while_it_is_open_is_made_anew(
         return ticked(hierarchy) and slab_of(disk_dir).exists()
 
     wait_until(is_made)
-    assert "somebody removed or replaced it; a new one is made" in caplog.text
+    assert "it was removed or replaced; a new one is made" in caplog.text
     late = chain_of(4, first_token=99_000)
 
     def is_stored() -> bool:

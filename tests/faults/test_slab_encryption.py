@@ -280,12 +280,12 @@ def blank_sealed(store: FileStore, slot: int) -> None:
 def test_events_tell_an_entry_that_is_not_authentic_without_tokens(slab_path: Path) -> None:
     store = open_store(slab_path.parent)
     blank_sealed(store, 3)
-    store.announcer.listen()
-    told = {record.chain_hash: record.tokens for record in store.announcer.take(100).stored}
+    store.change_feed.listen()
+    told = {record.chain_hash: record.tokens for record in store.change_feed.take(100).stored}
     assert len(told) == len(KEYS)
     assert [key for key in KEYS if not told[hash_of(key)]] == [3]
     assert get(store, [3, 4]) == [Outcome.CHECKSUM, Outcome.OK]
-    assert store.announcer.take(100).gone == [hash_of(3)]
+    assert store.change_feed.take(100).gone == [hash_of(3)]
     # Stored again over such an entry, it is whole.
     blank_sealed(store, 7)
     put(store, [3, 7])

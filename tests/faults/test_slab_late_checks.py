@@ -108,14 +108,14 @@ def test_events_tell_its_block_without_tokens(slab_path: Path, key: bytes | None
     row["num_tokens"] -= 1
     write_row(table, 3, row)
     store = open_store(slab_path.parent, key)
-    store.announcer.listen()
-    told = store.announcer.take(100).stored
+    store.change_feed.listen()
+    told = store.change_feed.take(100).stored
     assert [record if record.tokens else None for record in told] == [
         record_of(number) if number != 3 else None for number in KEYS
     ]
     assert [(record.chain_hash, record.parent) for record in told] == [(hash_of(n), record_of(n).parent) for n in KEYS]
     assert get(store, [3]) == [Outcome.CHECKSUM]
-    assert store.announcer.take(100).gone == [hash_of(3)]
+    assert store.change_feed.take(100).gone == [hash_of(3)]
     store.check()
     store.close()
 
@@ -161,8 +161,8 @@ def test_an_uncached_entry_is_not_awaited(slab_path: Path, key: bytes | None, mo
         patch.setattr(FileIO, "peek", is_elsewhere)
         store = open_store(slab_path.parent, key)
         assert store.children(parent, 8) == []
-        store.announcer.listen()
-        told = store.announcer.take(100).stored
+        store.change_feed.listen()
+        told = store.change_feed.take(100).stored
         assert [(record.chain_hash, record.tokens) for record in told] == [(hash_of(n), b"") for n in KEYS]
         assert get(store, KEYS) == [Outcome.OK] * len(KEYS)
         store.close()

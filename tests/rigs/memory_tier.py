@@ -25,7 +25,7 @@ class ShelfTier(Tier):
         self._blocks = blocks
         self._lock = Lock()  # guards the two above; never held across a copy of a whole batch
         self._counts: Counter[str] = Counter()
-        self.announcer = ShelfChanges(blocks, self._lock)
+        self.change_feed = ShelfChanges(blocks, self._lock)
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
         return next((i for i, name in enumerate(hashes) if name not in self._blocks), len(hashes))
@@ -75,7 +75,7 @@ class ShelfTier(Tier):
         """There is nothing to close: what it holds stays."""
 
 
-# Step 3, if its blocks are to be announced in KV events: the protocol `Announcer`.
+# Step 3, if its blocks are to be announced in KV events: the protocol `ChangeFeed`.
 class ShelfChanges:
     """What one reader has not learned yet: the difference between what it knows and what is held."""
 

@@ -1,4 +1,4 @@
-"""The one frozen configuration: TOML file ⊂ environment ⊂ arguments. Beside it only `environment.py` reads that."""
+"""The one frozen configuration: TOML file ⊂ environment ⊂ arguments. Only `environment.py` reads other variables."""
 
 import json
 import os
@@ -33,15 +33,15 @@ from kvtier.tiers.config.sections import (
 )
 
 ENV_PREFIX: Final = "KVTIER_"
-_BUILD: Final = "KVTIER_EXTENSIONS"  # what an installation builds (`hatch_build.py`)
+_BUILD: Final = "KVTIER_EXTENSIONS"  # which extension modules an installation builds (`hatch_build.py`)
 _FILE: Final = "KVTIER_CONFIG"  # the TOML file, if none is named
 _DELIMITER: Final = "__"
-_PATIENCE: Final = ("deadline", "connect_timeout")  # which some set for all tiers, on or off
+_PATIENCE: Final = ("deadline", "connect_timeout")  # some users set these for all tiers, on or off
 _SWITCHES: Final = {"file": ("path",), "redis": ("url",), "objects": ("bucket",), "peers": ("nodes", "listen")}
 _IN_URLS: Final = re.compile(
     r"(?<=://)[^/\s\"]*(?=@)|(?<=\?)[^\s\"]*=[^\s\"]*"
 )  # a login; a query, which may be signed
-_LONE: Final = re.compile("[\ud800-\udfff]")  # halves of surrogate pairs: bytes that were no UTF-8
+_LONE: Final = re.compile("[\ud800-\udfff]")  # halves of surrogate pairs, from bytes that were no UTF-8
 _DYNAMO_STRICT: Final = "DYN_KV_ENFORCE_ENGINE_HASH_STABILITY"  # Dynamo's own switch for [events] strict
 
 
@@ -102,7 +102,7 @@ class Config(BaseSettings):
         return cls.load(config)
 
     def idle_options(self) -> list[str]:
-        """Options that were given and do nothing, since what turns their tier on was not: a line each, with its fix."""
+        """Options that are given without effect, since the tier's switch is not set: a line each, with its fix."""
         lines = []
         for section, switches in _SWITCHES.items():
             chosen = getattr(self, section)
@@ -116,21 +116,21 @@ class Config(BaseSettings):
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what the constructor is given: `load` reads the rest, so that it can say where a mistake stands."""
+        """Only the constructor's arguments: `load` reads the rest, so that it can name a mistake's place."""
         return (init_settings,)
 
 
 ConfigSource = Config | Mapping[str, Mapping[str, object]] | Path | str
-"""What a library's user may give as a configuration: see `Config.of`."""
+"""The forms in which a library's user may give a configuration: see `Config.of`."""
 
 
 def child_environment(values: Mapping[str, str], under: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a process that is started from this one: its own, `values` over it, and others `under` it."""
+    """A child process's environment: this process's own, `values` over it, and others `under` it."""
     return {**(under or {}), **os.environ, **values}
 
 
 def options() -> list[tuple[str, str, FieldInfo]]:
-    """Every (section, option, field) in order: what `kvtier config` shows and docs/configuration.md lists."""
+    """Every (section, option, field) in order, for `kvtier config` and docs/configuration.md."""
     return [(section, name, field) for section in Config.model_fields for name, field in _fields(section).items()]
 
 
@@ -140,12 +140,12 @@ def _fields(section: str) -> dict[str, FieldInfo]:
 
 
 def takes_path(section: str, name: str) -> bool:
-    """Whether an option's value is a file's or a directory's name, which may be any bytes."""
+    """Whether an option's value is the name of a file or directory, which may be any bytes."""
     return "Path" in str(_fields(section)[name].annotation)
 
 
 def is_text(value: object) -> bool:
-    """Whether a value, and all in it if it is a list, can be written as UTF-8: a variable's bytes may be any."""
+    """Whether a value, with all items of a list, can be written as UTF-8: a variable's bytes may be any."""
     if isinstance(value, list | tuple):
         return all(map(is_text, value))
     return not isinstance(value, str) or _LONE.search(value) is None
@@ -169,7 +169,7 @@ def _file_values(path: Path | str | None) -> Mapping[str, Any]:
 
 def _env_values() -> Mapping[str, Any]:
     known = {f"{ENV_PREFIX}{section}{_DELIMITER}{name}".upper() for section, name, _ in options()}
-    known |= {COMPILED, _BUILD, _FILE}  # how this process runs, and where the options stand
+    known |= {COMPILED, _BUILD, _FILE}  # of this process, and of the options' file
     for name, value in os.environ.items():
         if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
             raise ConfigError(f"{name} {_guarded(name, value)}: unknown variable{nearest(name.upper(), known)}")
@@ -180,7 +180,7 @@ def _env_values() -> Mapping[str, Any]:
 
 
 def _check_names(section: str, options_given: object) -> None:
-    """Refuse an unknown section or option before anything else is looked at: it may be the cause of the rest."""
+    """Refuse an unknown section or option before any other check: it may be the cause of the rest."""
     if section not in Config.model_fields:
         if isinstance(options_given, Mapping):
             raise ConfigError(f"[{section}]: unknown section{nearest(section, Config.model_fields, '[{}]')}")
@@ -199,13 +199,13 @@ def _check_names(section: str, options_given: object) -> None:
 
 
 def nearest(name: str, known: "Mapping[str, object] | set[str]", form: str = "{}") -> str:
-    """The end of a message about an unknown name: the known one it is likely meant to be, else all there are."""
+    """The end of a message about an unknown name: the likely known one, else all there are."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {form.format(close[0])}?" if close else f"; known are {', '.join(sorted(known))}"
 
 
 def _one_line(error: ErrorDetails) -> str:
-    """`[section] option "value": why; fix`, from the first thing pydantic found."""
+    """`[section] option "value": why; fix`, for the first error of pydantic."""
     section, *rest = (str(part) for part in error["loc"])
     context = error.get("ctx", {})
     if error["type"] == "value_error":
@@ -239,7 +239,7 @@ _WHY: Final = {
 
 
 def _guarded(name: str, value: object) -> str:
-    """A value as `_shown`, but for that of an option which holds a secret, or whose name is taken for one of these."""
+    """A value as `_shown`, or "(not shown)" for an option that holds a secret, or is named like one."""
     secret = {option: "SecretStr" in str(field.annotation) for _, option, field in options()}
     option = name.lower().rpartition(_DELIMITER)[2]
     near = [known for known in secret if known in option] + get_close_matches(option, list(secret), n=3, cutoff=0.6)
@@ -248,8 +248,8 @@ def _guarded(name: str, value: object) -> str:
 
 def _shown(value: object) -> str:
     """A value as the user would write it, on one line and no longer than 60 characters, without passwords in URLs."""
-    told = json.dumps(value, default=str, ensure_ascii=False).encode(errors="backslashreplace").decode()
-    text = _IN_URLS.sub("(not shown)", told)
+    dumped = json.dumps(value, default=str, ensure_ascii=False).encode(errors="backslashreplace").decode()
+    text = _IN_URLS.sub("(not shown)", dumped)
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 

@@ -46,7 +46,7 @@ def parse_room(value: object) -> int:
 
 
 def parse_time(value: object) -> float:
-    """Seconds in "50ms", "2s", "1.5" or 1.5. ValueError says what is wrong and what to write."""
+    """Seconds in "50ms", "2s", "1.5" or 1.5. ValueError with the reason and a fix."""
     if isinstance(value, str):
         fix = 'write seconds, or a number with a unit, as in "50ms"'
         value = _quantity(value, _TIME_UNITS, "s", f"not a time; {fix}")
@@ -58,7 +58,7 @@ def parse_time(value: object) -> float:
 
 
 def parse_duration(value: object) -> float:
-    """Seconds, as `parse_time`, but up to a year and with the unit "d"; for what is kept, not waited for."""
+    """Seconds, as `parse_time`, but up to a year and with the unit "d"; for how long data is kept."""
     if isinstance(value, str) and value.strip().endswith("d"):
         value = _quantity(value, {"d": _DAY}, "d", 'not a time; write it as in "7d"')
     elif isinstance(value, str):

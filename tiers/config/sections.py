@@ -43,7 +43,7 @@ from kvtier.tiers.config.values import (
     require_local,
 )
 
-_SHORTEST_SECRET: Final = 16  # characters: who reads what is stored may try shorter ones until one fits
+_SHORTEST_SECRET: Final = 16  # characters: an attacker who reads stored data can try out shorter ones
 
 
 class HostConfig(Section):
@@ -86,7 +86,8 @@ class CacheConfig(Section):
         1, "sightings before a block is stored; auto: one, or two in a tier below while that falls behind"
     )
     policy: Literal["tail", "lru", "s3fifo"] = option(
-        "tail", "what is evicted first: tail learns it from how requests return; if nobody tells that, it is lru"
+        "tail",
+        "what is evicted first: tail learns it from how requests return; without reports of their ends it is lru",
     )
     store_queue: ByteSize | None = option(
         None, "bytes of L2 that wait for L3 and cannot be evicted, at most a quarter of it; none = a quarter"
@@ -166,7 +167,7 @@ class PeersConfig(Section):
     )
     max_blocks: WholeNumber = option(
         1_000_000,
-        "blocks of other nodes known by their events, of each model; a node with more is asked",
+        "blocks of other nodes known by their events, of each model; a node with more is asked by names",
         ge=1,
         le=100_000_000,
     )
@@ -199,9 +200,7 @@ class RedisConfig(Section):
     username: str | None = option(None, "ACL user")
     password: Secret | None = option(None, "its password; never logged")
     ca: FileName | None = option(None, "certificate authority of rediss:// servers; none = the system's")
-    secret: SecretStr | None = option(
-        None, "seals what is stored: without it nobody writes what is served; never logged"
-    )
+    secret: SecretStr | None = option(None, "seals what is stored: only records written with it are read; never logged")
     key_file: FileName | None = option(
         None, "file with the key that encrypts what is stored, AES-256-GCM; instead of secret"
     )
@@ -210,7 +209,7 @@ class RedisConfig(Section):
         "zstd: values are shorter, without loss; pays where the way to the servers is slow, or their memory dear",
     )
     prefix: KeyPrefix = option("kvtier", "what every key begins with")
-    ttl: Lifetime = option("24h", "how long a block nobody reads is kept")
+    ttl: Lifetime = option("24h", "how long a block is kept without reads")
     expiry: Literal["fixed", "learned"] = option(
         "fixed", "learned: what is needed less expires earlier, up to half of ttl; for servers with volatile-ttl"
     )
@@ -230,15 +229,15 @@ class ObjectsConfig(Section):
     endpoint: HttpEndpoint | None = option(None, "the store's address, as in https://HOST:PORT; none = AWS")
     region: RegionName = option("us-east-1", "the bucket's region; most stores but AWS take any")
     access_key_id: AccessKeyId | None = option(
-        None, "who asks; none = as AWS's variables or the role of the machine say"
+        None, "key id of requests; none = from AWS's variables or the machine's role"
     )
     secret_access_key: SecretStr | None = option(None, "its key; never logged")
-    session_token: SecretStr | None = option(None, "of temporary ones; none = they are no temporary ones; never logged")
+    session_token: SecretStr | None = option(
+        None, "of temporary credentials; none = they are not temporary; never logged"
+    )
     virtual_hosted: bool = option(False, "the bucket's name stands in the host's, not in the path")
     ca: FileName | None = option(None, "certificate authority of an https endpoint; none = the system's")
-    secret: SecretStr | None = option(
-        None, "seals what is stored: without it nobody writes what is served; never logged"
-    )
+    secret: SecretStr | None = option(None, "seals what is stored: only records written with it are read; never logged")
     key_file: FileName | None = option(
         None, "file with the key that encrypts what is stored, AES-256-GCM; instead of secret"
     )
@@ -251,7 +250,7 @@ class ObjectsConfig(Section):
     deadline: Time = option("2s", "longest a batch may take, besides its size over bandwidth")
     bandwidth: ByteSize = option("25MB", "bytes per second a batch is given time for", ge=1)
     connections: WholeNumber = option(16, "requests of reads under way at once", ge=1, le=256)
-    part_size: ByteSize = option("16MiB", "a longer read is asked for in parts of this, all at once", ge=1 << 16)
+    part_size: ByteSize = option("16MiB", "a longer read is requested in parts of this, all at once", ge=1 << 16)
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -295,7 +294,7 @@ class ServiceConfig(HttpSection):
     )
     kept_lookups: WholeNumber = option(
         1 << 18,
-        "blocks of the last hour's lookups kept, to tell what the best policy would have found; 0 = none",
+        "blocks of the last hour's lookups kept, to compute what the best policy would have found; 0 = none",
         ge=0,
         le=1 << 24,
     )
@@ -303,7 +302,7 @@ class ServiceConfig(HttpSection):
         None, "price of an hour of an engine's GPUs together, in your currency; none = the page shows no money"
     )
     prefill_rate: Annotated[WholeNumber, Field(ge=1, le=10**9)] | None = option(
-        None, "tokens a second that an engine prefills, assumed where no engine tells what it measures"
+        None, "tokens a second that an engine prefills, if no engine reports its own"
     )
     request_log: FileName | None = option(
         None, "file that gets a line of JSON for each request of the daemon's engines; none = off"
@@ -311,16 +310,14 @@ class ServiceConfig(HttpSection):
 
 
 class ServerConfig(HttpSection):
-    """`kvtier engine`: where it answers, and how much at once."""
+    """`kvtier engine`: where it listens, and how many requests it takes at once."""
 
     http: Address = option("127.0.0.1:8000", "address of the OpenAI API of `kvtier engine`")
     token: Secret | None = option(None, "the API key requests must carry; never logged")
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = option(
         None, "the model's name for clients; none = its directory's"
     )
-    max_waiting: WholeNumber = option(
-        64, "requests that may wait for a seat; the next is told to come again, 429", ge=0, le=65536
-    )
+    max_waiting: WholeNumber = option(64, "requests that may wait for a seat; further ones get 429", ge=0, le=65536)
     request_timeout: Time = option("120s", "longest a request may take, then it ends")
     drain: Time | None = option(None, "longest that answers may go on after the signal to stop; none = request_timeout")
     max_num_seqs: WholeNumber = option(16, "requests computed at once", ge=1, le=4096)
@@ -360,10 +357,10 @@ class EventsConfig(Section):
     )
     curve_reader_file: FileName | None = option(None, "the public key of those who may subscribe")
     node: ZmqEndpoint | None = option(
-        None, "an engine's: where its daemon publishes, as routers reach it; the engine tells them"
+        None, "an engine's: where its daemon publishes, as routers reach it; the engine passes it on"
     )
     node_replay: ZmqEndpoint | None = option(None, "likewise, where its daemon repeats what was missed")
-    buffer: WholeNumber = option(10_000, "batches kept to be told again", ge=1, le=1_000_000)
+    buffer: WholeNumber = option(10_000, "batches kept for replay", ge=1, le=1_000_000)
     topic: Topic | None = option(None, "topic of every event; none = one for each model, kv@ and its fingerprint")
     form: Literal["maps", "arrays"] = option(
         "maps", "maps, as vLLM publishes them; or arrays, as it did before, for llm-d"
@@ -412,7 +409,7 @@ _Replicas = Annotated[
 
 
 class RouterConfig(HttpSection):
-    """`kvtier route`: where it answers, whom it asks, and when it gives up."""
+    """`kvtier route`: where it listens, its replicas, and its time limits."""
 
     http: Address = option("127.0.0.1:8080", "address of the OpenAI API of `kvtier route`")
     token: Secret | None = option(None, "the API key clients must send; never logged")
@@ -442,9 +439,7 @@ class RouterConfig(HttpSection):
     weight_storage: _Share = option(TIERS["file"].weight, "what a slab saves of it")
     weight_external: _Share = option(TIERS["redis"].weight, "what Redis saves of it")
     weight_object: _Share = option(TIERS["objects"].weight, "what an object store saves of it")
-    max_requests: WholeNumber = option(
-        256, "requests at one replica at a time; beyond them clients are told 429", ge=1, le=65536
-    )
+    max_requests: WholeNumber = option(256, "requests at one replica at a time; further ones get 429", ge=1, le=65536)
     max_blocks: WholeNumber = option(
         MAX_BLOCKS,
         "blocks of all replicas that are known, of 200 bytes; beyond them the oldest are forgotten",

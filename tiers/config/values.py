@@ -1,4 +1,4 @@
-"""The kinds of values a configuration has: how each is written, and what is said of one that is not."""
+"""The kinds of values a configuration has: how each is written, and the error for a wrong one."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def _socket(value: object) -> object:
 
 
 def _text(fits: Callable[[str], object], why: str) -> BeforeValidator:
-    """Takes a text that `fits`; of any other value it says `why`."""
+    """Takes a text that `fits`; the error for any other value is `why`."""
 
     def checked(value: object) -> str:
         if not isinstance(value, str) or not fits(value):
@@ -142,7 +142,7 @@ def listed(fits: Callable[[str], object], why: str, between: str = r"[,\s]+") ->
 
 
 def _texts(value: str, between: str) -> object:
-    """What a variable's list stands for; None if it begins as JSON's do, and is none."""
+    """The items of a variable's list; None if it begins like JSON, and is not."""
     if not value.lstrip().startswith("["):
         return [text for text in re.split(between, value.strip()) if text]
     try:
@@ -208,7 +208,7 @@ AccessKeyId = Annotated[
 Address = Annotated[
     str,
     _text(_is_address, "its port is out of range; write one up to 65535"),
-    _text(_ADDRESS.fullmatch, "not HOST:PORT; write it as in 127.0.0.1:9400"),  # asked first
+    _text(_ADDRESS.fullmatch, "not HOST:PORT; write it as in 127.0.0.1:9400"),  # checked first
 ]
 ZmqEndpoint = Annotated[
     str, _text(is_endpoint, "not an address of ZMQ's; write it as in ipc:///run/kvtier/events or tcp://127.0.0.1:5557")
@@ -239,7 +239,7 @@ Topic = Annotated[
 
 
 def is_one_line(secret: SecretStr) -> bool:
-    """Not so of what was read from a file with its last line's end, and of nothing at all."""
+    """False for text with a line's end, as read from a file, and for an empty one."""
     text = secret.get_secret_value()
     return bool(text) and text == text.strip() and text.isprintable()
 
@@ -251,7 +251,7 @@ def _require_one_line(secret: SecretStr) -> SecretStr:
 
 
 Secret = Annotated[SecretStr, AfterValidator(_require_one_line)]
-"""A token or a password: goes into a header, or a login, as it is."""
+"""A token or a password, used in a header or a login as it is."""
 
 
 def option(default: Any, description: str, **bounds: Any) -> Any:
@@ -266,14 +266,12 @@ class Section(BaseModel):
 
 
 class HttpSection(Section):
-    """The options of whatever answers over HTTP: where, and who is let in."""
+    """The options of an HTTP server: its address, and which requests it accepts."""
 
     http: Address
     token: Secret | None = None
     allow_remote: bool = option(False, "let http be an address other machines reach; needs a token")
-    allowed_hosts: AllowedHosts = option(
-        (), "list of names its pages may be asked for under, besides its addresses; * = every one"
-    )
+    allowed_hosts: AllowedHosts = option((), "list of host names that its pages accept, besides its addresses; * = any")
 
     @model_validator(mode="after")
     def _guarded(self) -> Self:

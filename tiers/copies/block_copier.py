@@ -1,4 +1,4 @@
-"""Which blocks to copy between L1 and L2, where an engine keeps them, and the copy itself on the calling thread."""
+"""Which blocks to copy between L1 and L2, the layout of an engine's blocks, and copies on the calling thread."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ _STAGING_BYTES: Final = 1 << 20  # of numpy's scattered copies: stays in the cac
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """L1 blocks and L2 slots by pairs, each the target of one at most. `layers`: a half-open range, None for all."""
+    """Pairs of L1 blocks and L2 slots, each the target of at most one. `layers`: a half-open range, None for all."""
 
     device_blocks: NDArray[np.int64]
     host_slots: NDArray[np.int64]
@@ -47,7 +47,7 @@ class BlockCopier:
             raise ValueError(f"blocks of {self.num_layers * self.layer_bytes} bytes, slots of {region.slot_bytes}")
 
     def invalid(self, copies: BlockCopies) -> str | None:
-        """Why the copies may not be made: an index or a layer outside its tier."""
+        """Why the copies are invalid, as an index or a layer is out of range; None if they are valid."""
         return invalid_copies(copies, self.num_blocks, self.num_layers, self._region.num_slots)
 
     def copy(self, direction: CopyDirection, copies: BlockCopies, cancelled: Callable[[], bool] = bool) -> str | None:
@@ -105,7 +105,7 @@ class BlockCopier:
         joined = (np.diff(targets) == length) & (np.diff(sources) == length)
         starts = np.flatnonzero(np.concatenate(([True], ~joined)))
         lengths = np.diff(np.append(starts, len(blocks))) * length
-        # L1 may be any tensor, but the slots are on huge pages wherever the kernel has some.
+        # L1 may be any tensor, but the slots are on huge pages if the kernel has some.
         memory.copy_scattered(targets[starts], sources[starts], lengths, lookup_targets=direction == "store")
 
     def _copy_staged(
@@ -124,7 +124,7 @@ class BlockCopier:
 
 
 def invalid_copies(copies: BlockCopies, num_blocks: int, num_layers: int, num_slots: int) -> str | None:
-    """Why the copies may not be made between tiers of that size; None if they may."""
+    """Why the copies are invalid between tiers of that size; None if they are valid."""
     blocks, slots = copies.device_blocks, copies.host_slots
     if blocks.ndim != 1 or blocks.shape != slots.shape:
         return f"{blocks.shape} device blocks for {slots.shape} host slots"
@@ -160,8 +160,8 @@ class BlockPart:
     """One piece of every block of a KV group, e.g. the keys of one layer.
 
     `tensor` is `[num_blocks, …]` with any strides, a view of the engine's own memory. In a slot the piece's elements
-    lie back to back, in the order of the view's dimensions, from byte `offset` on. `layer` says with which layer it is
-    copied, by its number among the slot's.
+    lie back to back, in the order of the view's dimensions, from byte `offset` on. `layer` is the number, among the
+    slot's layers, of the layer with which it is copied.
     """
 
     tensor: "torch.Tensor"
@@ -238,7 +238,7 @@ class EngineBlocks:
 
 
 class PartCopier:
-    """Copies between an engine's blocks in host memory and slots: what is one run in one system call, else by numpy."""
+    """Copies between an engine's blocks in host memory and slots: single runs by system call, others by numpy."""
 
     def __init__(self, blocks: EngineBlocks, region: HostRegion) -> None:
         """ValueError if the blocks are not in host memory or not as large as the region's slots."""
@@ -249,11 +249,11 @@ class PartCopier:
         self._views = {id(part): _Views(part, region) for part in blocks.parts}
 
     def invalid(self, copies: BlockCopies) -> str | None:
-        """Why the copies may not be made: an index or a layer outside its tier."""
+        """Why the copies are invalid, as an index or a layer is out of range; None if they are valid."""
         return invalid_copies(copies, self._blocks.num_blocks, self._blocks.num_layers, self._region.num_slots)
 
     def copy(self, direction: CopyDirection, copies: BlockCopies, cancelled: Callable[[], bool] = bool) -> str | None:
-        """Copy now. Returns why it failed, or None. `cancelled` is asked before every 32 MiB."""
+        """Copy now. Returns why it failed, or None. `cancelled` is called before every 32 MiB."""
         if error := self.invalid(copies):
             return error
         per_batch = max(1, memory.COPY_PIECE // self._region.slot_bytes)
@@ -271,7 +271,7 @@ class PartCopier:
 
 
 class _Views:
-    """One part seen from both sides: as addresses if it is one run, as equally shaped arrays in any case."""
+    """One part from both sides: as addresses if it is one run, and as equally shaped arrays in any case."""
 
     def __init__(self, part: BlockPart, region: HostRegion) -> None:
         tensor = part.tensor

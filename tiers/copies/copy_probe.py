@@ -1,4 +1,4 @@
-"""Measures at the first use of a device which way its copies go best, in the background, and keeps the answer."""
+"""Measures at the first use of a device which way its copies are fastest, in the background, and stores the result."""
 
 import logging
 import threading
@@ -17,11 +17,11 @@ from kvtier.tiers.host import CudaDriver, HostRegion
 
 logger = logging.getLogger(__name__)
 
-_REPEATS: Final = 3  # the fastest counts: what else the device does only adds
+_REPEATS: Final = 3  # the fastest counts: other work of the device only adds time
 _PATIENCE: Final = 1.0  # seconds that copies of some MiB may take
 _POLL: Final = 50e-6
 _MAX_PIECES: Final = 2048  # copied at a time, and of their bytes:
-_MAX_BYTES: Final = 64 << 20  # takes the device a millisecond: with less the calls themselves would be compared
+_MAX_BYTES: Final = 64 << 20  # it takes the device a millisecond: with less the calls themselves would be compared
 _PARTS: Final = 8  # of an engine's block
 _FORCED: Final[dict[CopyWay, CopyChoice]] = {
     "batch": CopyChoice(batch_from=0),
@@ -32,7 +32,7 @@ _FORCED: Final[dict[CopyWay, CopyChoice]] = {
 
 
 class Copier(Protocol):
-    """What copies on the current stream."""
+    """Copies on the current stream."""
 
     def copy(self, direction: CopyDirection, copies: BlockCopies, *, is_chained: bool = True) -> None:
         """Enqueue valid copies."""
@@ -42,10 +42,10 @@ MakeCopier = Callable[[torch.Tensor | EngineBlocks, HostRegion, CopyWays], Copie
 
 
 class CopyProbe:
-    """A `CopyTimer` of a device, by the very copiers that are to choose. It touches neither L1 nor L2: both are in use.
+    """A `CopyTimer` of a device, by the copiers that will use the result. It touches neither L1 nor L2.
 
     Times are the device's own, from before the first copy was enqueued to the end of the last. So they include the
-    enqueueing, where that takes longer than the copies.
+    enqueueing, if that takes longer than the copies.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class CopyProbe:
         return num_copies * bench.region.slot_bytes / max(seconds, 1e-9)
 
     def close(self) -> None:
-        """Let go of all memory; what was enqueued has ended. Idempotent."""
+        """Release all memory; enqueued copies have ended. Idempotent."""
         if self._bench is not None:
             self._bench.region.close()
             self._bench = None
@@ -110,7 +110,7 @@ class CopyProbe:
                             stream.wait_event(begun)
                         with torch.cuda.stream(stream):
                             self._copier.copy(direction, bench.copies[direction], is_chained=False)
-                finally:  # what was enqueued before a failure uses memory that goes next
+                finally:  # copies enqueued before a failure use memory that is released next
                     self._stream.wait_stream(self._other)
                     ended.record(self._stream)
                     self._wait(ended)
@@ -164,10 +164,10 @@ def _timed_event() -> torch.cuda.Event:
 
 SIZES: Final = tuple(4096 << power for power in range(9))  # bytes of a piece: 4 KiB to 1 MiB
 GRIDS: Final = (8, 16, 24, 32)
-_GRID_SIZE: Final = 64 << 10  # of the pieces that grids are compared by
+_GRID_SIZE: Final = 64 << 10  # of the pieces by which grids are compared
 _AS_GOOD: Final = 0.95  # of the best rate: the copy engines then leave more to the model than threads do
 NO_BATCHES: Final = "this driver has no batched copies (they need driver 570)"
-DEADLINE: Final = 5.0  # seconds for all of it, those included in which another process measures
+DEADLINE: Final = 5.0  # seconds for all of it, waits for another process's measurement included
 
 
 class CopyTimer(Protocol):
@@ -175,10 +175,10 @@ class CopyTimer(Protocol):
 
     @property
     def ways(self) -> Sequence[CopyWay]:
-        """Those there are here."""
+        """The ways that exist here."""
 
     def rate(self, way: CopyWay, piece_bytes: int, grid: int) -> float:
-        """Bytes per second of many scattered pieces of one size, there and back. RuntimeError is the driver's."""
+        """Bytes per second of many scattered pieces of one size, there and back. RuntimeError of the driver."""
 
 
 class MeasuringStopped(RuntimeError):
@@ -186,7 +186,7 @@ class MeasuringStopped(RuntimeError):
 
 
 def measured(probe: CopyTimer, go_on: Callable[[], None] = lambda: None) -> CopyChoice:
-    """Compare the ways. `go_on` is called before each measurement, and raises if there shall be no more."""
+    """Compare the ways. `go_on` is called before each measurement, and raises to stop."""
 
     def rate(way: CopyWay, size: int, grid: int) -> float:
         go_on()
@@ -220,7 +220,7 @@ def _from(rates: Mapping[int, float], others: Mapping[int, float]) -> int | None
 
 
 def _reason(rates: Mapping[CopyWay, Mapping[int, float]], batch_from: int | None) -> str:
-    """The rates where the decision fell."""
+    """The rates at the size that decided."""
     if "batch" not in rates:
         return NO_BATCHES
     at = SIZES[-1] if batch_from is None else max(batch_from, SIZES[0])
@@ -229,7 +229,7 @@ def _reason(rates: Mapping[CopyWay, Mapping[int, float]], batch_from: int | None
 
 
 class Calibration:
-    """One measurement, on a thread of its own. Until it ends the defaults hold, and hold on if it fails."""
+    """One measurement, on a thread of its own. Until it ends the defaults hold, and afterwards, too, if it fails."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class Calibration:
         kept: KeptChoices | None = None,
         deadline: float | None = None,
     ) -> None:
-        """Take what was measured before, or start measuring. `make_probe` is called on the thread.
+        """Take a former measurement, or start one. `make_probe` is called on the thread.
 
         `deadline` are the seconds for all of it, 5 by default.
         """
@@ -269,7 +269,7 @@ class Calibration:
         return self._thread is None or not self._thread.is_alive()
 
     def close(self, timeout: float) -> bool:
-        """Measure no more; False if what is under way has not ended in time. Idempotent."""
+        """Measure no more; False if the current measurement has not ended in time. Idempotent."""
         self._closing.set()
         return self.wait(timeout)
 
@@ -279,7 +279,7 @@ class Calibration:
                 choice = self._kept.load(self._key)  # another process may have measured meanwhile
                 if choice is None:
                     choice = self._measured() if is_alone else _failed("another process measures, for too long")
-        except Exception as error:  # whatever a driver, torch or CuPy can think of: it may cost no more than the choice
+        except Exception as error:  # of driver, torch or CuPy: a failure may cost no more than the choice
             is_ours = isinstance(error, MeasuringStopped)
             choice = _failed(str(error) if is_ours else f"{type(error).__name__}: {error}")
             if not self._closing.is_set():

@@ -1,4 +1,4 @@
-"""Which way copies between a device and L2 go, by the size of their pieces; and what was measured of it, in files."""
+"""Which way copies between a device and L2 go, by the size of their pieces; and measurements of it, in files."""
 
 import contextlib
 import fcntl
@@ -35,17 +35,17 @@ class CopyChoice:
 
     The defaults are published figures. The driver's batches: 51 GB/s at 64 KiB, 40 to 44 at 28 KiB, 4 to 7 at 24 KiB
     and less. A torch copy costs some 6 us of Python, in which PCIe 5 moves 300 KB. A kernel of 16 x 512 threads, each
-    with 16 bytes under way, has twice in flight what PCIe 5 moves within its latency (55 GB/s x 1.5 us).
+    with 16 bytes under way, has twice as much in flight as PCIe 5 moves within its latency (55 GB/s x 1.5 us).
     """
 
     batch_from: int | None = 28 << 10  # None: never
-    torch_from: int | None = 512 << 10  # what is below goes by kernel, where no batch is chosen. None: all of it
+    torch_from: int | None = 512 << 10  # smaller ones go by kernel, unless in a batch. None: all of them
     grid: int = 16  # blocks of threads of the kernel
     source: Literal["default", "measured", "configured"] = "default"
     reason: str = "not measured"
 
     def way(self, mean_bytes: float, *, has_batch: bool, has_kernel: bool) -> CopyWay:
-        """Of pinned pieces of that mean size; what is missing is never chosen."""
+        """The way for pinned pieces of that mean size; a way that is missing is never chosen."""
         if has_batch and self.is_batched(mean_bytes):
             return "batch"
         if has_kernel and (self.torch_from is None or mean_bytes < self.torch_from):
@@ -58,7 +58,7 @@ class CopyChoice:
         return self.batch_from is not None and mean_bytes >= self.batch_from
 
     def with_options(self, host: "HostConfig") -> "CopyChoice":
-        """The same, but for what the operator has decided."""
+        """The same, with the operator's options instead."""
         chosen = self
         if host.batch_copies_from is not None:
             reason = f"[host] batch_copies_from; the rest: {self.reason}"
@@ -70,17 +70,17 @@ DEFAULT: Final = CopyChoice()
 
 
 class CopyWays:
-    """The ways of one copy stream: the choice, which a measurement may replace at any time, and what went each way."""
+    """The ways of one copy stream: the choice, which a measurement may replace at any time, and their counts."""
 
     def __init__(self, choice: CopyChoice | None = None, metrics: Metrics | None = None) -> None:
-        """With a fixed choice; `metrics` are told of every batch of copies."""
+        """With a fixed choice; `metrics` count every batch of copies."""
         self.choice = choice or DEFAULT
         self.metrics = metrics
         self.host: HostConfig | None = None
 
     @classmethod
     def to_measure(cls, host: "HostConfig", metrics: Metrics | None = None) -> "CopyWays":
-        """The defaults until the device was measured; what `host` decides stays as it is."""
+        """The defaults until the device was measured; options of `host` stay as they are."""
         ways = cls(DEFAULT.with_options(host), metrics)
         ways.host = host
         return ways
@@ -91,11 +91,11 @@ class CopyWays:
         return self.host is not None and (self.host.batch_copies_from is None or self.host.copy_grid is None)
 
     def choose(self, choice: CopyChoice) -> None:
-        """Take this one from now on, but for what the operator has decided."""
+        """Use this one from now on, with the operator's options instead."""
         self.choice = choice if self.host is None else choice.with_options(self.host)
 
     def show(self, device: str) -> None:
-        """Tell the metrics what is chosen for a device."""
+        """Report the choice for a device to the metrics."""
         if self.metrics is not None:
             self.metrics.copies.chosen(device, self.choice.batch_from, self.choice.grid)
 
@@ -105,14 +105,14 @@ class CopyWays:
             self.metrics.copies.made(way, num_bytes)
 
 
-_MAX_BYTES: Final = 64 << 10  # of a file: what is larger is none of ours
-_LOOK_AGAIN: Final = 0.05  # seconds between looks at a lock that another process has
-_unwritable: set[Path] = set()  # directories that were complained of
+_MAX_BYTES: Final = 64 << 10  # of a file: a larger one is not ours
+_LOOK_AGAIN: Final = 0.05  # seconds between tries of a lock that another process has
+_unwritable: set[Path] = set()  # directories that were warned about
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceKey:
-    """What a measurement depends on: another value of any field, and it is made anew."""
+    """The conditions of a measurement: if any field changes, it is repeated."""
 
     device: str  # its name
     driver: str  # the CUDA version that the driver has
@@ -120,7 +120,7 @@ class ChoiceKey:
     cupy: str  # "none" if it is not there
     kvtier: str
     kind: str  # "own" blocks, or an "engine"'s
-    ways: str  # those there are, joined by "+"
+    ways: str  # those that exist, joined by "+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,19 +133,19 @@ class KeptChoice:
 
 
 class KeptChoices:
-    """The files. Whatever is wrong with one (torn, foreign, of another set-up) counts as not measured."""
+    """The files. A wrong one (torn, foreign, of another set-up) counts as not measured."""
 
     def __init__(self, directory: Path | None = None) -> None:
         """`directory` is `kvtier/copies` in `$XDG_CACHE_HOME`, or in `~/.cache`, unless it is given."""
         self._directory = directory or cache_directory() / "copies"
 
     def load(self, key: ChoiceKey) -> CopyChoice | None:
-        """What was measured for exactly this set-up; None: nothing, or the measurement had failed."""
+        """The choice measured for exactly this set-up; None: there is none, or the measurement had failed."""
         kept = _read(self._path(key))
         return kept.choice if kept is not None and kept.key == key and kept.choice.source == "measured" else None
 
     def keep(self, key: ChoiceKey, choice: CopyChoice) -> None:
-        """Write a file, whole or not at all. A directory that takes none is logged once."""
+        """Write a file, whole or not at all. A directory that is not writable is logged once."""
         path = self._path(key)
         new = path.with_suffix(f".{os.getpid()}.new")
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -174,7 +174,7 @@ class KeptChoices:
             lock = os.open(self._path(key).with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             self._complain(error)
-            yield True  # nobody can share anything here
+            yield True  # nothing can be shared here
             return
         try:
             yield _locked(lock, give_up)
@@ -203,7 +203,7 @@ def _locked(lock: int, give_up: Callable[[], bool]) -> bool:
 
 
 def _read(path: Path) -> KeptChoice | None:
-    """What a file says, if it is one of ours in every field."""
+    """A file's content, if every field is valid."""
     try:
         with path.open("rb") as file:
             content: Any = json.loads(file.read(_MAX_BYTES + 1)[:_MAX_BYTES])

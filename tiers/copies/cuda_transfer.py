@@ -1,4 +1,4 @@
-"""The copy stream of a GPU: torch streams and events both ways, and what an event means if its device says no more."""
+"""The copy stream of a GPU: torch streams and events both ways, and how an event ends if its device fails."""
 
 import logging
 import sys
@@ -30,8 +30,8 @@ OnLost = Callable[[str], None]
 class CudaEvent:
     """A `CopyEvent` of the device: done once it was issued and the device's event has passed.
 
-    If the device cannot say of its event whether it has passed, another one is recorded behind it. If it cannot say of
-    that either, the copy is lost: done, with an error, and what it touched must stay out of use.
+    If the query of that event fails, another one is recorded behind it. If that query fails, too, the copy is lost: it
+    is done, with an error, and its blocks and slots must stay out of use.
     """
 
     __slots__ = ("_event", "_failure", "_issued", "_on_lost", "_stream", "driver", "error", "is_lost")
@@ -43,7 +43,7 @@ class CudaEvent:
         self._on_lost = on_lost
         self._event: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None  # on which it is recorded
-        self._failure: str | None = None  # known at issue; it becomes `error` once the device is past the rest
+        self._failure: str | None = None  # known at issue; it becomes `error` when the device has ended the rest
         self._issued = threading.Event()
 
     def done(self) -> bool:
@@ -59,7 +59,7 @@ class CudaEvent:
         return passed
 
     def wait(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for the end; False if it has not come. Gives up the GIL, spins on nothing."""
+        """Wait up to `timeout` seconds for the end; False if it has not come. Releases the GIL, does not spin."""
         deadline = time.monotonic() + timeout
         if not self._issued.wait(timeout):
             return False
@@ -70,7 +70,7 @@ class CudaEvent:
         return True
 
     def issued(self, event: torch.cuda.Event, stream: torch.cuda.Stream, failure: str | None = None) -> None:
-        """The device now knows the copy, or the part of it before `failure`; `event` is recorded behind that."""
+        """The device has the copy, or the part of it before `failure`; `event` is recorded behind that."""
         self._event, self._stream, self._failure = event, stream, failure
         self._issued.set()
 
@@ -81,7 +81,7 @@ class CudaEvent:
             self._issued.set()
 
     def lose(self, error: str) -> None:
-        """The device was given some of the copy, and nobody can tell when that ends."""
+        """The device was given part of the copy, and its end cannot be observed."""
         self.is_lost, self.error = True, error
         self._issued.set()
         if self._on_lost is not None:
@@ -126,7 +126,7 @@ class CudaEvent:
 
 
 def beside_captures(driver: CudaDriver | None) -> AbstractContextManager[None]:
-    """`CudaDriver.beside_captures`, where there is a driver."""
+    """`CudaDriver.beside_captures`, if there is a driver."""
     return nullcontext() if driver is None else driver.beside_captures()
 
 
@@ -135,7 +135,7 @@ def _device_event() -> torch.cuda.Event:
 
 
 _PINNED: Final = 5.0  # seconds for the slots of a copy to be pinned; then it goes through pageable memory
-_GRACE: Final = 0.5  # seconds at least for the thread to end what it is just at
+_GRACE: Final = 0.5  # seconds at least for the thread to end its current copy
 _CAPTURING: Final = "a CUDA graph is being captured on the calling stream"
 
 
@@ -145,9 +145,9 @@ class CudaCopyStream:
     Fences: a copy without `after` waits for all earlier work of the calling thread's current stream. So a store
     sees finished blocks, and a load overwrites no block that is still read. `fence` makes that stream wait for a
     copy.
-    Nothing cancels a copy that the device was given: it ends even after `close`. Until its event is done, its L1
-    block and L2 slot must stay out of use. Slots that are not pinned yet are pinned first: a thread waits for that,
-    and gives the device these copies and those of the same direction that come behind them.
+    A copy that the device was given cannot be cancelled: it ends even after `close`. Until its event is done, its L1
+    block and L2 slot must stay out of use. Slots that are not pinned yet are pinned first. A thread waits for that,
+    and gives the device these copies and later ones of the same direction.
     A device that fails for good (`CudaEvent`) ends the stream: every later copy fails at once, and the region's memory
     stays mapped.
     """
@@ -164,8 +164,8 @@ class CudaCopyStream:
     ) -> None:
         """`device` is L1: contiguous `[num_blocks, num_layers, …]`, or an engine's own blocks.
 
-        `cupy` and `driver` are the machine's by default. `ways` says how to copy, and may ask for a measurement of the
-        device, in the background; by default published figures count. ValueError if its blocks don't fit the slots.
+        `cupy` and `driver` are the machine's by default. `ways` choose how to copy, and may start a measurement in the
+        background; by default published figures count. ValueError if its blocks don't fit the slots.
         """
         self._driver = driver = driver or cuda_driver()
         self.ways = ways or CopyWays()
@@ -187,11 +187,11 @@ class CudaCopyStream:
         self._max_queued = max_queued
         self._streams: dict[CopyDirection, torch.cuda.Stream] = {"load": _stream(tensors), "store": _stream(tensors)}
         self._issuer = ThreadPoolExecutor(1, "kvtier-copy")  # has no thread before its first copy
-        self._last_issued: dict[CopyDirection, Future[None]] = {}  # what the thread was given last
+        self._last_issued: dict[CopyDirection, Future[None]] = {}  # the thread's last work
         self._lock = threading.Lock()  # guards the two fields below and the order of issue; never held in a wait
         self._pending: dict[CopyDirection, deque[CudaEvent]] = {"load": deque(), "store": deque()}
         self._closed = False
-        self._lost: str | None = None  # the device's last words
+        self._lost: str | None = None  # the device's last error
 
     def load(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
         """Enqueue L2 → L1 copies; `after` is a torch.cuda.Event or an event of this stream."""
@@ -214,7 +214,7 @@ class CudaCopyStream:
             return False
 
     def mark(self) -> object | None:
-        """What the calling thread's current stream was given by now, as an `after`."""
+        """The work of the calling thread's current stream by now, as an `after`."""
         try:
             return None if _is_capturing() else self._now()
         except DEVICE_ERRORS as failure:
@@ -228,7 +228,7 @@ class CudaCopyStream:
         return all(event.wait(max(0.0, deadline - time.monotonic())) for event in pending)
 
     def close(self, timeout: float) -> None:
-        """Drain; copies no device knows of yet are cancelled, those it knows of run on. Idempotent."""
+        """Drain; copies that the device does not have yet are cancelled, others run on. Idempotent."""
         with self._lock:
             self._closed = True
         if self._calibration is not None:
@@ -245,7 +245,7 @@ class CudaCopyStream:
             for event in [*self._pending["load"], *self._pending["store"]]:
                 if is_stuck and not event.done():
                     event.lose("a copy hung when the stream was closed")
-                event.fail(CANCELLED)  # no effect on what the device was given
+                event.fail(CANCELLED)  # no effect on copies that the device has
 
     def _enqueue(self, direction: CopyDirection, copies: BlockCopies, after: object | None) -> CopyEvent:
         event = CudaEvent(self._driver, self._end)
@@ -317,13 +317,13 @@ class CudaCopyStream:
                     is_given = True
                     try:
                         self._copier.copy(direction, copies, is_chained=isinstance(before, CudaEvent))
-                    except DEVICE_ERRORS as error:  # the device still makes what it was given before
+                    except DEVICE_ERRORS as error:  # the device still runs the copies given before
                         failure = str(error)
                     ended = _device_event()
                     ended.record(stream)
             event.issued(ended, stream, failure)
         except DEVICE_ERRORS as error:
-            if is_given:  # nothing tells when that ends
+            if is_given:  # its end cannot be observed
                 event.lose(failure or str(error))
             else:
                 self._notice(error)
@@ -335,7 +335,7 @@ class CudaCopyStream:
             self._end(str(failure))
 
     def _end(self, error: str) -> None:
-        """The device has failed for good. Says so once."""
+        """The device has failed for good. Logs it once."""
         self._region.keep()
         if self._lost is None:
             self._lost = error
@@ -347,7 +347,7 @@ class CudaCopyStream:
 
 
 def _part_kernels(blocks: EngineBlocks, region: HostRegion, cupy: Any) -> dict[int, PartKernels]:
-    """By group, compiled now; none where CuPy or its compiler is not there."""
+    """By group, compiled now; none without CuPy or its compiler."""
     made: dict[int, PartKernels] = {}
     try:
         for group in range(blocks.num_groups) if region.pinning is not None else ():
@@ -362,7 +362,7 @@ def _part_kernels(blocks: EngineBlocks, region: HostRegion, cupy: Any) -> dict[i
 def _calibration(
     copier: TensorCopier | Packer, ways: CopyWays, driver: CudaDriver, make_copier: MakeCopier
 ) -> Calibration | None:
-    """What measures the copier's device, or knows it already."""
+    """The measurement of the copier's device; None if nothing is to be measured."""
     try:
         name = torch.cuda.get_device_name(copier.device)
     except RuntimeError as error:  # the driver's: copies will fail, too, and say so
@@ -381,12 +381,12 @@ def _calibration(
 
 
 def _version_of(module: str) -> str:
-    """Of a module that is loaded; loading CuPy only for its version would take seconds."""
+    """Of a module that is loaded; to load CuPy only for its version would take seconds."""
     return str(getattr(sys.modules.get(module), "__version__", "none"))
 
 
 def _stream(tensors: Sequence[torch.Tensor]) -> torch.cuda.Stream:
-    """A stream of their device; the tensors' memory is not reused before what the stream was given has ended."""
+    """A stream of their device; the tensors' memory is not reused before the stream's work has ended."""
     stream = torch.cuda.Stream(tensors[0].device)  # type: ignore[no-untyped-call]
     for tensor in tensors:
         tensor.record_stream(stream)

@@ -21,8 +21,8 @@ class BlockPool:
     gets its name by `publish`. It keeps the name when its last reference goes, until the block is taken again.
     Unnamed free blocks are taken first, then the named one that has been free longest.
     Block ids in one call are distinct, in chain order.
-    It is an `Announcer` of what it holds, if `listen` is called before anything is published.
-    With `partial_blocks` it knows what is in each named block, and which follow a block: `children`.
+    It is a `ChangeFeed` of its blocks, if `listen` is called before anything is published.
+    With `partial_blocks` it knows each named block's tokens, and which blocks follow a block: `children`.
     `tensor` is `[num_blocks, num_layers, 2 (K, V), block_size, num_kv_heads, head_dim]`, zeroed once at the start.
     A taken block holds old bytes, but never NaNs of uninitialised memory, which masked attention would spread.
     """
@@ -43,7 +43,7 @@ class BlockPool:
         self._core = make_core(num_blocks, "lru")
         self.partial_blocks = self.wants_records = partial_blocks and enable_prefix_caching
         self._child_index = make_child_index(num_blocks) if self.partial_blocks else None
-        self._records = self._new_records() if self.partial_blocks else None  # while somebody wants to know
+        self._records = self._new_records() if self.partial_blocks else None  # while a reader listens
         self._lock = threading.Lock()
         self.tensor = _zeros((num_blocks, *shape.block_shape), dtype, device)
 
@@ -54,7 +54,7 @@ class BlockPool:
         return core.num_free + core.num_ready - core.num_leased
 
     def generation(self, block_id: int) -> int:
-        """How often the block was taken."""
+        """How many times the block was taken."""
         return self._core.generation_of(block_id)
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
@@ -96,7 +96,7 @@ class BlockPool:
         """Name full blocks, consecutive in a chain after `parent`. Their bytes must not change from now on.
 
         A hash that is held already keeps its block, and the duplicate stays unnamed; so does a block that has a name.
-        `records` says what the blocks are, where that is wanted (`wants_records`). ValueError if a block has no
+        `records` describe the blocks, if `wants_records`. ValueError if a block has no
         reference, a record is another block's, or the numbers of blocks, hashes and records wanted differ.
         """
         slots = _listed(block_ids)
@@ -120,21 +120,21 @@ class BlockPool:
             core.link(named, parents)
 
     def retire_tail(self, block_id: int, record: BlockRecord) -> None:
-        """Give its request's reference to a chain's unfinished last block back, named by what it has.
+        """Return its request's reference to a chain's unfinished last block, named by its tokens.
 
-        Without references it is the first to be taken. Who listens is not told: readers know whole blocks alone.
+        Without references it is the first to be taken. The reader of changes does not get it: it takes whole blocks.
         """
         if self._child_index is not None:
             self.publish([block_id], [record.chain_hash], record.parent, [record], is_tail=True)
         self.free([block_id])
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks on the device, each from the first to the second; before what is computed next."""
+        """Copy whole blocks on the device, each from the first to the second, before any later compute."""
         for source, target in pairs:
             self.tensor[target].copy_(self.tensor[source])
 
     def free(self, block_ids: ArrayLike) -> None:
-        """Give one reference to each block back, a chain's head last. ValueError, and no change, if one has none."""
+        """Return one reference to each block, a chain's head last. ValueError, and no change, if one has none."""
         slots = _listed(block_ids)
         with self._lock:
             self._core.unref(slots)
@@ -142,7 +142,7 @@ class BlockPool:
                 self._core.retire(slots)
 
     def hold(self, block_ids: ArrayLike) -> None:
-        """One reference more to each block, for a copy in flight. ValueError, and no change, if a block has none."""
+        """Add a reference to each block, for a copy in flight. ValueError, and no change, if a block has none."""
         with self._lock:
             self._core.hold(_listed(block_ids))
 
@@ -169,7 +169,7 @@ class BlockPool:
         return log is not None and log.waiting
 
     def take(self, limit: int) -> Changes:
-        """What the reader has to forget and, up to `limit` blocks, to learn. Nothing before `listen`."""
+        """The blocks that the reader has to forget and, up to `limit`, to learn. None before `listen`."""
         with self._lock:
             records = self._records
             if self._core.changes is None or records is None:
@@ -179,7 +179,7 @@ class BlockPool:
             return Changes(gone, stored, cleared)
 
     def stop_listening(self) -> list[ChainHash]:
-        """Keep no log any more; returns what the reader knows."""
+        """Keep no log any more; returns the names of blocks that the reader knows."""
         with self._lock:
             log, self._core.changes = self._core.changes, None
             self.wants_records = self.partial_blocks
@@ -187,8 +187,8 @@ class BlockPool:
             if log is None:
                 return []
             log.cleared(self._core.words)
-            told: list[ChainHash] = log.take(0)[0]
-            return told
+            known: list[ChainHash] = log.take(0)[0]
+            return known
 
     def check(self) -> None:
         """Raise AssertionError if a law of the pool is broken. A full scan: at idle, in tests."""
@@ -202,8 +202,8 @@ class BlockPool:
                 self._child_index.check()
                 for slot in np.flatnonzero(state == READY).tolist():
                     record = self._records[slot]
-                    assert record is not None, "a named block that nobody knows"
-                    assert core.find([record.chain_hash]) == [slot], "a block that is known as another"
+                    assert record is not None, "a named block without a record"
+                    assert core.find([record.chain_hash]) == [slot], "a block with another block's record"
             assert self.enable_prefix_caching or not (state == READY).any(), "named without prefix caching"
 
     def _new_records(self) -> BlockRecords:

@@ -16,9 +16,9 @@ import torch
 from kvtier.tiers.copies.block_copier import BlockPart, CopyDirection
 from kvtier.tiers.copies.copy_ways import DEFAULT
 
-# The units of all (block, slot) pairs are one row. Each block of threads has a share of it, as long as any other's but
-# for one unit; consecutive threads take consecutive units, so canonical accesses always coalesce and layout accesses do
-# within a run. A thread reads several units before it writes the first: over PCIe a read takes more than a microsecond.
+# The units of all (block, slot) pairs are one row. Each block of threads has an equal share of it, within one unit.
+# Consecutive threads take consecutive units, so canonical accesses always coalesce, and layout accesses within a run.
+# A thread reads several units before it writes the first: over PCIe a read takes more than a microsecond.
 SOURCE: Final = r"""
 #define KV_AHEAD 4
 #define KV_KERNEL(NAME, COPY)                                                                                  \
@@ -113,13 +113,13 @@ class LayoutKernels:
         self.geometry = geometry
         self.grid = DEFAULT.grid  # blocks of threads of a launch, at most
         self._cupy = cupy or importlib.import_module("cupy")
-        # blocking: CuPy's stream is another than the launches', which would not wait for the upload
+        # blocking: the launches run on another stream than CuPy's, and would not wait for the upload
         self._bases = self._cupy.asarray(np.array(geometry.bases, np.uint64), blocking=True)
         self._kernels: dict[tuple[str, int], Any] = {}
         self._known: dict[tuple[int, int, tuple[int, int] | None], tuple[int, int, tuple[np.generic, ...]]] = {}
 
     def compile(self, canonical: "Canonical") -> None:
-        """Compile both kernels for such slots now, not at first use. RuntimeError if that is refused."""
+        """Compile both kernels for such slots now, not at first use. RuntimeError if that fails."""
         unit = self.geometry.unit_bytes(canonical.address, canonical.slot_stride)
         try:
             for name in ("kv_gather", "kv_scatter"):
@@ -147,7 +147,7 @@ class LayoutKernels:
                 self._kernel(name, unit)((grid, 1), (THREADS,), (*addresses, *of_geometry, np.uint32(pairs)))
 
     def _counts(self, canonical: "Canonical") -> tuple[int, int, tuple[np.generic, ...]]:
-        """Bytes of a unit, units of a block, a launch's fixed arguments: kept, as making them costs a launch."""
+        """Bytes of a unit, units of a block, a launch's fixed arguments: stored, as making them costs a launch."""
         kind = (canonical.address % 16, canonical.slot_stride, canonical.layers)
         if (known := self._known.get(kind)) is not None:
             return known
@@ -184,7 +184,7 @@ class Canonical:
 
 @dataclass(frozen=True, slots=True)
 class _StreamPointer:
-    """A stream of somebody else's, in the form CuPy (14 and later) takes it."""
+    """Another library's stream, in the form CuPy (14 and later) takes it."""
 
     pointer: int
 
@@ -193,7 +193,7 @@ class _StreamPointer:
 
 
 # Blocks of threads of a launch: four for each processor of a large device. Both sides are the device's own memory, so
-# 64 MiB take it a few hundredths of a millisecond; what starves a model's compute are kernels that wait for PCIe. On an
+# 64 MiB take it a few hundredths of a millisecond. Only kernels that wait for PCIe starve a model's compute. On an
 # H200 a decode step beside loads took 3.4 % longer on the device with 32, 2.1 to 2.3 % with 264 to 1,056.
 _GRID: Final = 528
 
@@ -210,7 +210,7 @@ class PartKernels:
 
     @classmethod
     def of(cls, parts: Sequence[BlockPart], cupy: Any = None) -> Self | None:
-        """Compiled; None where parts differ in more than place. ImportError without CuPy; RuntimeError if refused."""
+        """Compiled; None if parts differ in more than place. ImportError without CuPy; RuntimeError if that fails."""
         parts = sorted(parts, key=lambda part: part.offset)
         geometry = _geometry_of(parts)
         if geometry is None:
@@ -243,7 +243,7 @@ class PartKernels:
 
 
 def _geometry_of(parts: Sequence[BlockPart]) -> Geometry | None:
-    """The parts of a block as a kernel's layers; None if they are no such thing."""
+    """The parts of a block as a kernel's layers; None if they differ too much."""
     first, num_bytes = parts[0], parts[0].num_bytes
     for number, part in enumerate(parts):
         if _form_of(part) != _form_of(first):

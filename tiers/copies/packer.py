@@ -35,9 +35,9 @@ def pieces_of(
     direction: CopyDirection, runs: Sequence[Run], blocks: NDArray[np.int64], slots: NDArray[np.int64],
     region: HostRegion,
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:  # fmt: skip
-    """Targets, sources and sizes of a batch's copies, ascending in the slots; what goes on on both sides is one piece.
+    """Targets, sources and sizes of a batch's copies, ascending in the slots; bytes adjacent on both sides are one.
 
-    None reaches over the border of two pieces of pinned memory.
+    No piece crosses the border of two pieces of pinned memory.
     """
     order = np.argsort(slots, kind="stable")
     blocks, slots = blocks[order][:, None], slots[order][:, None]
@@ -75,28 +75,28 @@ _Pieces = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
 def _by_driver(
     driver: CudaDriver, device: torch.device, direction: CopyDirection, is_chained: bool, pieces: _Pieces
 ) -> None:
-    """One batch on the current stream. Slots that nobody fills any more may be read at once."""
+    """One batch on the current stream. Slots that are filled already may be read at once."""
     stream = torch.cuda.current_stream(device).cuda_stream
     driver.copy(*pieces, stream, at_any_time=direction == "load" and not is_chained)
 
 
-STAGING_BYTES: Final = 64 << 20  # for each direction; what is more goes in batches of this size
+STAGING_BYTES: Final = 64 << 20  # for each direction; more bytes go in batches of this size
 _UNITS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _ALIGNMENT: Final = 8  # bytes: the largest unit of a torch call
 _ROW_ALIGNMENT: Final = 16  # bytes: the largest of a kernel
 
 ByteRange = tuple[int, int]  # of bytes in a slot, half-open
 _Repack = Callable[[CopyDirection, int, torch.Tensor, int], None]
-"""Between blocks, from that number of all on, and staging, whose rows hold a slot's bytes from that one on."""
+"""Moves data between blocks, from a position on, and staging, whose rows hold a slot's bytes from a first one on."""
 
 
 class Packer:
     """Gathers the parts of many blocks into staging on their device, and copies from there to slots; or the other way.
 
-    Parts that are alike take one kernel for all of them, others of any strides one call each, and slots few large
-    copies. Bytes of a slot that belong to no part asked for (another rank's, other layers') are neither written nor
-    read. Nothing here waits: the current stream alone orders what uses the staging, so the calls of one direction
-    belong on one stream.
+    Equal parts take one kernel for all of them, others of any strides one call each, and slots few large copies.
+    Bytes of a slot outside the requested parts (another rank's, other layers') are neither written nor read. Nothing
+    here waits: the current stream alone orders the use of the staging, so the calls of one direction belong on one
+    stream.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Packer:
     ) -> None:
         """With a `driver` that copies in batches, parts that are one run in L1 go without staging, if `ways` says so.
 
-        `kernels`, by group: what gathers and scatters the parts of that group at once.
+        `kernels`, by group: they gather and scatter the parts of that group at once.
 
         ValueError if the blocks are not as large as the region's slots, or a part's elements lie askew in a slot."""
         if blocks.slot_bytes != region.slot_bytes:
@@ -128,13 +128,13 @@ class Packer:
         self._mean_runs: dict[tuple[int, tuple[int, int] | None], float] = {}
         self._selections: dict[tuple[tuple[int, ...], tuple[int, int] | None, frozenset[int]], _Selection] = {}
         self._staging: dict[CopyDirection, torch.Tensor] = {}
-        # bytes to ask for: never more than all slots at once take
+        # bytes to request: never more than all slots at once take
         most = min(STAGING_BYTES, region.num_slots * self._least_staging)
         self._to_stage = dict.fromkeys(("load", "store"), max(most, self._least_staging))
-        self.counts: Counter[str] = Counter()  # what was done since the device had no memory
+        self.counts: Counter[str] = Counter()  # events since the device had no memory
 
     def copy(self, direction: CopyDirection, copies: BlockCopies, *, is_chained: bool = True) -> None:
-        """Enqueue valid copies; RuntimeError is the driver's. `is_chained`: what is read may be on its way there."""
+        """Enqueue valid copies; RuntimeError of the driver. `is_chained`: earlier copies may still write the source."""
         made = self._copy_runs(direction, copies, is_chained) if self._driver is not None else frozenset[int]()
         with torch.inference_mode():  # an engine's tensors may have been made in it; then only it may write to them
             for slots, blocks in _by_slot(self._blocks, copies):
@@ -144,7 +144,7 @@ class Packer:
                     self._ways.count("staging", len(slots) * selection.num_bytes)
 
     def _select(self, groups: tuple[int, ...], layers: tuple[int, int] | None, made: frozenset[int]) -> "_Selection":
-        """These groups' and layers' parts but for the runs of `made`. Kept: picking takes as long as launching."""
+        """These groups' and layers' parts without the runs of `made`. Cached: picking takes as long as launching."""
         if (known := self._selections.get((groups, layers, made))) is not None:
             return known
         parts = [
@@ -158,7 +158,7 @@ class Packer:
         return self._selections[groups, layers, made]
 
     def _copy_runs(self, direction: CopyDirection, copies: BlockCopies, is_chained: bool) -> frozenset[int]:
-        """Copy the parts that are one run each by one call of the driver, if that is fast. Returns of which groups."""
+        """Copy the parts that are one run each by one call of the driver, if that is fast. Returns their groups."""
         assert self._driver is not None
         if not len(copies) or not self._region.is_pinned(copies.host_slots):
             return frozenset()
@@ -177,7 +177,7 @@ class Packer:
         return frozenset(made)
 
     def _mean_run(self, group: int, layers: tuple[int, int] | None) -> float:
-        """Mean bytes of the pieces of a block: its parts that are one run, those that go on on both sides joined."""
+        """Mean bytes of the pieces of a block: its parts that are one run, joined if adjacent on both sides."""
         if (known := self._mean_runs.get((group, layers))) is not None:
             return known
         parts = [part for part in self._blocks.select(group, layers) if id(part) in self._runs]
@@ -199,7 +199,7 @@ class Packer:
         *,
         is_chained: bool,
     ) -> None:
-        """Slots of which the same parts are asked for; `blocks` are the groups' blocks."""
+        """Copy slots of which the same parts are requested; `blocks` are the groups' blocks."""
         spans, first, width = selection.spans, selection.first, selection.width
         room = self._room(direction)
         if not room:
@@ -220,7 +220,7 @@ class Packer:
     def _by_kernel(
         self, selection: "_Selection", blocks: Mapping[int, NDArray[np.int64]], per_batch: int
     ) -> "_Repack | None":
-        """One launch a batch; None where the parts are of several groups, or not alike."""
+        """One launch a batch; None if the parts are of several groups, or differ."""
         kernels, alike = selection.kernels, selection.alike
         if kernels is None or alike is None:
             return None
@@ -278,8 +278,8 @@ class Packer:
     ) -> None:
         """Copy spans of slots from or to rows of the staging, which hold a slot's bytes from `first` on.
 
-        By one call of the driver. Where it is older, a torch call for each run: neighbouring whole slots together,
-        others one by one, since torch makes any other copy through pageable memory and waits for it.
+        By one call of the driver; with an older one, by a torch call for each run. Neighbouring slots go together,
+        others one by one: torch makes any other copy through pageable memory and waits for it.
         """
         if self._driver is not None and self._region.is_pinned(slots):
             width = staging.stride(0)
@@ -302,11 +302,11 @@ class Packer:
 
     @property
     def _least_staging(self) -> int:
-        """Bytes with which every block can be staged."""
+        """The least bytes with which every block can be staged."""
         return self._blocks.slot_bytes + 2 * _ROW_ALIGNMENT
 
     def _room(self, direction: CopyDirection) -> int:
-        """Bytes of staging. Made at the first copy, as large as the device has memory for; 0: not even for a block."""
+        """Bytes of staging, allocated at the first copy, as the device has memory; 0: not enough for a block."""
         while direction not in self._staging:
             wanted = self._to_stage[direction]
             try:
@@ -317,7 +317,7 @@ class Packer:
                 if not self.counts:
                     logger.warning("no memory on the device for %d bytes of staging: copies get slower", wanted)
                 self.counts["smaller staging"] += 1
-                self._to_stage[direction] = max(wanted // 2, self._least_staging)  # what the next copy asks for
+                self._to_stage[direction] = max(wanted // 2, self._least_staging)  # the next copy's request
                 if wanted == self._least_staging:
                     return 0
         return len(self._staging[direction])
@@ -369,14 +369,14 @@ class _IntegerPart:
         return np.ndindex(*self.tensor.shape[1:axis])
 
     def within(self, staging: torch.Tensor, first: int) -> torch.Tensor:
-        """Where the part lies in rows that hold a slot's bytes from `first` on; shaped as the part, a block a row."""
+        """The part's place in rows that hold a slot's bytes from `first` on; shaped as the part, a block a row."""
         low, high = self.span
         columns = staging[:, low - first : high - first].view(self.tensor.dtype)
         return columns.view(len(staging), *self.tensor.shape[1:])
 
 
 class _Selection:
-    """Parts that are copied together, each with its group, and what a copy of them needs to know."""
+    """Parts that are copied together, each with its group, and the range of bytes that they cover."""
 
     def __init__(self, parts: "Sequence[tuple[_IntegerPart, int]]", kernels: PartKernels | None) -> None:
         self.parts = parts
@@ -394,7 +394,7 @@ def _by_slot(
 ) -> Iterator[tuple[NDArray[np.int64], dict[int, NDArray[np.int64]]]]:
     """The copies as ascending slots and, for each group that has blocks for all of them, these.
 
-    Only all its groups together fill a slot in long runs, so those that go to one slot go at once.
+    Only all its groups together fill a slot in long runs, so copies to one slot are made at once.
     """
     if not len(copies):
         return
@@ -429,9 +429,9 @@ def _spans(parts: Sequence[_IntegerPart]) -> list[ByteRange]:
     return spans
 
 
-# Of a CuPy that is missing, broken, or for another driver.
+# Errors of a CuPy that is missing, broken, or for another driver.
 NO_CUPY: Final = (ImportError, AttributeError, TypeError, ValueError, OSError, *DEVICE_ERRORS)
-_SORTED: Final = 2048  # blocks of a copy, at most, among which neighbours are looked for out of order, too
+_SORTED: Final = 2048  # blocks of a copy, at most, among which neighbours are found out of order, too
 
 
 class TensorCopier:
@@ -459,12 +459,12 @@ class TensorCopier:
 
     @property
     def ways(self) -> tuple[CopyWay, ...]:
-        """Those there are on this machine."""
+        """The ways that exist on this machine."""
         batch: tuple[CopyWay, ...] = ("batch",) if self._driver is not None else ()
         return (*batch, *(("kernel",) if self.kernels is not None else ()), "torch")
 
     def copy(self, direction: CopyDirection, copies: BlockCopies, *, is_chained: bool = True) -> None:
-        """Enqueue valid copies; RuntimeError is the driver's. `is_chained`: what is read may be on its way there."""
+        """Enqueue valid copies; RuntimeError of the driver. `is_chained`: earlier copies may still write the source."""
         first, last = copies.layers or (0, self.num_layers)
         blocks, slots = copies.device_blocks, copies.host_slots
         if len(slots) <= _SORTED:
@@ -500,7 +500,7 @@ class TensorCopier:
             target[i : i + length].copy_(source[j : j + length], non_blocking=True)
 
     def _compiled(self, cupy: Any) -> LayoutKernels | None:
-        """The kernels, compiled now rather than under the first copy; None: CuPy or its compiler is not there."""
+        """The kernels, compiled now rather than under the first copy; None: CuPy or its compiler is missing."""
         geometry = Geometry.block_first(self.l1.data_ptr(), self.num_layers, self._layer_bytes)
         try:
             with torch.cuda.device(self.l1.device):
@@ -512,7 +512,7 @@ class TensorCopier:
         return kernels
 
     def _runs(self, blocks: NDArray[np.int64], slots: NDArray[np.int64], num_layers: int) -> NDArray[np.int64]:
-        """Where a new piece starts: whole blocks join if both sides go on without a gap, parts of blocks never."""
+        """Where a new piece starts: whole blocks join if adjacent on both sides, parts of blocks never."""
         whole = num_layers == self.num_layers and self._region.slot_stride == self._region.slot_bytes
         if not whole or not len(blocks):
             return np.arange(len(blocks))
@@ -521,7 +521,7 @@ class TensorCopier:
 
 
 def say_what_is_lost(failure: Exception) -> None:
-    """Warn that there are no kernels, since CuPy does not work. Once in a process: every stream finds the same."""
+    """Warn that there are no kernels, since CuPy does not work. Once in a process, as every stream finds the same."""
     _say_once(f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}")
 
 

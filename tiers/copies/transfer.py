@@ -1,8 +1,8 @@
-"""Asynchronous copies of blocks between L1 and L2: what a copy stream promises, and its CPU twin.
+"""Asynchronous copies of blocks between L1 and L2: the contract of a copy stream, and the CPU's.
 
 Every stream keeps two queues, loads (L2 → L1) and stores (L1 → L2). Copies of one direction complete in the order they
 were given; the directions are independent. A call only enqueues; a failure is the event's `error`, never an exception.
-`CudaCopyStream` (cuda_transfer.py) is the device's twin, `ManualCopyStream` (tests/rigs/manual_copies.py) the tests'.
+`CudaCopyStream` (cuda_transfer.py) is a GPU's stream, `ManualCopyStream` (tests/rigs/manual_copies.py) the tests'.
 """
 
 import threading
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 __all__ = ["COPIED", "L1", "BlockCopies", "CopyEvent", "CopyStream", "HostCopyStream", "HostEvent", "ended"]
 
 L1: TypeAlias = "torch.Tensor | NDArray[np.generic] | EngineBlocks"
-"""What a stream copies from and to: one tensor `[num_blocks, num_layers, …]`, or blocks as some engine keeps them."""
+"""A stream's L1: one tensor `[num_blocks, num_layers, …]`, or blocks as some engine keeps them."""
 
 MAX_QUEUED: Final = 1024  # copies per direction
 _AT_ONCE: Final = 256 << 10  # bytes up to which copying them takes less than waking a thread for it
-_LOOK_AGAIN: Final = 0.005  # seconds between looks at another stream's event that a copy waits for
-_LAST_COPY: Final = 5.0  # seconds a close waits for the few bytes that some caller copies
+_LOOK_AGAIN: Final = 0.005  # seconds between queries of another stream's event that a copy waits for
+_LAST_COPY: Final = 5.0  # seconds a close waits for the few bytes that a caller copies
 
 
 @runtime_checkable
@@ -45,11 +45,11 @@ class CopyEvent(Protocol):
 
     @property
     def error(self) -> str | None:
-        """Why the copy failed, its targets then hold rubbish; None while it is pending and after it succeeded."""
+        """Why the copy failed, which leaves its targets in any state; None while it is pending and after success."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether it failed and nobody can tell when it ends: its targets must never be used again."""
+        """Whether it failed and its end cannot be observed: its targets must never be used again."""
 
     def done(self) -> bool:
         """Whether the copy has ended."""
@@ -62,7 +62,7 @@ class CopyStream(Protocol):
     """Copies between the L1 tensor and the L2 region it was made with. Thread-safe."""
 
     def load(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
-        """Enqueue L2 → L1 copies behind `after`, an event; without, behind all this thread has issued so far."""
+        """Enqueue L2 → L1 copies behind the event `after`; without it, behind all work of this thread so far."""
 
     def store(self, copies: BlockCopies, after: object | None = None) -> CopyEvent:
         """Enqueue L1 → L2 copies; `after` as in `load`. The blocks must stay unchanged until the event is done."""
@@ -74,10 +74,10 @@ class CopyStream(Protocol):
         """All compute that the calling thread has issued by now, as an `after` for copies enqueued later."""
 
     def drain(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds until everything enqueued has ended; False if something has not."""
+        """Wait up to `timeout` seconds until all copies have ended; False if one has not."""
 
     def close(self, timeout: float) -> None:
-        """Drain, then cancel what is left: its events fail. Later copies fail at once. Idempotent.
+        """Drain, then cancel the others: their events fail. Later copies fail at once. Idempotent.
 
         An event that is not done afterwards is of a copy that a device goes on with: its targets stay out of use.
         """
@@ -105,7 +105,7 @@ class HostEvent:
 
 
 COPIED: Final = HostEvent()
-"""The event of every copy that was made at once, and well."""
+"""The event of every copy that was made at once, without an error."""
 COPIED.end()
 
 
@@ -117,7 +117,7 @@ class CopyTask:
     event: HostEvent
 
     def ready(self) -> bool:
-        """Whether what it waits for has ended."""
+        """Whether the event that it waits for has ended."""
         return self.after is None or self.after.done()
 
     def run(self, copier: BlockCopier | PartCopier, cancelled: Callable[[], bool] = bool) -> str | None:
@@ -128,7 +128,7 @@ class CopyTask:
 
 
 class HostCopyStream:
-    """The twin for an L1 in host memory: threads that copy without the GIL. Loads overtake queued stores.
+    """The copy stream of an L1 in host memory: threads that copy without the GIL. Loads overtake queued stores.
 
     If nothing is under way, a few bytes are copied at once. `_changed` guards queues and counters, never during a copy.
     """
@@ -144,7 +144,7 @@ class HostCopyStream:
     ) -> None:
         """Start the threads. One keeps the order of each direction; more only pay with several memory channels.
 
-        `at_once`: bytes up to which a copy waits for no thread.
+        `at_once`: bytes up to which a copy is made on the calling thread.
         """
         self._copier = PartCopier(device, region) if isinstance(device, EngineBlocks) else BlockCopier(device, region)
         self._blocks_at_once = at_once // region.slot_bytes
@@ -171,7 +171,7 @@ class HostCopyStream:
         return event.wait(timeout)
 
     def mark(self) -> object | None:
-        """None: on a CPU it is over."""
+        """None: on a CPU all work has ended."""
         return None
 
     def drain(self, timeout: float) -> bool:
@@ -259,7 +259,7 @@ class HostCopyStream:
                     if queue and queue[0].ready():
                         self._num_running += 1
                         return queue.popleft()
-                # events of this stream notify; those of another have to be looked at
+                # events of this stream notify; those of another have to be queried
                 self._changed.wait(_LOOK_AGAIN if any(self._queues.values()) else None)
         return None
 
@@ -272,7 +272,7 @@ def ended(error: str) -> HostEvent:
 
 
 DEVICE_ERRORS: Final = (RuntimeError, MemoryError)
-"""All that a call of torch, CuPy or the driver may raise.
+"""All exceptions of torch, CuPy or the driver.
 
 torch.OutOfMemoryError, torch.AcceleratorError, CuPy's CUDARuntimeError and CUDADriverError, and our CudaError are
 RuntimeErrors. CuPy's OutOfMemoryError is a MemoryError. Its CompileException is neither; `LayoutKernels` translates it.
@@ -282,7 +282,7 @@ _OUT_OF_MEMORY: Final = 2
 _OF_CAPTURES: Final = frozenset(range(900, 909))
 # "Any further CUDA work will return the same error. To continue, the process must be terminated and relaunched."
 _LASTING: Final = frozenset({4, 201, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719})
-# The same, where an older torch gives no number.
+# The same, if an older torch gives no number.
 _LASTING_WORDS: Final = (
     *("illegal memory access", "launch timed out", "context is destroyed", "device-side assert", "uncorrectable"),
     *("hardware stack error", "illegal instruction", "misaligned address", "invalid program counter"),
@@ -291,7 +291,7 @@ _LASTING_WORDS: Final = (
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether there was no memory for what was asked; less of it may be there."""
+    """Whether there was too little memory for the request; a smaller one may succeed."""
     import torch
 
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or number_of(error) == _OUT_OF_MEMORY
@@ -309,7 +309,7 @@ def is_lasting(error: Exception) -> bool:
 
 
 def number_of(error: Exception) -> int | None:
-    """CUDA's number of the error; None where it has none."""
+    """CUDA's number of the error; None if it has none."""
     for name in ("status", "error_code"):  # of the driver's and CuPy's errors, of torch's
         if isinstance(number := getattr(error, name, None), int):
             return number

@@ -1,4 +1,4 @@
-"""Which block lies in which slot of a slab: the index, and extents filled in chain order, evicted whole. No I/O.
+"""The slab's index and its extents: which block lies in which slot. Filled in chain order, evicted whole. No I/O.
 
 `BareSlab` is the same without a file, for simulations.
 """
@@ -18,7 +18,7 @@ from kvtier.tiers.file.slab_room import SlabRoom
 from kvtier.tiers.pool import EVICTED, REMOVED, RESET, ChangeLog, EvictionLog, Slots, Words, make_index
 from kvtier.tiers.reuse import ClassifiedEnd
 
-_PIECE: Final = 1 << 14  # names that are loaded, or looked for by a check, at once
+_PIECE: Final = 1 << 14  # names loaded or checked at once
 
 
 class SlabIndex:
@@ -28,7 +28,7 @@ class SlabIndex:
         self.num_slots = num_slots
         self._index = make_index(num_slots)
         self.find_each: Callable[[list[ChainHash]], list[int]] = self._index.find_all
-        """The slot of each name, -1 where there is none. ValueError if a name is not 32 bytes."""
+        """The slot of each name, -1 if there is none. ValueError if a name is not 32 bytes."""
         self._words: Words = self._index.names.view(np.uint64).reshape(-1, 4)
         self.is_named = bytearray(num_slots)  # of every slot, and of those behind the last one
         self._named = np.frombuffer(self.is_named, np.bool_)
@@ -43,11 +43,11 @@ class SlabIndex:
         return self.find_each([name])[0]
 
     def write(self, slots: Slots | slice, words: Words) -> None:
-        """Note the names of slots that have none; `load` makes them findable."""
+        """Write the names of slots that have none; `load` makes them findable."""
         self._words[slots] = words
 
     def load(self, slots: Slots) -> list[int]:
-        """Make the names noted of these slots findable; returns the slots whose name another has, and has already."""
+        """Make the slots' written names findable. Returns slots whose name another slot already has."""
         others: list[int] = []
         for first in range(0, len(slots), _PIECE):
             others += self._index.load(slots[first : first + _PIECE].tolist())
@@ -63,7 +63,7 @@ class SlabIndex:
             self.is_named[slot] = 1
 
     def remove(self, places: Sequence[int]) -> None:
-        """Take the slots' names away; each has one. `names` still tells it until the slot is named again."""
+        """Remove the slots' names; each has one. `names` still returns it until the slot is named again."""
         slots = list(places)
         self._index.remove_all(slots)
         for slot in slots:
@@ -92,7 +92,7 @@ class SlabIndex:
         self.num_slots = num_slots
 
     def reset(self) -> None:
-        """Take all names away."""
+        """Remove all names."""
         self._index.reset()
         self._named[:] = False
 
@@ -108,21 +108,21 @@ class SlabIndex:
 
 
 MAX_OPEN: Final = 4  # extents being filled at once: as many chains stay adjacent while they are stored together
-_MAX_CHANCES: Final = 64  # extents passed over per eviction, as most of them was hit: bounds the time under the lock
+_MAX_CHANCES: Final = 64  # extents skipped per eviction because most blocks were hit: bounds the time under the lock
 _KEEP_SHARE: Final = 4  # of an evicted extent at most a quarter is stored again
 _U32: Final = (1 << 32) - 1
 
 
 class _ExtentState(Enum):
-    FREE = 0  # empty, nobody's
+    FREE = 0  # empty, without an owner
     CLAIMED = 1  # being emptied by one thread
     OPEN = 2  # has room behind its fill mark
     CLOSED = 3  # full, or no longer filled
-    RETIRED = 4  # its end of the slab is being given up
+    RETIRED = 4  # it lies in the part that is being cut off
 
 
 class SlotRun(NamedTuple):
-    """Adjacent slots of one extent that one writer fills and, published or not, gives back by `leave`."""
+    """Adjacent slots of one extent that one writer fills. It calls `leave` at the end, whether published or not."""
 
     extent: int
     first: int
@@ -132,7 +132,7 @@ class SlotRun(NamedTuple):
 
 
 class ClaimedExtent(NamedTuple):
-    """An extent taken to be filled anew; given back by `opened` or `unclaim`. Its rows on disk go first."""
+    """An extent taken to be filled anew, until `opened` or `unclaim`. Its rows on disk are blanked first."""
 
     extent: int
     dirty: bool  # its rows on disk may name blocks
@@ -150,16 +150,16 @@ class ExtentMap:
     """
 
     def __init__(self, num_extents: int, slots_per_extent: int, eviction_log: EvictionLog | None = None) -> None:
-        """`eviction_log`: where what leaves is remembered, with a place for each extent; None: nowhere."""
+        """`eviction_log` records evicted blocks, with an entry for each extent. None: no log."""
         self.num_extents = num_extents
-        self.num_in_use = num_extents  # those behind are retired: what is written there is lost, and not published
+        self.num_in_use = num_extents  # those behind are retired: blocks written there are lost, and not published
         self.per_extent = slots_per_extent
         num_slots = num_extents * slots_per_extent
         self.index = SlabIndex(num_slots)
         self.room = SlabRoom(num_extents, slots_per_extent)
         self.epoch = 0
         self.num_evicted = 0
-        self.changes: ChangeLog | None = None  # while somebody listens
+        self.changes: ChangeLog | None = None  # while a reader listens
         self.eviction_log = eviction_log
         self.generations = np.zeros(num_slots, np.uint32)
         self._generation = memoryview(self.generations)  # one at a time; most reads are of few blocks
@@ -175,7 +175,7 @@ class ExtentMap:
         self._order: OrderedDict[int, None] = OrderedDict()  # open and closed extents, next victim first
 
     def restore(self, slots: Slots, seqs: NDArray[np.uint64], dirty: list[int]) -> None:
-        """Take over what a recovery found: slots whose names the index has, and extents that are not blank."""
+        """Load the result of a recovery: slots whose names the index has, and extents that are not blank."""
         for extent in dirty:
             self._dirty[extent] = 1
         extents = slots // self.per_extent
@@ -196,12 +196,12 @@ class ExtentMap:
             (self._open[extent],) = self.index.names(np.array([last]))
 
     def find_each(self, hashes: list[ChainHash]) -> tuple[list[int], list[int]]:
-        """The slot of each block, -1 for none, and the slot's generation: it tells the block from any that follows."""
+        """The slot of each block, -1 for none, and the slot's generation, which differs for the slot's next block."""
         slots = self.index.find_each(hashes)
         return slots, [self._generation[slot] for slot in slots]
 
     def still_hold(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """Whether each slot (-1: none) still holds the block it had when `find_each` told these generations.
+        """Whether each slot (-1: none) still holds the block it had when `find_each` returned these generations.
 
         A slot loses its name before it gets another one, and then has a new generation.
         """
@@ -212,7 +212,7 @@ class ExtentMap:
         ]
 
     def ended(self, end: ClassifiedEnd) -> None:
-        """A request has ended: what is evicted next follows from how such requests return."""
+        """A request has ended: the eviction order is learned from how such requests return."""
         self.room.ended(end, np.array(self.index.find_each(list(end.names)), np.int64), self._live)
 
     def enter(self, extent: int) -> None:
@@ -247,7 +247,7 @@ class ExtentMap:
         return SlotRun(extent, first, count, self.epoch, slots)
 
     def claim(self) -> ClaimedExtent | None:
-        """An extent to fill: a free one, else the next victim, whose blocks are gone at once. None: all are busy."""
+        """An extent to fill: a free one, else the next victim, whose blocks are dropped at once. None: all are busy."""
         if self._free:
             extent = heapq.heappop(self._free)
             keep: list[int] = []
@@ -267,14 +267,14 @@ class ExtentMap:
         return ClaimedExtent(extent, bool(self._dirty[extent]), self.epoch, keep, hashes)
 
     def _choose_victim(self) -> tuple[int, list[int]] | None:
-        """The idle extent that is needed least, as ends tell; else the oldest that was not mostly hit lately."""
+        """The idle extent that is needed least, by the ends of requests; else the oldest not mostly hit lately."""
         most = self.per_extent // _KEEP_SHARE
         chances = _MAX_CHANCES
         for _ in range(2 * len(self._order)):
             extent = self._next_in_line()
             if extent is None:
                 return None
-            if self.room.decides and self.room.is_told(extent):
+            if self.room.decides and self.room.has_ended(extent):
                 return extent, []
             slots = self._slots(extent)
             num_hits = self.hits.count(1, slots.start, slots.stop)
@@ -287,20 +287,20 @@ class ExtentMap:
         return None
 
     def _next_in_line(self) -> int | None:
-        if self.room.decides and (extent := self.room.take(self._order, self._may_go)) is not None:
+        if self.room.decides and (extent := self.room.take(self._order, self._is_evictable)) is not None:
             return extent
         for _ in range(len(self._order)):
             extent = next(iter(self._order))
             self._order.move_to_end(extent)
-            if self._may_go(extent):
+            if self._is_evictable(extent):
                 return extent
         return None
 
-    def _may_go(self, extent: int) -> bool:
+    def _is_evictable(self, extent: int) -> bool:
         return self._state[extent] is _ExtentState.CLOSED and not self._busy[extent]
 
     def opened(self, claim: ClaimedExtent) -> bool:
-        """The claimed extent's rows are blank: it can be filled. False if a reset came in between, or it retired."""
+        """The claimed extent's rows are blank: it can be filled. False if a reset or a shrink took it meanwhile."""
         extent = claim.extent
         self._dirty[extent] = 0
         self._busy[extent] -= 1
@@ -310,7 +310,7 @@ class ExtentMap:
         self.room.opened(extent)
         if claim.epoch != self.epoch:
             self._state[extent] = _ExtentState.CLOSED
-            self._settle(extent)
+            self._free_if_empty(extent)
             return False
         self._state[extent] = _ExtentState.OPEN
         self._open[extent] = None
@@ -319,7 +319,7 @@ class ExtentMap:
         return True
 
     def unclaim(self, claim: ClaimedExtent) -> None:
-        """The claimed extent could not be emptied: it waits at the end of the line."""
+        """The claimed extent could not be emptied: it is evicted last."""
         extent = claim.extent
         self._busy[extent] -= 1
         if self._state[extent] is _ExtentState.RETIRED:
@@ -329,7 +329,7 @@ class ExtentMap:
         self._order[extent] = None
 
     def withhold(self, claim: ClaimedExtent, lacks_space: Callable[[int], bool]) -> None:
-        """The disk has no space for the claimed extent: it, and free ones that lack space, too, wait until `offer`."""
+        """The disk has no space for the claimed extent. It and free ones that lack space wait until `offer`."""
         self._busy[claim.extent] -= 1
         if self._state[claim.extent] is not _ExtentState.RETIRED:
             self._state[claim.extent] = _ExtentState.FREE
@@ -339,19 +339,19 @@ class ExtentMap:
         heapq.heapify(self._free)
 
     def offer(self) -> None:
-        """Extents withheld are free: the disk may have space again."""
+        """Withheld extents are free: the disk may have space again."""
         self._free, self._withheld = [*self._free, *self._withheld], []
         heapq.heapify(self._free)
 
     def publish(self, run: SlotRun, hashes: list[ChainHash]) -> list[int]:
-        """The run's blocks are stored: make them findable. Returns slots of blocks somebody else stored meanwhile.
+        """The run's blocks are stored: make them findable. Returns slots of blocks that another writer stored first.
 
-        The caller blanks those rows. It gives the run back with `leave`, as it does one it could not fill.
+        The caller blanks those rows. It ends every run with `leave`, published or not.
         """
-        stored, twins = list(run.slots), list[int]()
+        stored, duplicates = list(run.slots), list[int]()
         held = self.index.find_each(hashes)
         if max(held) >= 0:
-            twins = [slot for slot, other in zip(stored, held, strict=True) if other >= 0]
+            duplicates = [slot for slot, other in zip(stored, held, strict=True) if other >= 0]
             stored = [slot for slot, other in zip(stored, held, strict=True) if other < 0]
             hashes = [name for name, other in zip(hashes, held, strict=True) if other < 0]
         self.index.add(hashes, stored)
@@ -361,15 +361,15 @@ class ExtentMap:
             self.room.stored(hashes, stored, self._live)
         if self.changes is not None:
             self.changes.stored(np.array(stored, np.int64))
-        return twins
+        return duplicates
 
     def leave(self, extent: int) -> None:
         self._busy[extent] -= 1
         if not self._live[extent]:
-            self._settle(extent)
+            self._free_if_empty(extent)
 
     def drop(self, chain_hash: ChainHash, cause: str = REMOVED) -> int | None:
-        """Forget a block; its slot, now a hole, stays busy until the caller has blanked its row and says `leave`."""
+        """Forget a block. Its slot, now a hole, stays busy until the caller has blanked its row and calls `leave`."""
         slot = self.index.find_one(chain_hash)
         if slot < 0:
             return None
@@ -378,7 +378,7 @@ class ExtentMap:
         return slot
 
     def clear(self) -> None:
-        """Forget everything; extents are free again as soon as nobody is in them."""
+        """Forget everything; extents are free again as soon as no call uses them."""
         self.epoch += 1
         if self.changes is not None:
             self.changes.cleared(self.index.words)
@@ -391,12 +391,12 @@ class ExtentMap:
         for extent in list(self._open):
             self._close(extent)
         for extent in [extent for extent in self._order if not self._busy[extent]]:
-            self._settle(extent)
+            self._free_if_empty(extent)
 
-    # Giving up the end: retire → wait until nobody is in there → shorten, or else revive.
+    # Cutting the end off: retire → wait until no call uses it → shorten, or else revive.
 
     def retire(self, first: int) -> int:
-        """Forget the blocks of extent `first` and all behind it, and fill them no more; returns how many those were."""
+        """Forget the blocks of extent `first` and all behind it, and fill them no more. Returns how many blocks."""
         slots = self.index.named(first * self.per_extent).tolist()
         self.num_in_use = first
         self.num_evicted += len(slots)
@@ -411,15 +411,15 @@ class ExtentMap:
         return len(slots)
 
     def revive(self, first: int) -> None:
-        """Retired extents are used again, empty, each as soon as nobody is in it."""
+        """Retired extents are used again, empty, each as soon as no call uses it."""
         self.num_in_use = self.num_extents
         for extent in range(first, self.num_extents):
             self._state[extent] = _ExtentState.CLOSED
             self._order[extent] = None
-            self._settle(extent)
+            self._free_if_empty(extent)
 
     def shorten(self, num_extents: int) -> None:
-        """Have no more than so many extents: those behind are retired, and nobody is in them."""
+        """Reduce the slab to so many extents. Those behind are retired, and no call uses them."""
         num_slots = num_extents * self.per_extent
         self.num_extents = self.num_in_use = num_extents
         for by_extent in (self._live, self._fill, self._busy, self._state, self._dirty):
@@ -432,7 +432,7 @@ class ExtentMap:
         return range(extent * self.per_extent, (extent + 1) * self.per_extent)
 
     def _unlink(self, slots: Sequence[int], cause: str, kept: Sequence[int] = ()) -> None:
-        """Slots that hold blocks, ascending, hold none any more; those `kept` are stored again."""
+        """Unname slots that hold blocks, ascending; those `kept` are stored again."""
         if self.eviction_log is not None:
             going = np.array(slots, np.int64)
             going = np.setdiff1d(going, kept) if kept else going
@@ -453,7 +453,7 @@ class ExtentMap:
         del self._open[extent]
         self._state[extent] = _ExtentState.CLOSED
 
-    def _settle(self, extent: int) -> None:
+    def _free_if_empty(self, extent: int) -> None:
         """An idle closed extent without a block is free again."""
         if not self._busy[extent] and not self._live[extent] and self._state[extent] is _ExtentState.CLOSED:
             del self._order[extent]
@@ -488,18 +488,18 @@ class ExtentMap:
         assert not any(live[extent] for extent in free), "a free extent holds blocks"
 
 
-_NOBODY: Final = bytes(32)  # a fingerprint: extents do not depend on it
+_NO_FINGERPRINT: Final = bytes(32)  # a fingerprint: extents do not depend on it
 
 
 class BareSlab:
-    """As `FileStore`, of names alone: for simulations. For one thread. Every write succeeds, and at once."""
+    """A `FileStore` of names alone, for simulations. For one thread. Every write succeeds, and at once."""
 
     def __init__(self, num_bytes: int, slot_bytes: int, block_size: int) -> None:
         """A slab of at most `num_bytes`, blocks of `slot_bytes` each. Without room for one it holds nothing."""
-        shape = slab.plan(_NOBODY, slot_bytes, block_size, num_bytes)
+        shape = slab.plan(_NO_FINGERPRINT, slot_bytes, block_size, num_bytes)
         self._blocks = ExtentMap(shape.num_extents, shape.slots_per_extent) if shape.segments else None
         self._batch = max(1, BATCH_BYTES // slot_bytes)
-        self.num_written = 0  # blocks, those that were stored again with them
+        self.num_written = 0  # blocks, with those stored again
 
     @property
     def num_slots(self) -> int:
@@ -508,7 +508,7 @@ class BareSlab:
 
     @property
     def num_evicted(self) -> int:
-        """Blocks that went to make room, since the start."""
+        """Blocks evicted since the start."""
         return self._blocks.num_evicted if self._blocks is not None else 0
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
@@ -536,7 +536,7 @@ class BareSlab:
             self._write(hashes[first : first + self._batch], hashes[first - 1] if first else parent)
 
     def check(self) -> None:
-        """Raise AssertionError where the extents' law is broken."""
+        """Raise AssertionError if the extents' law is broken."""
         if self._blocks is not None:
             self._blocks.check()
 
@@ -568,7 +568,7 @@ class BareSlab:
     def _reserve(
         self, hashes: Sequence[ChainHash], parent: ChainHash | None
     ) -> list[tuple[SlotRun, Sequence[ChainHash]]] | None:
-        """Slots for leading hashes, behind those of what is stored again. None: every extent is being written."""
+        """Slots for leading hashes, behind those of blocks stored again. None: every extent is being written."""
         blocks = self._blocks
         assert blocks is not None
         run = blocks.take(hashes, parent)

@@ -1,9 +1,9 @@
 """The slab's system calls: whole transfers or OSError, many reads in flight, one sync for many writers.
 
-Tests replace `FileIO` to inject faults. `ReadQueue` is Linux's own asynchronous I/O (`man io_submit`): one call hands
-sixteen reads to the kernel, so a disk sees that depth without a thread for each. A thread costs 30 us of CPU a block,
+Tests replace `FileIO` to inject faults. `ReadQueue` is Linux's own asynchronous I/O (`man io_submit`). One call gives
+sixteen reads to the kernel, so a disk has that depth without a thread for each. A thread costs 30 us of CPU a block,
 a place in the queue 2. Only direct I/O gains by it: `io_submit` does buffered reads one after the other. The extension
-module reads whole blocks so, rows and checksums included, without the interpreter's lock.
+module reads, checks and verifies whole blocks through it without the interpreter's lock.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 _CALLS: Final = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}  # setup, destroy, getevents, submit
 _READ: Final = 7  # IOCB_CMD_PREADV
-_WAKE: Final = 4  # a wait ends when a quarter of what is in flight has come: fewer wake-ups, and the disk stays busy
+_WAKE: Final = 4  # a wait ends when a quarter of the reads in flight has ended: fewer wake-ups, and the disk stays busy
 
 # `struct iocb` and `struct io_event` of linux/aio_abi.h, little-endian.
 _REQUEST: Final = np.dtype(
@@ -61,12 +61,12 @@ _syscall.restype = ctypes.c_long
 
 
 def compiled_reads() -> ModuleType | None:
-    """The extension module that reads; None, not built: everything goes the Python way."""
+    """The extension module that reads. None: it was not built, and reads run in Python."""
     return extension("kvtier.tiers.file.read_queue_compiled")
 
 
 class SlabLayout(NamedTuple):
-    """What the twin knows of a slab in the clear."""
+    """What the extension module needs of a slab in the clear."""
 
     places: tuple[
         object, ...
@@ -79,12 +79,12 @@ def round_up(value: int, unit: int) -> int:
 
 
 class ReadQueue:
-    """Reads of one thread at a time, up to `depth` in flight. What one does not bring whole, its caller reads anew."""
+    """Reads of one thread at a time, up to `depth` in flight. The caller repeats short reads."""
 
     def __init__(self, depth: int, compiled: ModuleType | None = None) -> None:
-        """`compiled`: the twin that `read_blocks` takes.
+        """`compiled`: the extension module for `read_blocks`.
 
-        OSError if the kernel has no such queue for us: another machine's, a sandbox, or too many of them.
+        OSError if the kernel gives no queue: unknown architecture, a sandbox, or too many queues.
         """
         calls = _CALLS.get(platform.machine())
         if calls is None or ctypes.sizeof(ctypes.c_void_p) != 8:  # a 32-bit process has other numbers for its calls
@@ -109,8 +109,8 @@ class ReadQueue:
         """Read n stretches of a file; yields each one's number, as it ends, and the bytes read or minus the errno.
 
         `iovecs`, `[m, 2]`: addresses and lengths of the stretches' buffers, one after another, `counts` of them for
-        each. The buffers must live until this ends; who stops early waits for what is in flight. `meanwhile` is called
-        once, before anything is yielded, while the first reads are in flight.
+        each. The buffers must live until this ends; a caller that stops early waits for reads in flight. `meanwhile`
+        is called once, before anything is yielded, while the first reads are in flight.
         """
         requests = np.zeros(len(offsets), _REQUEST)
         requests["number"] = np.arange(len(offsets))
@@ -151,10 +151,10 @@ class ReadQueue:
         names: list[ChainHash],
         into: list[memoryview],
     ) -> list[BlockRecord | None] | None:
-        """Read and verify blocks by the twin, their slots ascending; None, and nothing done, where there is none.
+        """Read and verify blocks by the extension module, their slots ascending. None, and nothing done, without it.
 
-        `fds`: of payloads and table. Returns records; None where row or payload did not come whole: the Python way says
-        why. Buffers are as large as a payload, whole pages.
+        `fds`: of payloads and table. Returns records, or None for a row or payload that is not whole: the Python path
+        finds the reason. Buffers are as large as a payload, whole pages.
         """
         if self._compiled is None:
             return None
@@ -171,7 +171,7 @@ class ReadQueue:
             self._queue.value, self.is_open = 0, False
 
     def _wait(self, least: int) -> list[tuple[int, int]]:
-        """What has ended, `least` reads or more. OSError, once the kernel has ended all, if it cannot be told."""
+        """The reads that have ended, `least` or more. OSError, after the kernel has ended all, if it cannot say."""
         while True:
             bounds = ctypes.c_long(least), ctypes.c_long(self.depth)
             num_came = self._call(self._getevents, *bounds, _at(self._events, 0), None)
@@ -183,7 +183,7 @@ class ReadQueue:
                 raise OSError(-num_came, os.strerror(-num_came))
 
     def _call(self, call: ctypes.c_long, *arguments: object) -> int:
-        """What the kernel answers, or minus the errno."""
+        """The kernel's return value, or minus the errno."""
         answer: int = _syscall(call, self._queue, *arguments)
         return answer if answer >= 0 else -ctypes.get_errno()
 
@@ -195,9 +195,9 @@ def _at(array: NDArray[np.generic], index: int) -> ctypes.c_void_p:
 PAGE: Final = 4096  # alignment of addresses, lengths and offsets that every O_DIRECT file system accepts
 CALL_BYTES: Final = 8 << 20  # largest coalesced transfer
 IOV_MAX: Final = 1024  # iovecs one call may carry (Linux)
-_MOST_AHEAD: Final = 256  # reads that wait to be asked for
+_MOST_AHEAD: Final = 256  # read-aheads that wait to be sent
 _IN_MEMORY: Final = ("tmpfs", "ramfs", "hugetlbfs")
-_MAX_STALLS: Final = 16  # calls in a row that moved nothing before we give up
+_MAX_STALLS: Final = 16  # calls in a row without progress that count as a failure
 
 ReadCall = Callable[[int, Sequence[memoryview], int], int]
 """Reads of a descriptor into buffers from an offset on; returns bytes read."""
@@ -206,7 +206,7 @@ ReadCall = Callable[[int, Sequence[memoryview], int], int]
 class FileIO:
     """The system calls a slab needs, one method each, each of which may raise OSError.
 
-    `preadv` and `pwritev` are raw: they may move fewer bytes than asked or raise InterruptedError. `read_all` and
+    `preadv` and `pwritev` are raw: they may move fewer bytes than requested or raise InterruptedError. `read_all` and
     `write_all` below turn them into whole transfers. Subclass and override to fail, delay, reorder or drop.
     """
 
@@ -230,7 +230,7 @@ class FileIO:
         return True
 
     def unlock(self, fd: int) -> None:
-        """Give the lock up at once, whoever else has the file open."""
+        """Release the lock at once, even if others have the file open."""
         fcntl.flock(fd, fcntl.LOCK_UN)
 
     def allocate(self, fd: int, offset: int, length: int) -> None:
@@ -241,7 +241,7 @@ class FileIO:
         os.ftruncate(fd, length)
 
     def sync(self, fd: int) -> None:
-        """`fdatasync`: what was written before is on stable storage."""
+        """`fdatasync`: earlier writes are on stable storage."""
         os.fdatasync(fd)
 
     def free_bytes(self, directory: Path) -> int:
@@ -255,17 +255,17 @@ class FileIO:
 
     @cached_property
     def compiled(self) -> ModuleType | None:
-        """The twin that reads, if it was built."""
+        """The extension module that reads, if it was built."""
         return compiled_reads()
 
     def queue(self, depth: int) -> ReadQueue | None:
-        """A queue of `depth` reads in flight; OSError: the kernel has none. None: `preadv` is not ours, use that."""
+        """A queue of `depth` reads in flight. OSError: the kernel has none. None: `preadv` was replaced, use that."""
         return ReadQueue(depth, self.compiled) if type(self).preadv is _PREADV else None
 
     def read_rows(self, fd: int, offsets: Sequence[int], size: int, into: memoryview) -> bytes | None:
-        """Read `size` bytes from each offset, in one call of the twin; a byte for each says whether they came whole.
+        """Read `size` bytes from each offset in one call. Returns a byte for each: whether they came whole.
 
-        None, and nothing done, where there is no twin, or `preadv` is not ours.
+        None, and nothing done, without the extension module or if `preadv` was replaced.
         """
         if self.compiled is None or type(self).preadv is not _PREADV:
             return None
@@ -273,15 +273,15 @@ class FileIO:
         return came
 
     def peek(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """`preadv` of what the page cache holds. BlockingIOError for the rest, which is sent for: it never waits.
+        """`preadv` of pages in the page cache, never waiting. BlockingIOError for others, whose read-ahead starts.
 
-        Only where the file system knows such reads: see `peeking`.
+        Only if the file system knows such reads: see `peeking`.
         """
         try:
             moved = os.preadv(fd, buffers, offset, os.RWF_NOWAIT)
         except BlockingIOError:
             moved = 0
-        if missing := sum(buffer.nbytes for buffer in buffers) - moved:  # behind what came, too: no kernel sends for it
+        if missing := sum(buffer.nbytes for buffer in buffers) - moved:  # also behind what was read: no kernel does it
             _READ_AHEAD.send(fd, offset + moved, missing)
             raise BlockingIOError
         return moved
@@ -292,7 +292,7 @@ class FileIO:
 
 
 def peeking(io: FileIO, fd: int) -> ReadCall:
-    """What reads this file without waiting: `peek`, in memory `preadv`, else nothing. At opening: it may wait."""
+    """The call that reads this file without waiting: `peek`, in memory `preadv`, else nothing. It may wait itself."""
     try:
         os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
     except BlockingIOError:
@@ -305,7 +305,7 @@ def peeking(io: FileIO, fd: int) -> ReadCall:
 
 
 def _is_in_memory(fd: int) -> bool:
-    """Whether the file's file system has no disk behind it, as the table of mounts says."""
+    """Whether the file's file system has no disk behind it, by the table of mounts."""
     device = os.fstat(fd).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError):
@@ -321,7 +321,7 @@ def _nothing(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
 
 
 class _ReadAhead:
-    """Asks the kernel for pages on a thread: on a disk that hangs, asking may wait, too."""
+    """Starts read-ahead on a thread: on a disk that hangs, that call may wait, too."""
 
     def __init__(self) -> None:
         self._wanted: queue.Queue[tuple[int, int, int]] = queue.Queue(_MOST_AHEAD)
@@ -329,7 +329,7 @@ class _ReadAhead:
         self._pid = 0  # of the process whose thread reads the queue
 
     def send(self, fd: int, offset: int, num_bytes: int) -> None:
-        """Nothing is done if too much waits already. A descriptor that is another file's by then costs a read."""
+        """Drop the read-ahead if too many wait. If the descriptor is another file's by then, one read is wasted."""
         with self._lock:
             if self._pid != os.getpid():
                 self._pid, self._wanted = os.getpid(), queue.Queue(_MOST_AHEAD)
@@ -345,7 +345,7 @@ class _ReadAhead:
 
 
 _READ_AHEAD: Final = _ReadAhead()
-_PREADV: Final = FileIO.preadv  # who replaces it, to see or to fail every read, gets every read
+_PREADV: Final = FileIO.preadv  # a test that replaces it, to see or to fail every read, gets every read
 
 
 def read_all(io: "FileIO | Mapping", fd: int, buffers: Sequence[memoryview], offset: int, align: int = 1) -> None:
@@ -379,7 +379,7 @@ def _transfer(
             moved = call(fd, pending[:IOV_MAX], offset)
         except InterruptedError:
             moved = -1
-        # O_DIRECT goes on only from an aligned place: what a short call moved past it is moved again.
+        # O_DIRECT continues only from an aligned offset: bytes behind the last one are moved again.
         kept = max(moved, 0) // align * align
         stalls = 0 if kept else stalls + 1
         if moved == 0 or stalls > _MAX_STALLS:
@@ -427,12 +427,12 @@ class Mapping:
         self._base = address(memoryview(self._map))
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Copy out of the mapping of `fd`, like `os.preadv`; OSError (EFAULT) if the file no longer reaches."""
+        """Copy out of the mapping of `fd`, like `os.preadv`. OSError (EFAULT) if the file has become shorter."""
         wanted = sum(buffer.nbytes for buffer in buffers)
         length = min(wanted, self._length - offset)
         if length <= 0:
             return 0
-        # Ask for the rest of the run ahead of the copy: one large read instead of a fault per 16 pages.
+        # Read ahead of the copy: one large read instead of a fault per 16 pages.
         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
         sizes = np.array([buffer.nbytes for buffer in buffers], np.int64)
         ends = np.minimum(np.cumsum(sizes), length)  # the last ones may lie behind the end of the file
@@ -484,7 +484,7 @@ class GroupSync:
             self._raise_failure(mine)
 
     def _raise_failure(self, mine: int) -> None:
-        # Only the last failure is kept. A waiter that wakes late may be told of a later one: it errs on the safe side.
+        # Only the last failure is kept. A waiter that wakes late may get a later one: it errs on the safe side.
         for number, failure in self._failed.items():
             if number >= mine:
                 raise OSError(failure.errno, failure.strerror)
@@ -493,16 +493,16 @@ class GroupSync:
 Mode = Literal["auto", "direct", "buffered", "mmap"]
 
 _DEPTH: Final = 16  # scattered reads that one call keeps in flight: more only adds to their latency
-_ASK_AGAIN: Final = 10.0  # seconds until the kernel is asked again for a queue that it refused
+_RETRY: Final = 10.0  # seconds until the kernel is tried again for a queue that it refused
 _PROBE_BYTES: Final = 1 << 20
 _PROBE_SECONDS: Final = 0.1  # after this no further probe step is begun
 _WORTH: Final = 0.7  # O_DIRECT stays the choice unless buffered I/O is clearly faster
 
 
 class RunRead(NamedTuple):
-    """What came of a run of neighbouring slots."""
+    """The result of a read of neighbouring slots."""
 
-    run: slice  # of the slots asked for
+    run: slice  # of the requested slots
     readable: Sequence[bool]  # each slot's
 
 
@@ -510,7 +510,7 @@ class PayloadIO:
     """Payload transfers of one slab file. Thread-safe; each thread has its own scratch memory.
 
     Slots in the file are `slot_bytes` padded to 4 KiB, host slots are memoryviews of `slot_bytes` anywhere. In direct
-    mode an aligned host slot is read and written in place, but for a last partial page; batches with any other one go
+    mode an aligned host slot is read and written in place, except a last partial page. Batches with any other one go
     through scratch memory.
     """
 
@@ -567,7 +567,7 @@ class PayloadIO:
     def read_blocks(
         self, table_fd: int, layout: SlabLayout, slots: list[int], names: list[ChainHash], into: list[memoryview]
     ) -> list[BlockRecord | None] | None:
-        """`ReadQueue.read_blocks`; None, and nothing done, where there is no queue, or no twin."""
+        """`ReadQueue.read_blocks`; None, and nothing done, without a queue or the extension module."""
         queue = self._take_queue() if self._io.compiled is not None else None
         if queue is None:
             return None
@@ -582,7 +582,7 @@ class PayloadIO:
     ) -> Generator[RunRead, None, None]:
         """Read slots by their ascending offsets; yields runs of neighbours as they come.
 
-        What no queue brings whole is read by `read_each`. `meanwhile` is called once, before anything is yielded.
+        `read_each` repeats reads that a queue leaves short. `meanwhile` is called once, before anything is yielded.
         """
         runs = self.runs(offsets)
         queue = self._take_queue() if len(runs) > 1 else None
@@ -597,7 +597,7 @@ class PayloadIO:
             counts = [run.stop - run.start for run in runs]
             iovecs = np.full((len(into), 2), self.stride, np.uint64)
             iovecs[:, 0] = [writable_address(buffer) for buffer in into]
-            # Whoever stops early waits for what is in flight before another call gets the queue.
+            # A caller that stops early waits for reads in flight before another call gets the queue.
             came = ends.enter_context(closing(queue.read(self._fd, starts, iovecs, counts, meanwhile)))
             for number, moved in came:
                 run = runs[number]
@@ -607,7 +607,7 @@ class PayloadIO:
                     yield RunRead(run, self.read_each(offsets[run.start], into[run]))
 
     def _take_queue(self) -> ReadQueue | None:
-        """A queue for one call, which puts it back if it is still open; None where there is none to be had now."""
+        """A queue for one call, which puts it back if it is still open; None if there is none now."""
         with suppress(IndexError):
             return self._queues.pop()
         if not self._may_queue or time.monotonic() < self._refused_until:
@@ -618,7 +618,7 @@ class PayloadIO:
             if not self.num_refused:
                 _log.warning("[file] %s: no queue of reads (%s): one by one for now", self.path, error)
             self.num_refused += 1
-            self._refused_until = time.monotonic() + _ASK_AGAIN
+            self._refused_until = time.monotonic() + _RETRY
             return None
         self._may_queue = queue is not None
         return queue
@@ -645,7 +645,7 @@ class PayloadIO:
                     write_all(self._io, self._fd, iovecs, offset, self._align)
                 return
             except OSError as error:
-                # The kernel knows what alignment the device needs; asking it costs nothing if all is well.
+                # The device may need a larger alignment: only the kernel's error shows it.
                 if not whole or error.errno != errno.EINVAL or self.mode != "direct":
                     raise
 

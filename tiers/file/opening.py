@@ -1,4 +1,4 @@
-"""The slab tier from its section of the configuration: how to open it, its directory, the doctor. A `TierModule`."""
+"""The slab tier from the configuration section [file]: opening it, its directory, the doctor's checks. `TierModule`."""
 
 import errno
 import mmap
@@ -34,7 +34,7 @@ from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.naming import FORMAT_VERSION
 
 SECTOR: Final = 512  # bytes in which st_blocks counts
-# What is wrong with a path, not with the disk behind it: waiting does not help.
+# Errors of the path, not of the disk behind it: waiting does not help.
 _WRONG_PATH: Final = {
     errno.EEXIST: "a file is in its place",
     errno.ENOTDIR: "a file is in its place",
@@ -72,14 +72,14 @@ def slabs_in(directory: Path) -> list[Path]:
 
 
 def disk_use(path: Path, size: int, free: int) -> DiskUse:
-    """Of a directory, which need not be there yet, whose slabs may take `size` bytes of a disk with `free` left."""
+    """Of a directory, which may not exist yet, whose slabs may take `size` bytes of a disk with `free` left."""
     slabs = slabs_in(path)
     on_disk = sum(slab.stat().st_blocks * SECTOR for slab in slabs)
     return DiskUse(path, len(slabs), on_disk, size, free)
 
 
 def require_directory(config: FileConfig) -> DiskUse | None:
-    """Make the directory of [file] path, and try it. None: its disk does not do what it should, which may pass.
+    """Make the directory of [file] path, and try it. None: the disk fails now, perhaps not for long.
 
     ConfigError if the path cannot be used, or has too little room for the first slab of all.
     """
@@ -97,7 +97,7 @@ def require_directory(config: FileConfig) -> DiskUse | None:
         why = _WRONG_PATH[error.errno]
         fix = "name a directory that this user can write in"
         raise ConfigError(f'[file] path "{path}": {why}; {fix}') from None
-    if not use.num_slabs and use.size > use.free:  # likely a slip; slabs that are there keep what they have
+    if not use.num_slabs and use.size > use.free:  # likely a slip; existing slabs keep their size
         raise ConfigError(no_space(use.size, use.free))
     return use
 
@@ -107,7 +107,7 @@ _NUM_THREADS: Final = 2  # as many as the file tier has
 _SPAN_BYTES: Final = 256 << 20  # most bytes of the probe's file
 _SECONDS: Final = 0.8  # seconds of writing, then of reading
 _PATIENCE: Final = 5.0  # seconds without a call that ends, after which a disk counts as hung
-_LOOK: Final = 0.05  # seconds between two looks at that
+_LOOK: Final = 0.05  # seconds between two checks of that
 _MOST_NAMED: Final = 4  # slabs in one line
 _SLOW: Final = 0.5e9  # bytes per second; a local NVMe reads and writes several times that
 
@@ -158,7 +158,7 @@ def check_key(config: FileConfig) -> Finding:
 
 
 def check_naming(config: FileConfig) -> list[Finding]:
-    """A warning if slabs of [file] path were made when KV had other names: none is found. Reads their headers."""
+    """A warning if slabs of [file] path have names of an older format, which are not found. Reads their headers."""
     found_old = [(path, size) for path, superblock, size in _headers(config) if superblock.naming < FORMAT_VERSION]
     if not found_old:
         return []
@@ -170,7 +170,7 @@ def check_naming(config: FileConfig) -> list[Finding]:
 
 
 def _headers(config: FileConfig) -> Iterator[tuple[Path, slab.Superblock, int]]:
-    """Each slab of [file] path, what its header says, and the bytes it takes; opening it reports what is wrong."""
+    """Each slab of [file] path, its superblock, and the bytes it takes. Opening a slab reports its errors."""
     for path in slabs_in(config.path) if config.path else []:
         with suppress(OSError, FormatError), path.open("rb") as file:
             superblock = slab.decode(file.read(slab.HEADER_BYTES), path.name)
@@ -233,7 +233,7 @@ def probe_disk(directory: Path, free: int) -> DiskRates | None:
     thread = threading.Thread(target=measure, name="kvtier-doctor-disk", daemon=True)
     thread.start()
     while thread.is_alive() and time.monotonic() - moved_at[0] < _PATIENCE:
-        thread.join(_LOOK)  # where the machine is busy a disk is slow, and does not hang
+        thread.join(_LOOK)  # on a busy machine a disk is slow, and does not hang
     if not answer:
         return None
     if isinstance(answer[0], OSError):

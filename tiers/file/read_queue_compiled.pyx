@@ -213,7 +213,7 @@ cdef class BlockReads:
         cdef const char *tokens
         cdef long i
         cdef list found = []
-        names = list(names)  # nobody changes it meanwhile
+        names = list(names)  # a copy, which no other thread changes
         if len(names) != self.num_blocks:
             raise ValueError(f"{len(names)} names for {self.num_blocks} slots")
         if self.row_bytes < sizeof(Row) + 4 * <size_t>most_tokens:
@@ -282,7 +282,7 @@ cdef class BlockReads:
             if errno != EINTR:
                 self.is_lost = True
                 syscall(SYS_io_destroy, self.queue)  # it returns when nothing is in flight any more
-                self.ended = self.begun  # what was: nobody knows, so nothing of it counts as read
+                self.ended = self.begun  # the result is unknown, so no read counts
             return
         for i in range(came):
             number = <long>self.events[i].data

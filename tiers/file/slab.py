@@ -1,6 +1,6 @@
 """The slab's format on disk (docs/format.md): superblock, entry table, payload, in the clear or sealed. No I/O.
 
-A `Codec` is chosen once, when a slab is opened: it stands between rows and payloads and the blocks they hold.
+A `Codec` is chosen once, when a slab is opened: it converts blocks to rows and payloads and back.
 """
 
 import struct
@@ -37,12 +37,12 @@ VERSION: Final = 1
 ENCRYPTED_VERSION: Final = 2  # of a slab whose rows and payloads are sealed
 HEADER_BYTES: Final = 2 * PAGE  # the superblock and its copy
 OWNER_OFFSET: Final = 2048  # u64 pid of the process that holds the lock, outside the superblock's checksum
-ASKED_OFFSET: Final = 2056  # two u64: bytes another opener asks the owner to cut the slab down to, and their xxh3
-KV_PROBE_OFFSET: Final = PAGE + 2048  # what the slab's maker computes of a few tokens, or zeros; has its own checksum
+SHRINK_OFFSET: Final = 2056  # two u64: bytes another opener requests the owner to shrink the slab to, and their xxh3
+KV_PROBE_OFFSET: Final = PAGE + 2048  # the KV probe of the slab's creator, or zeros; it has its own checksum
 READY: Final = 1  # the only state other than free (0) that reaches the disk
 EXTENT_BYTES: Final = 8 << 20
 MAX_SEGMENTS: Final = 32
-_MAX_BLOCK_TOKENS: Final = 1 << 20  # more would be no block, but a superblock nobody of ours wrote
+_MAX_BLOCK_TOKENS: Final = 1 << 20  # a superblock with more is not one that kvtier wrote
 _MAX_FILE_BYTES: Final = 1 << 62
 MAX_SEQ: Final = 1 << 63  # so that counting on never overflows
 
@@ -57,7 +57,7 @@ _NAMING = struct.Struct("<I")
 _NAMING_OFFSET: Final = _ENCRYPTION_OFFSET + _ENCRYPTION.size
 _ENTRY_FIXED_BYTES: Final = 112
 _ENCRYPTED_FIXED_BYTES: Final = 168
-_CHUNK_ROWS: Final = 16_384  # rows whose bytes are in Python's hands at once
+_CHUNK_ROWS: Final = 16_384  # rows converted to Python bytes at once
 _MIN_EXTENTS: Final = 8  # a small slab gets smaller extents, so that eviction does not empty it
 
 Rows = NDArray[np.void]
@@ -96,7 +96,7 @@ class SlabSegment:
 
 @dataclass(frozen=True)
 class Superblock:
-    """What a slab is: whose, and where its extents lie. Offsets and sizes in bytes."""
+    """A slab's identity, and where its extents lie. Offsets and sizes in bytes."""
 
     fingerprint: bytes
     slot_bytes: int
@@ -106,7 +106,7 @@ class Superblock:
     min_seq: int = 1  # rows of lower seq were forgotten by a reset
     update: int = 1  # grows with every rewrite; of two good copies the higher is the newer
     encryption: Encryption | None = None  # None: blocks lie in the clear
-    naming: int = 0  # `FORMAT_VERSION` of identities in the kvtier that made it; 0: one that did not note it
+    naming: int = 0  # `FORMAT_VERSION` of identities in the kvtier that made it; 0: a version that did not record it
 
     @cached_property
     def stride(self) -> int:
@@ -251,7 +251,7 @@ def encode(superblock: Superblock) -> bytes:
 
 
 def decode(header: bytes, name: str) -> Superblock:
-    """The newer intact copy of the superblock in a file's first 8 KiB; FormatError says why there is none."""
+    """The newer intact copy of the superblock in a file's first 8 KiB. FormatError with the reason if there is none."""
     copies = [header[start : start + _SUPERBLOCK_BYTES] for start in (0, PAGE)]
     magic, version = struct.unpack_from("<8sI", header.ljust(12, b"\0"))
     is_kvtier = magic[:6] == MAGIC[:6]
@@ -325,7 +325,7 @@ def _fits(superblock: Superblock) -> bool:
 
 
 def require_identity(superblock: Superblock, wanted: Superblock, name: str) -> None:
-    """FingerprintMismatch if the slab is of another model or shape than wanted, ConfigError if under another key."""
+    """FingerprintMismatch if the slab's model or shape is not the wanted one, ConfigError if its key is another."""
     for field in ("fingerprint", "slot_bytes", "block_size"):
         there, here = getattr(superblock, field), getattr(wanted, field)
         if there != here:
@@ -338,7 +338,7 @@ def require_identity(superblock: Superblock, wanted: Superblock, name: str) -> N
 
 
 def require_key(superblock: Superblock, key_id: bytes | None, name: str) -> None:
-    """Raise ConfigError unless the slab is sealed under the key of that id; None: under no key."""
+    """Raise ConfigError unless the slab is sealed under the key of that id; None: not encrypted."""
     there = superblock.encryption.key_id if superblock.encryption else None
     if there == key_id:
         return
@@ -400,7 +400,7 @@ def words_of(rows: Rows, field: str) -> NDArray[np.uint64]:
     return np.ndarray((len(rows), 4), "<u8", rows, rows.dtype.fields[field][1], (rows.strides[0], 8))
 
 
-SlabEntry = tuple[BlockRecord, bytes]  # what a whole row holds: the record, and what `hide` gave for its payload
+SlabEntry = tuple[BlockRecord, bytes]  # a whole row's content: the record, and the stamp from `hide` for its payload
 
 NO_CHECKSUM: Final = -1  # of a record whose entry is not authentic: no payload has it
 _FEW: Final = 16  # rows that are decoded one by one faster than all at once
@@ -408,9 +408,9 @@ _ROW: Final = struct.Struct("<QIIQQ32s32sQII")  # a row in the clear up to its t
 
 
 class Codec:
-    """How one slab keeps its blocks: here, in the clear. Thread-safe. `rows` have readable names, as in memory."""
+    """How one slab stores its blocks: here, in the clear. Thread-safe. `rows` have readable names, as in memory."""
 
-    hides_payloads = False  # whether what lies on the disk is not what was stored
+    hides_payloads = False  # whether bytes on the disk differ from the payload
 
     def __init__(self, superblock: Superblock) -> None:
         self._superblock = superblock
@@ -431,15 +431,15 @@ class Codec:
         return rows
 
     def seal_rows(self, rows: Rows) -> Rows:
-        """Give every row its checksum; returns them as they go to the disk."""
+        """Give every row its checksum; returns the rows as they go to the disk."""
         rows["checksum"] = row_checksums(rows, self._superblock)
         return rows
 
     def show_names(self, rows: Rows, which: Slots) -> None:
-        """Turn some rows, in place, from what was read from the disk into what lies in memory."""
+        """Decrypt the names of some rows read from the disk, in place."""
 
     def to_records(self, rows: Rows) -> list[BlockRecord]:
-        """The records that rows hold; without tokens and with NO_CHECKSUM if an entry is not authentic."""
+        """The records in these rows; without tokens and with NO_CHECKSUM if an entry is not authentic."""
         return [
             BlockRecord(chain_hash, parent, tokens[: 4 * num_tokens], checksum)
             for chain_hash, parent, tokens, num_tokens, checksum in zip(
@@ -453,7 +453,7 @@ class Codec:
         ]
 
     def entries(self, rows: Rows, slots: Sequence[int]) -> list[SlabEntry | None]:
-        """What rows from the disk hold, None where not whole. A few one by one: arrays have fixed costs."""
+        """The entries in rows from the disk, None if not whole. A few are decoded singly: arrays have fixed costs."""
         if len(rows) > _FEW:
             return self._entries_at_once(rows, slots)
         superblock, size, data = self._superblock, self._superblock.entry_bytes, rows.tobytes()
@@ -489,13 +489,13 @@ class Codec:
         return row[tokens_at : tokens_at + 4 * num_tokens]
 
     def stamps(self, rows: Rows) -> list[bytes]:
-        """What `hide` gave for the rows' payloads."""
+        """The stamps that `hide` returned for the rows' payloads."""
         return [b""] * len(rows)
 
     def hide(
         self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]
     ) -> tuple[Sequence[memoryview], list[bytes]]:
-        """Payloads as they go to the disk, good until this thread calls again, and what is needed to show them."""
+        """Payloads as they go to the disk, valid until this thread's next call, and the stamps that `show` needs."""
         return payloads, [b""] * len(payloads)
 
     def show(self, record: BlockRecord, stamp: bytes, payload: memoryview) -> bool:
@@ -504,7 +504,7 @@ class Codec:
 
 
 class SealedCodec(Codec):
-    """Payloads, tokens and names are hidden, and an entry or payload that is not authentic is told."""
+    """Payloads, tokens and names are encrypted; entries and payloads that are not authentic are detected."""
 
     hides_payloads = True
 
@@ -590,7 +590,7 @@ class SealedCodec(Codec):
 
 
 def codec_of(superblock: Superblock, key: bytes | None, name: str) -> Codec:
-    """How the slab keeps its blocks. ConfigError if it takes another `key`; one in the clear takes any, to be read."""
+    """How the slab stores its blocks. ConfigError if it needs another `key`; one in the clear is read with any."""
     if superblock.encryption is None:
         return Codec(superblock)
     require_key(superblock, key_id(key) if key is not None else None, name)
@@ -599,7 +599,7 @@ def codec_of(superblock: Superblock, key: bytes | None, name: str) -> Codec:
 
 
 def verified(codec: Codec, entry: SlabEntry, chain_hash: ChainHash, payload: memoryview) -> BlockRecord | Outcome:
-    """The entry's record, if the payload read for it is that block's, shown in place; else what is wrong with it."""
+    """The entry's record if the payload, decrypted in place, is that block's; else the outcome of the mismatch."""
     record, stamp = entry
     if record.chain_hash != chain_hash:
         return Outcome.KEY_MISMATCH
@@ -615,5 +615,5 @@ def _names(rows: Rows) -> Rows:
 
 
 def _entry_name(chain_hash: ChainHash, parent: ChainHash, num_tokens: int) -> bytes:
-    """The associated data of an entry: what stands in its row in the clear, or hidden by itself."""
+    """The associated data of an entry: the fields of its row outside the sealed part."""
     return chain_hash + parent + num_tokens.to_bytes(4, "little")

@@ -1,4 +1,4 @@
-"""Reads everything a slab holds and compares it with what its entries say: fsck, by path and for any model."""
+"""The fsck of a slab, by path and for any model: reads every block and compares it with its entry."""
 
 import mmap
 from collections.abc import Callable, Sequence
@@ -15,18 +15,18 @@ from kvtier.tiers.file.slab import Codec, Superblock, codec_of, verified
 from kvtier.tiers.file.slab_file import SlabFile, blank_slots, open_existing, read_header, read_rows, write_superblock
 
 ReportProgress = Callable[[int, int], None]
-"""Told the payload bytes read so far and how many there are, after every few MiB."""
+"""Called with the payload bytes read so far and in total, after every few MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a whole read of a slab found, each block by its name."""
+    """The result of a whole read of a slab, each block by its name."""
 
     num_slots: int
     num_blocks: int
     bad_payloads: list[ChainHash]  # the bytes are not those stored
-    bad_rows: list[ChainHash]  # the entry is not what kvtier wrote (its name may be rubbish): lost at the next start
-    unreadable: list[ChainHash]  # the disk said no
+    bad_rows: list[ChainHash]  # rows that are not whole (the name may be rubbish): lost at the next start
+    unreadable: list[ChainHash]  # the disk reported an error
 
     @property
     def is_clean(self) -> bool:
@@ -35,7 +35,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class SlabCheck:
-    """What `check_slab` found in a slab nobody has open, and whether it was repaired."""
+    """The result of `check_slab` for a slab that no process has open, and whether it was repaired."""
 
     superblock: Superblock
     report: VerifyReport
@@ -55,10 +55,10 @@ def check_slab(
     progress: ReportProgress | None = None,
     io: FileIO | None = None,
 ) -> SlabCheck:
-    """Read a whole slab, locked meanwhile. Nothing of it changes without `repair`, which needs no more than to read it.
+    """Read a whole slab, locked meanwhile. Nothing in it changes without `repair`; read permission is then enough.
 
-    `repair` blanks the entries found bad, so that their blocks are misses, and writes a damaged copy of the
-    superblock anew from the other. `key` is for slabs that are encrypted; others are read as they are. Raises
+    `repair` blanks bad entries, so that their blocks are misses, and restores a damaged copy of the superblock from
+    the other. `key` is for slabs that are encrypted; others are read as they are. Raises
     StoreLocked, FormatError, ConfigError for another key (the file is left untouched) and TierUnavailable.
     """
     io = io or FileIO()
@@ -82,7 +82,7 @@ def _check(
     superblock = file.superblock
     num_bad_headers = slab.num_damaged(read_header(io, file.fd))
     rows = read_rows(io, file.fd, superblock)
-    # Rows that a reset disowned are whole, and of no interest.
+    # Rows from before a reset are whole, and do not count.
     whole = slab.find_valid(rows, np.arange(len(rows)), replace(superblock, min_seq=0))
     is_blank = ~rows.view(np.uint8).reshape(len(rows), -1).any(axis=1)
     codec.show_names(rows, np.flatnonzero(~is_blank))
@@ -109,7 +109,7 @@ def check_payloads(
     rows: slab.Rows,
     progress: ReportProgress | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Of `slots`, ascending: those whose payload is not what their `rows` say, and those the disk would not give."""
+    """Of `slots`, ascending: those whose payload does not match their `rows`, and those the disk cannot read."""
     stride, slot_bytes = superblock.stride, superblock.slot_bytes
     memory = memoryview(mmap.mmap(-1, max(stride, CALL_BYTES)))
     buffers = [memory[start : start + slot_bytes] for start in range(0, len(memory) - stride + 1, stride)]

@@ -28,12 +28,12 @@ _log = logging.getLogger(__name__)
 FULL_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 STEP_BYTES: Final = 64 << 20  # of payloads whose disk space is taken at once
 _CHUNK_BYTES: Final = 8 << 20
-_ASKED: Final = struct.Struct("<QQ")  # bytes, and their xxh3: rubbish on the disk is no request
+_SHRINK_REQUEST: Final = struct.Struct("<QQ")  # bytes, and their xxh3: rubbish on the disk is no request
 
 
 @dataclass(slots=True)
 class SlabFile:
-    """An open, locked slab file; `fd` is buffered. `superblock` is replaced by whoever holds `rewriting`."""
+    """An open, locked slab file; `fd` is buffered. Only the holder of `rewriting` replaces `superblock`."""
 
     path: Path
     fd: int
@@ -51,8 +51,8 @@ def open_existing(io: FileIO, path: Path, wanted: Superblock | None = None, *, r
         if not io.lock(fd):
             owner = int.from_bytes(header[slab.OWNER_OFFSET : slab.OWNER_OFFSET + 8], "little")
             fix = "stop it or choose another [file] path"
-            if owner == os.getpid():  # mostly a call from before a detach that has not come back
-                fix = "it is this one: close that store, or wait until its last call has left"
+            if owner == os.getpid():  # mostly a call from before a detach that has not returned
+                fix = "it is this one: close that store, or wait until its last call has ended"
             raise StoreLocked(f"{path}: in use by process {owner or 'unknown'}; {fix}")
         superblock = slab.decode(read_header(io, fd), str(path))  # read again: its owner may just have resized it
         if wanted is not None:
@@ -69,7 +69,7 @@ def open_existing(io: FileIO, path: Path, wanted: Superblock | None = None, *, r
 
 
 def read_header(io: FileIO, fd: int) -> bytes:
-    """The superblock and its copy, or what there is of them."""
+    """The superblock and its copy, as far as the file has them."""
     header = bytearray(min(slab.HEADER_BYTES, io.size(fd)))
     if header:
         read_all(io, fd, [memoryview(header)], 0)
@@ -77,24 +77,25 @@ def read_header(io: FileIO, fd: int) -> bytes:
 
 
 def write_owner(io: FileIO, fd: int, pid: int) -> None:
-    """Leave our pid for whoever finds the slab locked, or 0; OSError if the disk refuses."""
+    """Write our pid for a process that finds the slab locked, or 0; OSError if the disk refuses."""
     write_all(io, fd, [memoryview(pid.to_bytes(8, "little"))], slab.OWNER_OFFSET)
 
 
-def ask_for_room(io: FileIO, fd: int, num_bytes: int) -> None:
-    """Ask whoever has the slab open to cut it down to `num_bytes`; 0 takes the question back."""
-    asked = num_bytes.to_bytes(8, "little")
-    told = _ASKED.pack(num_bytes, xxhash.xxh3_64_intdigest(asked)) if num_bytes else bytes(_ASKED.size)
-    write_all(io, fd, [memoryview(told)], slab.ASKED_OFFSET)
+def request_shrink(io: FileIO, fd: int, num_bytes: int) -> None:
+    """Request that the slab's owner shrink it to `num_bytes`; 0 withdraws the request."""
+    size = num_bytes.to_bytes(8, "little")
+    digest = xxhash.xxh3_64_intdigest(size) if num_bytes else 0
+    packed = _SHRINK_REQUEST.pack(num_bytes, digest)
+    write_all(io, fd, [memoryview(packed)], slab.SHRINK_OFFSET)
 
 
-def read_asked(fd: int) -> int:
-    """The bytes that the slab was last asked to be cut down to; 0 if it was not, or the file is cut short."""
-    told = os.pread(fd, _ASKED.size, slab.ASKED_OFFSET)
-    if len(told) < _ASKED.size:
+def read_shrink_request(fd: int) -> int:
+    """The bytes in the last request to shrink; 0 if there is none, or the file is cut short."""
+    packed = os.pread(fd, _SHRINK_REQUEST.size, slab.SHRINK_OFFSET)
+    if len(packed) < _SHRINK_REQUEST.size:
         return 0
-    num_bytes, digest = _ASKED.unpack(told)
-    return int(num_bytes) if digest == xxhash.xxh3_64_intdigest(told[:8]) else 0
+    num_bytes, digest = _SHRINK_REQUEST.unpack(packed)
+    return int(num_bytes) if digest == xxhash.xxh3_64_intdigest(packed[:8]) else 0
 
 
 def read_rows(io: FileIO, fd: int, superblock: Superblock) -> slab.Rows:
@@ -111,7 +112,7 @@ def read_rows(io: FileIO, fd: int, superblock: Superblock) -> slab.Rows:
 
 
 def blank_rows(io: FileIO, fd: int, superblock: Superblock, extents: list[int]) -> None:
-    """Make the extents' rows name nothing, adjacent ones in one write."""
+    """Overwrite the extents' rows with zeros, adjacent ones in one write."""
     num_bytes = superblock.slots_per_extent * superblock.entry_bytes
     zeros = memoryview(bytes(min(_CHUNK_BYTES, len(extents) * num_bytes)))
     starts = sorted(superblock.table_offsets[extent] for extent in extents)
@@ -134,7 +135,7 @@ def blank_slots(io: FileIO, fd: int, superblock: Superblock, slots: Sequence[int
 
 
 def resize(io: FileIO, file: SlabFile, size: int, room: int) -> SlabFile:
-    """Fit a slab to its room, and say so. It grows only if the disk has all that takes; else a warning, no change."""
+    """Fit a slab to its room, and log it. It grows only if the disk has all that space; else a warning, no change."""
     superblock = file.superblock
     resized = superblock.resized(room)
     if not resized.segments:
@@ -161,13 +162,13 @@ def resize(io: FileIO, file: SlabFile, size: int, room: int) -> SlabFile:
     if io.size(file.fd) > file.superblock.file_bytes:
         io.truncate(file.fd, file.superblock.file_bytes)  # a resize that was killed left more
     write_owner(io, file.fd, os.getpid())
-    ask_for_room(io, file.fd, 0)
+    request_shrink(io, file.fd, 0)
     os.utime(file.fd)
     return file
 
 
 def _room_to_grow(io: FileIO, file: SlabFile, resized: Superblock, size: int) -> Superblock:
-    """Take the disk space that growing needs; if there is none, the slab as it is."""
+    """Take the disk space for growing. Returns the new superblock, or the old one if there is no space."""
     old = file.superblock
     added = resized.file_bytes - old.file_bytes
     free = io.free_bytes(file.path.parent)
@@ -196,7 +197,7 @@ def _shrink(io: FileIO, file: SlabFile, resized: Superblock) -> SlabFile:
     valid = slab.find_valid(rows, np.arange(len(rows)), old)
     used = np.flatnonzero(valid)
     _, first = np.unique(rows["chain_hash"][used], return_index=True)
-    valid = np.isin(np.arange(len(rows)), used[first])  # a killed shrink left some blocks at both places
+    valid = np.isin(np.arange(len(rows)), used[first])  # a killed shrink left some blocks in two slots
     newest = np.where(valid, rows["seq"], 0).reshape(old.num_extents, -1).max(axis=1)
     ranked = np.argsort(newest, kind="stable")[::-1].tolist()
     kept = [extent for extent in ranked[: resized.num_extents] if newest[extent]]
@@ -209,7 +210,7 @@ def _shrink(io: FileIO, file: SlabFile, resized: Superblock) -> SlabFile:
         except OSError as error:
             if error.errno not in FULL_ERRNOS:
                 raise
-            _log.warning("[file] %s: the disk is full, the blocks of some extents go", file.path)
+            _log.warning("[file] %s: the disk is full, the blocks of some extents are lost", file.path)
             break
         blank_rows(io, file.fd, old, [target])
         read_all(io, file.fd, [scratch], old.payload_offsets[source])
@@ -228,7 +229,7 @@ def _shrink(io: FileIO, file: SlabFile, resized: Superblock) -> SlabFile:
 
 
 def cut(io: FileIO, file: SlabFile, resized: Superblock) -> SlabFile:
-    """Drop the extents beyond `resized`: rows, then superblock, then space; and what a kill left behind the last."""
+    """Drop the extents beyond `resized`: rows, superblock, then space. Removes the rest of a killed resize, too."""
     old = file.superblock
     if resized.num_slots < old.num_slots:
         io.sync(file.fd)
@@ -255,7 +256,7 @@ def take_space(io: FileIO, fd: int, path: Path, wanted: Superblock, old: Superbl
     if old is None:
         ranges[0] = 0, min(size, wanted.payload_offsets[0] + STEP_BYTES)
     try:
-        for begin, end in (*ranges, (size - PAGE, size)):  # the last page makes it so long
+        for begin, end in (*ranges, (size - PAGE, size)):  # the last page sets the file's length
             io.allocate(fd, begin, end - begin)
     except OSError as error:
         if error.errno not in FULL_ERRNOS:
@@ -277,21 +278,21 @@ def no_space(size: int, free: int) -> str:
 
 
 SLAB_NAME: Final = re.compile(r"[0-9a-f]{64}\.slab")
-_HALF: Final = 2  # a slab beside which none is open gets at least half, the closed ones keep the rest
-_BACK_SOON: Final = 7 * 24 * 3600 * 10**9  # ns since its last use within which a closed slab is thought to be in use
+_HALF: Final = 2  # without other open slabs a slab gets at least half, the closed ones keep the rest
+_RECENT: Final = 7 * 24 * 3600 * 10**9  # ns since its last use within which a closed slab counts as in use
 
 
 @dataclass(slots=True)
 class Room:
     num_bytes: int
-    share: int  # what it is entitled to: less is worth a warning
-    others: int  # slabs there are beside it
-    asked: dict[Path, int] = field(default_factory=dict)  # open slabs that were asked to shrink, and to how many bytes
+    share: int  # bytes it is entitled to: less is worth a warning
+    others: int  # other slabs in the directory
+    shrinking: dict[Path, int] = field(default_factory=dict)  # open slabs with a request to shrink, and to which size
 
 
 @dataclass(eq=False, slots=True)
 class _Other:
-    """Another slab of the directory: closed, and locked by us meanwhile; or open; or none of ours to touch."""
+    """Another slab of the directory: closed, and locked by us meanwhile; or open; or of another version or owner."""
 
     path: Path
     size: int
@@ -305,17 +306,17 @@ class _Other:
         A slab that exists spares those used lately: a daemon opens all of its slabs again, one by one. A new one needs
         room first.
         """
-        is_recent = self.file is not None and time.time_ns() - self.used_at < _BACK_SOON
+        is_recent = self.file is not None and time.time_ns() - self.used_at < _RECENT
         return self.is_open or (of_existing and is_recent)
 
 
 def room_for(io: FileIO, path: Path, size: int, existing: SlabFile | None, least: int) -> Room:
-    """Bytes the slab at `path` may have, after others gave up what they don't need and what is above their share.
+    """Bytes the slab at `path` may have, after others shrank to their content and their share.
 
-    Its share is the budget over the number of slabs in use, itself included, and at most half. A slab that exists
-    takes others' tails only if it would have less than half its share. Extents are cut off whole, and no slab
-    should lose some at every start. `least` is what the smallest slab takes: no tail goes for less. An open slab
-    shrinks by itself when it sees that it was `asked`: look again later. Call with the directory locked.
+    Its share is the budget over the number of slabs in use, itself included, and at most half. An existing slab
+    takes space from others only if it would have less than half its share. Extents are cut off whole, and no slab
+    should lose some at every start. `least` is the size of the smallest slab: nothing is cut for less. An open slab
+    shrinks by itself on request (`shrinking`): check again later. Call with the directory locked.
     """
     with _others(io, path) as others:
         rivals = [other for other in others if other.is_rival(of_existing=existing is not None)]
@@ -339,8 +340,8 @@ def room_for(io: FileIO, path: Path, size: int, existing: SlabFile | None, least
                 missing -= rival.size - left
                 if not rival.is_open:
                     room.num_bytes += _freed(io, rival, left)
-                elif _ask(io, rival, left):
-                    room.asked[rival.path] = left
+                elif _send_shrink_request(io, rival, left):
+                    room.shrinking[rival.path] = left
         return room
 
 
@@ -360,7 +361,7 @@ def _others(io: FileIO, path: Path) -> Iterator[list[_Other]]:
             except StoreLocked:
                 other.is_open = True
             except KVTierError:
-                pass  # of another version, or none of ours
+                pass  # of another version, or not kvtier's
             except OSError as error:
                 _log.warning("[file] %s: %s; it was left as it is", name, error.strerror or error)
         yield others
@@ -371,7 +372,7 @@ def _others(io: FileIO, path: Path) -> Iterator[list[_Other]]:
 
 
 def _freed(io: FileIO, other: _Other, num_bytes: int | None) -> int:
-    """Cut a closed slab down (None: its unused end) or remove it; returns bytes freed, 0 if that is refused."""
+    """Shrink a closed slab (None: by its unused end) or remove it. Returns the bytes freed, 0 if that is refused."""
     before, file = other.size, other.file
     if file is None:
         return 0
@@ -386,7 +387,7 @@ def _freed(io: FileIO, other: _Other, num_bytes: int | None) -> int:
         if resized.segments:
             status = os.fstat(file.fd)
             file.superblock = cut(io, file, resized).superblock
-            os.utime(file.fd, ns=(status.st_atime_ns, status.st_mtime_ns))  # this was no use of it
+            os.utime(file.fd, ns=(status.st_atime_ns, status.st_mtime_ns))  # shrinking it is no use of it
             other.size = file.superblock.file_bytes
             if num_bytes is not None:
                 left = show_size(other.size)
@@ -402,13 +403,13 @@ def _freed(io: FileIO, other: _Other, num_bytes: int | None) -> int:
     return before - other.size
 
 
-def _ask(io: FileIO, other: _Other, num_bytes: int) -> bool:
-    """Ask an open slab to shrink by itself; False if it is none of this version, or cannot be written."""
+def _send_shrink_request(io: FileIO, other: _Other, num_bytes: int) -> bool:
+    """Request an open slab to shrink. False if it has another version, or cannot be written."""
     try:
         fd = io.open(other.path, os.O_RDWR)
         try:
             slab.decode(read_header(io, fd), str(other.path))
-            ask_for_room(io, fd, num_bytes)
+            request_shrink(io, fd, num_bytes)
         finally:
             io.close(fd)
     except (KVTierError, OSError) as error:
@@ -418,7 +419,7 @@ def _ask(io: FileIO, other: _Other, num_bytes: int) -> bool:
 
 
 _DIRECTORY_LOCK_SECONDS: Final = 10.0
-_ANSWER_SECONDS: Final = 5.0  # that open slabs have to give up their tails; then we open with what there is
+_ANSWER_SECONDS: Final = 5.0  # for open slabs to shrink; then we open with the space there is
 
 
 def open_slab(io: FileIO, directory: Path, wanted: Superblock, size: int) -> SlabFile:
@@ -436,7 +437,7 @@ def open_slab(io: FileIO, directory: Path, wanted: Superblock, size: int) -> Sla
             if isinstance(opened, SlabFile):
                 return opened
             while any(map(_is_larger, opened, opened.values())) and time.monotonic() < deadline:
-                time.sleep(0.01)  # until they are as small as they were asked to be, or gone
+                time.sleep(0.01)  # until they are as small as requested, or removed
     except OSError as error:
         raise TierUnavailable(
             f"[file] path {str(directory)!r}: {error.strerror or error}; the file tier is off"
@@ -453,9 +454,9 @@ def _is_larger(path: Path, num_bytes: int) -> bool:
 def _open_locked(
     io: FileIO, directory: Path, wanted: Superblock, size: int, *, may_wait: bool
 ) -> SlabFile | dict[Path, int]:
-    """The slab; or the open slabs that were asked to make room for it, and how many bytes each is to have."""
+    """The slab; or the open slabs that were requested to shrink for it, and how many bytes each is to have."""
     path = directory / f"{wanted.fingerprint.hex()}.slab"
-    for leftover in directory.glob("*.slab.new"):  # a creation that was killed; nobody else is in here
+    for leftover in directory.glob("*.slab.new"):  # a creation that was killed; the directory is locked
         if SLAB_NAME.fullmatch(leftover.name.removesuffix(".new")):
             leftover.unlink()
     existing = open_existing(io, path, wanted) if os.path.lexists(path) else None
@@ -463,15 +464,15 @@ def _open_locked(
     try:
         least = slab.smallest(wanted.slot_bytes, wanted.block_size, wanted.encryption)
         room = room_for(io, path, size, existing, least)
-        if room.asked and may_wait:
-            return room.asked
+        if room.shrinking and may_wait:
+            return room.shrinking
         free = io.free_bytes(directory)
         num_bytes = room.num_bytes if existing else min(room.num_bytes, free)
         if existing is not None:
             opened = resize(io, existing, size, num_bytes)
-        elif room.asked and num_bytes < room.share // 2:
-            names = ", ".join(other.name for other in room.asked)
-            raise TierUnavailable(f"[file] {names} were asked to make room for this model's, and have not yet")
+        elif room.shrinking and num_bytes < room.share // 2:
+            names = ", ".join(other.name for other in room.shrinking)
+            raise TierUnavailable(f"[file] {names} were requested to shrink for this model's, and have not yet")
         elif not room.others and size > free:
             raise ConfigError(no_space(size, free))  # the first slab of all: likely a slip
         elif num_bytes < least:
@@ -485,7 +486,7 @@ def _open_locked(
             except ConfigError as error:
                 if not room.others:
                     raise
-                raise TierUnavailable(str(error)) from error  # that there is no room for one more is nobody's mistake
+                raise TierUnavailable(str(error)) from error  # too little room for another slab is no user error
         keeps = True
         if room.others and num_bytes < (room.share if existing is None else room.share // 2):
             left = show_size(num_bytes), format_size(size)
@@ -497,7 +498,7 @@ def _open_locked(
 
 
 def release(io: FileIO, file: SlabFile) -> None:
-    """Unlock and close; the file's time of use is what the least recently used slab is found by."""
+    """Unlock and close. The file's time shows which slab was used least recently."""
     try:
         write_owner(io, file.fd, 0)
         os.utime(file.fd)
@@ -510,7 +511,7 @@ def release(io: FileIO, file: SlabFile) -> None:
 
 
 def is_ours(io: FileIO, file: SlabFile) -> bool:
-    """Whether the path still names the file we hold, whole and of our shape; OSError if it cannot be read."""
+    """Whether the path still names our file, whole and of our shape; OSError if it cannot be read."""
     try:
         if not os.path.samestat(file.path.stat(), os.fstat(file.fd)):
             return False
@@ -522,19 +523,19 @@ def is_ours(io: FileIO, file: SlabFile) -> bool:
 
 
 def is_removed(file: SlabFile) -> bool:
-    """Whether the path names no file any more, or another than the one we hold."""
+    """Whether the path names no file any more, or another one than ours."""
     try:
         with file.rewriting:
             return not os.path.samestat(file.path.stat(), os.fstat(file.fd))
     except FileNotFoundError:
         return True
     except OSError:
-        return False  # that the disk fails is another matter
+        return False  # a disk error is another case
 
 
 @contextmanager
 def _directory_lock(directory: Path) -> Iterator[None]:
-    """Alone in here: sizes are added up and slabs created and removed by one process at a time."""
+    """The directory's lock: one process at a time adds up sizes, creates and removes slabs."""
     io, fd = FileIO(), os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         deadline = time.monotonic() + _DIRECTORY_LOCK_SECONDS

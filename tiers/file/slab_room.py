@@ -1,8 +1,8 @@
-"""SlabRoom: which extent of a slab is freed next: the one whose blocks are needed least, as requests' ends tell.
+"""SlabRoom: which extent of a slab is evicted next: the one whose blocks are needed least, by the ends of requests.
 
-An extent counts as the last request that had blocks in it. Before the first end, and so after every start, there is no
-opinion. While LRU would have kept more (`LruShadow`), the order is by when that request ended: memory above answers
-requests, too, which the slab's own reads do not tell.
+An extent belongs to the last request that had blocks in it. Before the first end, and so after every start, there is
+no learned order. While LRU would have kept more (`LruShadow`), the order is by when that request ended. The
+slab's own reads would not do, as L2 answers requests, too.
 """
 
 from collections import OrderedDict
@@ -14,53 +14,53 @@ from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.pool import Slots
-from kvtier.tiers.reuse import UNTOLD, ClassifiedEnd, LruShadow
+from kvtier.tiers.reuse import NO_CLASS, ClassifiedEnd, LruShadow
 
 Extents = NDArray[np.int64]
 
 _SHARE: Final = 32  # victims planned at once: one extent in so many,
 _GOOD_FOR: Final = 15.0  # for so many seconds
-_MOST_LATE: Final = 16_384  # blocks told of before they are written: a store queue has no more of them waiting
+_MOST_LATE: Final = 16_384  # blocks whose request ended before they were written: no store queue holds more
 
 
 class SlabRoom:
-    """By extent: its request's class, when that ended, its depth; three numbers each and a byte a slot. No lock."""
+    """Per extent: its request's class, end and depth; three numbers each and a byte a slot. No lock."""
 
     def __init__(self, num_extents: int, slots_per_extent: int) -> None:
         self._per_extent = slots_per_extent
-        self._kind = np.full(num_extents, UNTOLD, np.int64)
+        self._kind = np.full(num_extents, NO_CLASS, np.int64)
         self._since = np.zeros(num_extents)  # seconds
         self._depth = np.zeros(num_extents, np.int64)  # of its deepest block
-        self._are_told = np.zeros(num_extents * slots_per_extent, np.bool_)  # slots whose block an end has told of
+        self._slots_ended = np.zeros(num_extents * slots_per_extent, np.bool_)  # slots of a request that has ended
         self.late: OrderedDict[ChainHash, tuple[ClassifiedEnd, int]] = OrderedDict()  # unwritten: its end, its depth
-        self.rival = LruShadow(len(self._are_told))
+        self.rival = LruShadow(len(self._slots_ended))
         self._last: ClassifiedEnd | None = None
         self._plan: list[int] = []  # the next victims, the last of them first
         self._planned_at = 0.0
         self._view()
 
     def _view(self) -> None:
-        """For one at a time: an item of a memoryview costs a third of an array's."""
+        """Memoryviews for access to single items: that costs a third of an array's."""
         self._kinds, self._depths = memoryview(self._kind), memoryview(self._depth)
         self._times = memoryview(self._since).cast("B").cast("d")
-        self._told = memoryview(self._are_told)
+        self._ended = memoryview(self._slots_ended)
 
     @property
     def decides(self) -> bool:
-        """Whether `take` has an opinion."""
+        """Whether there is a learned order for `take`."""
         return self._last is not None
 
-    def is_told(self, extent: int) -> bool:
-        """Whether an end told of a block in the extent since it was opened."""
-        return self._kinds[extent] != UNTOLD
+    def has_ended(self, extent: int) -> bool:
+        """Whether the end of a request with a block in the extent was recorded since it was opened."""
+        return self._kinds[extent] != NO_CLASS
 
     def ended(self, end: ClassifiedEnd, slots: Slots, live: Sequence[int]) -> None:
-        """A request has ended; its blocks are in these slots, -1 where not. `live`: the blocks in each extent."""
+        """A request has ended; its blocks are in these slots, -1 if not here. `live`: the blocks in each extent."""
         if self._last is None:
             self._since[:] = end.ended_at
         self._last = end
         if end.number:
-            were_here = self._are_told[slots] & (slots >= 0)
+            were_here = self._slots_ended[slots] & (slots >= 0)
             own = int(np.count_nonzero(were_here[: end.num_common if end.continued else end.num_prompt]))
             self.rival.ended(end.number, len(slots), end.continued, end.num_common, end.num_prompt, own)
         depths = np.flatnonzero(slots >= 0)
@@ -81,30 +81,30 @@ class SlabRoom:
 
     def opened(self, extent: int) -> None:
         """The extent is filled anew."""
-        self._kinds[extent] = UNTOLD
+        self._kinds[extent] = NO_CLASS
         self._depths[extent] = 0
         self._times[extent] = self._last.clock() if self._last is not None else 0.0
 
     def used(self, extent: int) -> None:
-        """The extent was mostly hit, and no end tells by whom."""
+        """The extent was mostly hit, and no recorded end shows by which request."""
         if self._last is not None:
             self._times[extent] = self._last.clock()
 
     def left(self, slots: Sequence[int]) -> None:
-        """What these slots held is not there any more."""
-        told = self._told
+        """The blocks in these slots were removed."""
+        ended = self._ended
         for slot in slots:
-            told[slot] = False
+            ended[slot] = False
 
-    def take(self, order: Collection[int], may_go: Callable[[int], bool]) -> int | None:
-        """The next extent of `order` (oldest first) that `may_go`, or None. Several are planned at once."""
+    def take(self, order: Collection[int], is_evictable: Callable[[int], bool]) -> int | None:
+        """The next extent of `order` (oldest first) that `is_evictable`, or None. Several are planned at once."""
         assert self._last is not None
         if self._last.clock() - self._planned_at > _GOOD_FOR:
             self._plan.clear()
         for _ in range(2):
             while self._plan:
                 extent = self._plan.pop()
-                if self._times[extent] <= self._planned_at and may_go(extent):
+                if self._times[extent] <= self._planned_at and is_evictable(extent):
                     return extent
             self._make_plan(np.fromiter(order, np.int64, len(order)))
         return None
@@ -112,14 +112,14 @@ class SlabRoom:
     def _make_plan(self, extents: Extents) -> None:
         assert self._last is not None
         now = self._last.clock()
-        places: Extents = np.zeros(len(extents), np.int64)  # all alike: the oldest goes first
+        places: Extents = np.zeros(len(extents), np.int64)  # all equal: the oldest goes first
         if not self.rival.leads:
             places = self._last.order.places(self._kind[extents], now - self._since[extents])
         count = max(len(extents) // _SHARE, 1)
         if count < len(extents):
             is_low = places <= np.partition(places, count)[count]
             extents, places = extents[is_low], places[is_low]
-        # A chain's end goes before its beginning: without that nobody could reach it.
+        # A chain's end goes before its beginning: blocks without their parent cannot be reached.
         first = np.lexsort((-self._depth[extents], self._since[extents], places))[:count]
         self._plan, self._planned_at = extents[first][::-1].tolist(), now
 
@@ -130,7 +130,7 @@ class SlabRoom:
         """
         if not len(slots):
             return
-        self._are_told[slots] = True
+        self._slots_ended[slots] = True
         mine, deepest = slots, depths
         if self._per_extent > 1:
             extents, which, counts = np.unique(slots // self._per_extent, return_inverse=True, return_counts=True)
@@ -140,25 +140,25 @@ class SlabRoom:
             if not is_its.all():
                 places, kinds = end.order.places, self._kind[extents]
                 before = places(kinds, end.clock() - self._since[extents])
-                is_its |= (kinds == UNTOLD) | (before <= places(np.array([end.kind]), np.zeros(1)))
+                is_its |= (kinds == NO_CLASS) | (before <= places(np.array([end.kind]), np.zeros(1)))
             mine, deepest = extents[is_its], deepest[is_its]
         self._kind[mine], self._since[mine], self._depth[mine] = end.kind, end.ended_at, deepest
 
     def reset(self) -> None:
-        """Every block was forgotten, and what was told of them."""
-        self._kind[:] = UNTOLD
-        self._are_told[:] = False
+        """Every block was forgotten: forget the recorded ends, too."""
+        self._kind[:] = NO_CLASS
+        self._slots_ended[:] = False
         self.late.clear()
         self._plan.clear()
         self._last = None
-        self.rival = LruShadow(len(self._are_told))
+        self.rival = LruShadow(len(self._slots_ended))
 
     def shorten(self, num_extents: int) -> None:
-        """Have no more than so many extents."""
+        """Reduce to so many extents."""
         self._kind = self._kind[:num_extents].copy()
         self._since = self._since[:num_extents].copy()
         self._depth = self._depth[:num_extents].copy()
-        self._are_told = self._are_told[: num_extents * self._per_extent].copy()
+        self._slots_ended = self._slots_ended[: num_extents * self._per_extent].copy()
         self._view()
         self._plan = [extent for extent in self._plan if extent < num_extents]
-        self.rival = LruShadow(len(self._are_told))
+        self.rival = LruShadow(len(self._slots_ended))

@@ -1,7 +1,7 @@
 """An open slab's entry table: some columns in memory, whole rows from the disk, verified; children and changes.
 
-Names are in the `ExtentMap`'s index. A row of tokens would take more memory than all of that together, and is needed
-only where the block's payload is read or written too.
+Names are in the `ExtentMap`'s index. Rows with tokens would take more memory than all of that together. They are
+needed only when the block's payload is read or written, too.
 """
 
 import threading
@@ -20,7 +20,7 @@ from kvtier.tiers.file.slab import NO_CHECKSUM, Codec, Rows, SlabEntry, Superblo
 from kvtier.tiers.file.slab_file import SlabFile
 from kvtier.tiers.pool import ChangeLog, ChildIndex, Slots, Words
 
-_PIECE_BYTES: Final = 2 << 20  # of the table read at once: what is made of them finds them in the processor's cache
+_PIECE_BYTES: Final = 2 << 20  # of the table read at once: it stays in the processor's cache while it is parsed
 _CHILDREN: Final = 1 << 12  # slots whose parents are entered at once: bounds the copy of their names
 NUM_VERIFIED: Final = 4096  # newest rows verified at opening; the others, when they are used
 
@@ -28,10 +28,10 @@ Flags = NDArray[np.bool_]
 
 
 class SlabRows:
-    """`parents` and `seqs` of every slot, 40 bytes; rows read on demand; and what is told of them. An `Announcer`.
+    """`parents` and `seqs` of every slot, 40 bytes; rows read on demand; the log of changes. A `ChangeFeed`.
 
-    `lock`, the store's, guards `blocks`, the arrays, and who changes the index of children. That index is told of
-    blocks that come, never of those that leave: `children` looks at each slot it names.
+    `lock`, the store's, guards `blocks`, the arrays, and changes of the index of children. That index gets blocks
+    that are stored, and no removals: `children` checks each slot that it names.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SlabRows:
         self._blocks = blocks
         self._lock = lock
         self._inside = inside
-        self.child_index: ChildIndex | None = None  # None: nobody asks for children
+        self.child_index: ChildIndex | None = None  # None: no children are looked up
         self._peek = peeking(io, file.fd)
         num_slots = file.superblock.num_slots
         self.parents: Words = np.zeros((num_slots, 4), np.uint64)
@@ -75,7 +75,7 @@ class SlabRows:
         return rows, is_read, self._whole(rows, slots, is_read)
 
     def entries(self, slots: Sequence[int]) -> list[SlabEntry | Outcome]:
-        """What the rows of these slots hold; IO_ERROR where one cannot be read, CHECKSUM where it is not whole."""
+        """The entries in these slots' rows; IO_ERROR if one cannot be read, CHECKSUM if it is not whole."""
         superblock = self._file.superblock
         rows = np.empty(len(slots), superblock.row_dtype)
         offsets = [superblock.row_offset(slot) for slot in slots]
@@ -87,25 +87,25 @@ class SlabRows:
         return [(entry or Outcome.CHECKSUM) if could_read else Outcome.IO_ERROR for entry, could_read in found]
 
     def peek(self, slots: Sequence[int]) -> tuple[Rows, Flags]:
-        """The same, without waiting: a row that is not in the page cache counts as not whole, and is sent for."""
+        """The same, without waiting: a row that is not in the page cache counts as not whole, and its read starts."""
         rows, is_read = self._filled(slots, self._peek)
         return rows, self._whole(rows, slots, is_read)
 
     def recover(self) -> list[int]:
-        """Read the whole table into the arrays and indexes; returns slots of older twins, whose rows must be blanked.
+        """Read the whole table into the arrays and indexes; returns older duplicates, whose rows must be blanked.
 
-        Checksums are compared of the newest rows, which a crash may have torn, and of twins; of others when they are
-        read.
+        Only the newest rows, which a crash may have torn, and duplicates are compared with their checksums now; others
+        when they are read.
         """
         blocks, (plausible, written) = self._blocks, self._load()
         slots = self._without_torn(np.flatnonzero(plausible))
         losers: list[int] = []
         if others := blocks.index.load(slots):
             held = sorted(set(blocks.index.find_each(blocks.index.names(np.array(others)))))
-            twins = np.union1d(others, held)
-            losers, bad = self._older_twins(twins)
+            duplicates = np.union1d(others, held)
+            losers, bad = self._older_duplicates(duplicates)
             blocks.index.remove(held)
-            blocks.index.load(np.setdiff1d(twins, losers + bad, assume_unique=True))
+            blocks.index.load(np.setdiff1d(duplicates, losers + bad, assume_unique=True))
             slots = np.setdiff1d(slots, losers + bad, assume_unique=True)
         dirty = np.flatnonzero(written.reshape(-1, blocks.per_extent).any(1)).tolist()
         blocks.restore(slots, self.seqs[slots], dirty)
@@ -116,13 +116,13 @@ class SlabRows:
             self.child_index.enter(self.parents_of(piece), piece.tolist())
         return losers
 
-    # What is told of the blocks held. None of it waits for the disk.
+    # Children and changes. No call waits for the disk.
 
     def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
         """Up to `limit` held blocks of this parent whose tokens begin with `start`.
 
-        A child whose entry left the page cache is left out, and sent for. Of a sealed slab only these children are
-        decrypted.
+        A child whose entry left the page cache is left out, and its read starts. Of a sealed slab only these children
+        are decrypted.
         """
         if self.child_index is None:
             return []
@@ -146,7 +146,7 @@ class SlabRows:
         return [child for child in children if child.tokens and child.tokens.startswith(start)][:limit]
 
     def listen(self) -> None:
-        """Keep a log from now on. What is held already comes first, in the order it was stored."""
+        """Keep a log from now on. Blocks stored before come first, in that order."""
         with self._lock:
             slots = self._blocks.index.named()
             self._blocks.changes = ChangeLog(len(self.seqs))
@@ -165,16 +165,16 @@ class SlabRows:
                     return Changes([], [])
                 gone, slots, cleared = log.take(limit)
                 names, parents = self._blocks.index.names(slots), self.parents_of(slots)
-            told = [BlockRecord(name, parent, b"", NO_CHECKSUM) for name, parent in zip(names, parents, strict=True)]
-            if is_open and told:
+            records = [BlockRecord(name, parent, b"", NO_CHECKSUM) for name, parent in zip(names, parents, strict=True)]
+            if is_open and records:
                 rows, whole = self.peek(slots.tolist())
                 for position, record in enumerate(self._codec.to_records(rows)):
                     if whole[position] and record.chain_hash == names[position]:
-                        told[position] = record
-        return Changes(gone, told, cleared)
+                        records[position] = record
+        return Changes(gone, records, cleared)
 
     def stop_listening(self) -> list[ChainHash]:
-        """Keep no log any more; returns what the reader knows."""
+        """Keep no log any more; returns the names of blocks that the reader knows."""
         with self._lock:
             log, self._blocks.changes = self._blocks.changes, None
             if log is None:
@@ -183,12 +183,10 @@ class SlabRows:
             return log.take(0)[0]
 
     def check(self) -> None:
-        """Raise AssertionError unless the children's index is whole and of these rows. The caller holds the lock."""
+        """Raise AssertionError unless the index of children matches these rows. The caller holds the lock."""
         if self.child_index is not None:
             self.child_index.check()
             assert self.child_index.num_slots == len(self.seqs), "the index of children is of another slab"
-
-    # Reading them.
 
     def _load(self) -> tuple[Flags, Flags]:
         """Which rows are plausible, and which are not blank; their columns go into the arrays."""
@@ -218,7 +216,7 @@ class SlabRows:
                 slot += len(rows)
 
     def _without_torn(self, slots: Slots) -> Slots:
-        """The slots less those of the newest rows that are not whole."""
+        """The slots without those of the newest rows that are not whole."""
         window = NUM_VERIFIED
         while len(slots):
             newest = slots
@@ -231,8 +229,8 @@ class SlabRows:
             window *= 2
         return slots
 
-    def _older_twins(self, slots: Slots) -> tuple[list[int], list[int]]:
-        """Of slots whose rows have a name in common: those of lower seq, and those whose row is not whole."""
+    def _older_duplicates(self, slots: Slots) -> tuple[list[int], list[int]]:
+        """Of slots whose rows have the same name: those of lower seq, and those whose row is not whole."""
         *_, whole = self.read(slots.tolist())
         by_age = slots[whole][np.argsort(self.seqs[slots[whole]], kind="stable")]
         newest = dict(zip(self._blocks.index.names(by_age), by_age.tolist(), strict=True))

@@ -26,11 +26,11 @@ from kvtier.tiers.pool import REMOVED
 
 _log = logging.getLogger(__name__)
 
-_RETRY: Final = 10.0  # seconds until a disk that was full is asked again
+_RETRY: Final = 10.0  # seconds until a full disk is tried again
 
 
 class SlabGrowth:
-    """Which extents have their space: none but those that hold blocks is known to, until it was asked for.
+    """Which extents have disk space: at the start only those with blocks are known to.
 
     Thread-safe. The lock is held across the system call, as some file systems take space by writing zeros.
     """
@@ -41,7 +41,7 @@ class SlabGrowth:
         self._clock = clock
         self._has_space = bytearray(file.superblock.num_extents)
         self._lock = threading.Lock()
-        self.retry_at: float | None = None  # on the clock, while the disk is full: it is asked again then
+        self.retry_at: float | None = None  # on the clock, while the disk is full
         self._warned = False
 
     def found(self, extents: Iterable[int]) -> None:
@@ -50,11 +50,11 @@ class SlabGrowth:
             self._has_space[extent] = 1
 
     def lacks(self, extent: int) -> bool:
-        """Whether its space was not asked for yet, or could not be had."""
+        """Whether its space was not taken yet, or could not be had."""
         return not self._has_space[extent]
 
-    def ask_again(self) -> bool:
-        """Whether a disk that was full is to be asked again now: True once, until it is full again."""
+    def may_retry(self) -> bool:
+        """Whether a full disk should be tried again now. True once, until it is full again."""
         if self.retry_at is None or self._clock() < self.retry_at:
             return False
         self.retry_at = None
@@ -90,7 +90,7 @@ class SlabGrowth:
             return False
 
     def _step(self, extent: int) -> int:
-        """The end of the extents behind this one that lack space, lie next to it, and are a step together."""
+        """The end of the step's extents: those behind this one that lack space and lie next to it."""
         superblock, end = self._file.superblock, extent + 1
         most = min(extent + max(1, STEP_BYTES // superblock.extent_bytes), superblock.num_extents)
         offsets = superblock.payload_offsets
@@ -101,7 +101,7 @@ class SlabGrowth:
 
 @dataclass(frozen=True, slots=True)
 class _FilledRun:
-    """A run and what goes into it: new blocks, or those of an evicted extent that were hit and get a second chance."""
+    """A run and its blocks: new ones, or hit blocks of an evicted extent, which are stored again."""
 
     run: SlotRun
     records: Sequence[BlockRecord]
@@ -114,8 +114,8 @@ class SlabWriter:
     """Stores and forgets blocks of one open slab. Thread-safe: several threads write at once, each its own slots.
 
     A write has three stages: reserve slots, store payloads and then entries, publish. `blocks` and `rows` change only
-    under `lock`, which is never held across I/O. `file.superblock` is replaced when the slab's end goes: a call that
-    began before never meets the shorter one.
+    under `lock`, which is never held across I/O. `file.superblock` is replaced when the slab shrinks, but only after
+    calls that began before have ended.
     """
 
     io: FileIO
@@ -126,7 +126,7 @@ class SlabWriter:
     lock: threading.Lock
     codec: Codec
     growth: SlabGrowth
-    sync: Callable[[], None] | None  # what makes earlier writes durable; None: they need not be
+    sync: Callable[[], None] | None  # makes earlier writes durable; None: they need not be
     next_seq: int = 1
 
     def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
@@ -149,15 +149,15 @@ class SlabWriter:
             outcomes[position] = outcome
         for position in todo[len(stored) :]:
             outcomes[position] = failure
-            # Nobody can reach the rest of the chain.
+            # The rest of the chain cannot be reached without these blocks.
             failure = Outcome.FULL if failure is Outcome.FULL else Outcome.PARENT_FAILED
-        if Outcome.ABORTED in outcomes:  # a block named twice was stored once: the second naming ends as the first did
+        if Outcome.ABORTED in outcomes:  # a block named twice was stored once: the second has the first one's outcome
             first: dict[ChainHash, Outcome] = {}
             outcomes = [first.setdefault(*named) for named in zip(names, outcomes, strict=True)]
         return outcomes
 
     def discard(self, hashes: Sequence[ChainHash], cause: str = REMOVED) -> None:
-        """Forget blocks, on disk too; if the disk refuses, the next start finds them again. `cause` is remembered."""
+        """Forget blocks, on disk too. If the disk refuses, the next start finds them again. `cause` is logged."""
         with self.lock:
             dropped = (self.blocks.drop(chain_hash, cause) for chain_hash in hashes)
             slots = [slot for slot in dropped if slot is not None]
@@ -171,9 +171,9 @@ class SlabWriter:
                     self.blocks.leave(slot // self.file.superblock.slots_per_extent)
 
     def reset(self) -> None:
-        """Forget every block, on disk too, by a superblock that disowns all before it; writes under way end as EPOCH.
+        """Forget every block, on disk too, by a superblock with a higher `min_seq`; writes under way end as EPOCH.
 
-        If the disk refuses it, the slab's name goes: the next start must not find what was to be forgotten.
+        If the disk refuses it, the file is unlinked: the next start must not find these blocks.
         """
         with self.file.rewriting:
             with self.lock:
@@ -188,10 +188,10 @@ class SlabWriter:
                     self.file.path.unlink()
 
     def _skip_held(self, records: Sequence[BlockRecord], names: list[ChainHash], outcomes: list[Outcome]) -> set[int]:
-        """Put OK for a block whose stored entry says the same, and ABORTED for a twin within the batch.
+        """Put OK for a block whose stored entry is equal, and ABORTED for a duplicate within the batch.
 
-        A block with other bytes is dropped. Returns the extents of those that are OK: entered, so that none is evicted
-        for another block of the batch, and the caller's to leave.
+        A stored block with other bytes is dropped. Returns the extents of blocks that are OK: entered, so that none is
+        evicted for another block of the batch. The caller calls `leave` for each.
         """
         per_extent = self.file.superblock.slots_per_extent
         with self.lock:
@@ -229,7 +229,7 @@ class SlabWriter:
         """Slots for leading records, the head of the chain first; and why there are no more."""
         parts: list[_FilledRun] = []
         hashes, done = [record.chain_hash for record in records], 0
-        if self.growth.retry_at is not None and self.growth.ask_again():  # once: below, what lacks space is withheld
+        if self.growth.retry_at is not None and self.growth.may_retry():  # once: extents without space are withheld
             with self.lock:
                 self.blocks.offer()
         try:
@@ -242,10 +242,10 @@ class SlabWriter:
                         break  # every extent is being written
                 if claim is not None:
                     if (kept := self._empty(claim)) is None:
-                        continue  # the next is one whose space we have
+                        continue  # the next one has its space
                     with self.lock:
                         if not self.blocks.opened(claim):
-                            continue  # a reset took it back
+                            continue  # a reset took it
                         again = self.blocks.take_in(claim.extent, claim.keep_hashes) if kept else None
                         run = self.blocks.take_in(claim.extent, rest)
                     if again and kept:
@@ -284,17 +284,17 @@ class SlabWriter:
             for run in self.payload.runs(offsets):
                 self.payload.read(offsets[run.start], buffers[run])
         except OSError:
-            return ()  # a second chance is a favour; the extent goes all the same
+            return ()  # keeping hit blocks is optional; the extent is evicted anyway
         rows, _, whole = self.rows.read(claim.keep)
         records = self.codec.to_records(rows)
         if not whole.all() or [record.chain_hash for record in records] != claim.keep_hashes:
             return ()
         if not all(map(self.codec.show, records, self.codec.stamps(rows), buffers)):
-            return ()  # sealed again, what is not authentic would become so
+            return ()  # sealed again, an entry that is not authentic would become so
         return records, buffers
 
     def _store(self, parts: Sequence[_FilledRun]) -> tuple[list[Outcome], Outcome | None]:
-        """Payloads, then entries, of leading parts; outcomes of the new blocks stored, and what stopped the rest."""
+        """Payloads, then entries, of leading parts. Outcomes of the new blocks stored, and of what stopped the rest."""
         superblock, fd, failure = self.file.superblock, self.file.fd, None
         groups, stamps = self._adjacent(parts) if len(parts) > 1 else [parts], list[bytes]()
         for number, group in enumerate(groups):
@@ -333,7 +333,7 @@ class SlabWriter:
                 if self.sync:
                     self.sync()
             except OSError:
-                with suppress(OSError):  # what is answered as not stored must not be found at the next start
+                with suppress(OSError):  # blocks reported as not stored must not be found at the next start
                     blank_slots(self.io, fd, superblock, slots)
                 raise
             return self._publish(parts, rows), failure
@@ -343,7 +343,7 @@ class SlabWriter:
 
     def _publish(self, parts: Sequence[_FilledRun], rows: slab.Rows) -> list[Outcome]:
         """Make stored blocks findable; the outcomes of the new ones."""
-        outcomes, twins, done = list[Outcome](), list[int](), 0
+        outcomes, duplicates, done = list[Outcome](), list[int](), 0
         with self.lock:
             for part in parts:
                 run, outcome = part.run, Outcome.OK
@@ -351,15 +351,15 @@ class SlabWriter:
                     outcome = Outcome.EPOCH
                 elif run.extent >= self.blocks.num_in_use:
                     outcome = Outcome.EVICTED
-                    twins += run.slots
+                    duplicates += run.slots
                 else:
                     self.rows.store(run.first, rows[done : done + run.size])
-                    twins += self.blocks.publish(run, [record.chain_hash for record in part.records])
+                    duplicates += self.blocks.publish(run, [record.chain_hash for record in part.records])
                 if part.is_new:
                     outcomes += [outcome] * run.size
                 done += run.size
-        if twins:
-            blank_slots(self.io, self.file.fd, self.file.superblock, twins)
+        if duplicates:
+            blank_slots(self.io, self.file.fd, self.file.superblock, duplicates)
         return outcomes
 
     def _adjacent(self, parts: Sequence[_FilledRun]) -> list[Sequence[_FilledRun]]:

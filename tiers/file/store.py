@@ -37,14 +37,14 @@ from kvtier.tiers.file.file_io import FileIO, GroupSync, Mode, PayloadIO, probe_
 from kvtier.tiers.file.slab import Codec, SlabEntry, Superblock, codec_of, verified
 from kvtier.tiers.file.slab_file import (
     SlabFile,
-    ask_for_room,
     blank_slots,
     cut,
     is_ours,
     is_removed,
     open_slab,
-    read_asked,
+    read_shrink_request,
     release,
+    request_shrink,
     write_owner,
 )
 from kvtier.tiers.file.slab_rows import SlabRows
@@ -54,19 +54,19 @@ from kvtier.tiers.pool import EvictionLog, make_child_index
 from kvtier.tiers.reuse import ClassifiedEnd
 
 _log = logging.getLogger(__name__)
-_LOOK_SECONDS: Final = 0.2  # between two looks whether somebody asks
+_CHECK_SECONDS: Final = 0.2  # between two checks for a request to shrink
 _RETRY_SECONDS: Final = 5.0  # from a cut that the disk refused to the next try
 _STOP_SECONDS: Final = 1.0
-_QUIET_SECONDS: Final = 10.0  # that calls under way have to leave; with a hung disk the next look tries again
-_FIRST_LOOK: Final = 4  # names of a lookup found at once; twice as many while all are held
+_QUIET_SECONDS: Final = 10.0  # for calls under way to end; with a hung disk the next check tries again
+_FIRST_LOOK: Final = 4  # names of a lookup found at once; twice as many while all are found
 _MOST_LOOKED: Final = 2048
-_LOOK: Final = 2.0  # seconds between two looks whether the path still names the slab
+_LOOK: Final = 2.0  # seconds between two checks whether the path still names the slab
 _SECTOR: Final = 512  # bytes; what `stat` counts a file's blocks in
 _PIECE: Final = 1 << 16  # slots whose blocks are listed under the lock at a time
 
 
 class Calls:
-    """Who is inside an open store. Its file is released once it is closed and the last of them has left.
+    """Counts the calls inside an open store. Its file is released when it is closed and the last of them has ended.
 
     A descriptor closed under a call could be another file's by the time the call uses it. Thread-safe.
     """
@@ -75,7 +75,7 @@ class Calls:
         self._release = release
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._round = 0  # calls of a round that is over are waited for by `quiet`
+        self._round = 0  # `quiet` waits for the calls of earlier rounds
         self._inside: dict[int, int] = {}
         self._closed = False
 
@@ -90,7 +90,7 @@ class Calls:
                 self.end(number)
 
     def begin(self) -> int | None:
-        """A call comes in: the round it is counted in, which `end` takes; None: the store is closed."""
+        """A call begins. Returns the round it is counted in, for `end`. None: the store is closed."""
         with self._lock:
             if self._closed:
                 return None
@@ -98,7 +98,7 @@ class Calls:
             return self._round
 
     def end(self, number: int) -> None:
-        """The call has left."""
+        """The call has ended."""
         with self._lock:
             left = self._inside[number] - 1
             if left:
@@ -111,7 +111,7 @@ class Calls:
             self._release()
 
     def close(self) -> None:
-        """Let nobody in any more. Idempotent."""
+        """Refuse new calls. Idempotent."""
         with self._changed:
             if self._closed:
                 return
@@ -122,7 +122,7 @@ class Calls:
             self._release()
 
     def quiet(self, timeout: float) -> bool:
-        """Wait for all who are inside now, not the caller. False: it took `timeout` seconds, or the store closed."""
+        """Wait until all calls but the caller's have ended. False: it took `timeout` seconds, or the store closed."""
         with self._changed:
             self._round += 1
             number = self._round
@@ -130,12 +130,12 @@ class Calls:
             return not self._closed and min(self._inside, default=number) >= number
 
 
-class TailGiver:
-    """Looks now and then whether somebody asks for room, on a thread of its own, and gives the slab's tail up.
+class SlabShrinker:
+    """Shrinks the slab when another process requests it, on a thread of its own.
 
-    First the tail's blocks are forgotten, then every call under way ends. Then its rows are blanked, the superblock
-    is rewritten and the file is cut. A kill at any moment leaves the slab whole, at its old size or its new one.
-    `lock` guards `blocks`.
+    First the blocks in the part to be cut are forgotten, then every call under way ends. Then its rows are blanked,
+    the superblock is rewritten and the file is cut. A kill at any moment leaves the slab whole, at its old size or its
+    new one. `lock` guards `blocks`.
     """
 
     def __init__(self, io: FileIO, file: SlabFile, blocks: ExtentMap, lock: threading.Lock, calls: Calls) -> None:
@@ -144,7 +144,7 @@ class TailGiver:
         self._blocks = blocks
         self._lock = lock
         self._calls = calls
-        self._uncut: Superblock | None = None  # what the file still is, if the disk refused to cut it
+        self._uncut: Superblock | None = None  # the file's superblock, if the disk refused to cut it
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._look, name="kvtier-file-tail", daemon=True)
 
@@ -152,27 +152,27 @@ class TailGiver:
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more; call it once the store lets nobody in. Waits a moment for a cut under way, idempotent."""
+        """Check no more; call it after `Calls.close`. Waits a moment for a cut under way, idempotent."""
         self._stopped.set()
         self._thread.join(_STOP_SECONDS)
 
     def _look(self) -> None:
-        pause = _LOOK_SECONDS
+        pause = _CHECK_SECONDS
         while not self._stopped.wait(pause):
-            pause = _LOOK_SECONDS
+            pause = _CHECK_SECONDS
             try:
                 with self._calls.enter() as is_open:
-                    asked = read_asked(self._file.fd) if is_open else 0
-                if asked or self._uncut:
-                    self.give(asked or self._file.superblock.file_bytes)
+                    requested = read_shrink_request(self._file.fd) if is_open else 0
+                if requested or self._uncut:
+                    self.shrink(requested or self._file.superblock.file_bytes)
             except OSError as error:
                 pause = _RETRY_SECONDS
-                _log.warning("[file] %s: %s while giving up its tail", self._file.path, error)
+                _log.warning("[file] %s: %s while shrinking", self._file.path, error)
 
-    def give(self, num_bytes: int) -> bool:
-        """Cut the slab down to `num_bytes`, at least one extent. False, and no cut: a call under way would not end.
+    def shrink(self, num_bytes: int) -> bool:
+        """Shrink the slab to `num_bytes`, at least one extent. False, and no change: a call under way did not end.
 
-        OSError if the disk refuses: then the tail is out of use, and cut off by the next call or opening.
+        OSError if the disk refuses: then the cut-off part is out of use, and removed by the next call or opening.
         """
         superblock = self._file.superblock
         least = superblock.payload_offsets[0] + superblock.extent_bytes
@@ -189,7 +189,7 @@ class TailGiver:
         with self._calls.enter() as is_open:
             if is_open:
                 self._cut(target, num_lost)
-                ask_for_room(self._io, self._file.fd, 0)
+                request_shrink(self._io, self._file.fd, 0)
         return True
 
     def _cut(self, num_bytes: int, num_lost: int) -> None:
@@ -203,7 +203,7 @@ class TailGiver:
                     self._blocks.shorten(resized.num_extents)
                     file.superblock = resized
                 _log.warning(
-                    "[file] %s: cut down from %s to %s for another model's slab, %d blocks went",
+                    "[file] %s: cut down from %s to %s for another model's slab, %d blocks were dropped",
                     file.path,
                     show_size(old.file_bytes),
                     show_size(resized.file_bytes),
@@ -219,7 +219,7 @@ class FileStore(Tier):
 
     A block is findable from the moment its entry is written until its extent is evicted. Names and parents are in
     memory: a lookup costs no I/O. A read reads the entries, then one call per run of adjacent slots, and verifies both.
-    One lock guards the arrays; it is never held across I/O, so a read that an eviction overtook finds out afterwards.
+    One lock guards the arrays and is never held across I/O. A read notices afterwards that its block was evicted.
     """
 
     def __init__(
@@ -234,21 +234,21 @@ class FileStore(Tier):
         self._codec = codec
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._warn_at = 0.0  # of corrupt blocks, again
-        self._look_at, self._gone = 0.0, False  # whether the path is another file's; written on I/O threads
+        self._warn_at = 0.0  # when corrupt blocks are logged again
+        self._look_at, self._removed = 0.0, False  # whether the path is another file's; written on I/O threads
         self._calls = Calls(self._release)
         self._inside = self._calls.enter
         num_extents = file.superblock.num_extents
         self.eviction_log: EvictionLog = EvictionLog("file", file.superblock.num_slots // 2, num_extents)
         self._blocks = ExtentMap(num_extents, file.superblock.slots_per_extent, self.eviction_log)
-        self.announcer: SlabRows = SlabRows(io, file, codec, self._blocks, self._lock, self._inside)
-        self._rows = self.announcer
+        self.change_feed: SlabRows = SlabRows(io, file, codec, self._blocks, self._lock, self._inside)
+        self._rows = self.change_feed
         if partial_blocks:
             self._rows.child_index = make_child_index(file.superblock.num_slots)
         sync = GroupSync(lambda: io.sync(file.fd)) if durable else None
         self._growth = SlabGrowth(io, file)
         self._writer = SlabWriter(io, file, payload, self._blocks, self._rows, self._lock, codec, self._growth, sync)
-        self._tail = TailGiver(io, file, self._blocks, self._lock, self._calls)
+        self._shrinker = SlabShrinker(io, file, self._blocks, self._lock, self._calls)
         self._recover()
         self._storage = LastRoom(self._room, self._room())
 
@@ -270,9 +270,8 @@ class FileStore(Tier):
         """Open or create the slab of `fingerprint` (32 bytes) in `directory`, whose slabs take at most `size` bytes.
 
         With `key` (32 bytes, `cipher.load_key`) all blocks are sealed. Without `partial_blocks` no block's children
-        are known. The directory is created if need be. Raises
-        ConfigError if the size cannot be had or the slab there takes another key; StoreLocked, FormatError and
-        FingerprintMismatch; and TierUnavailable for anything the file system refuses.
+        are known. The directory is created if need be. Raises ConfigError if the size cannot be had or the slab needs
+        another key; StoreLocked, FormatError and FingerprintMismatch; and TierUnavailable for other file errors.
         """
         require_space(fingerprint, slot_bytes, block_size)
         encryption = Encryption.fresh(key) if key is not None else None
@@ -291,18 +290,18 @@ class FileStore(Tier):
                 codec = codec_of(file.superblock, key, str(file.path))
                 store = cls(io, file, payload, codec, durable=durable, partial_blocks=partial_blocks)
                 undo.pop_all()
-                store._tail.start()
+                store._shrinker.start()
                 return store
         except OSError as error:
             raise TierUnavailable(f"[file] path {str(directory)!r}: {error}; the file tier is off") from error
 
     @property
     def superblock(self) -> slab.Superblock:
-        """What the slab is now: it is replaced when the slab is reset, or gives up its end."""
+        """The slab's superblock: it is replaced when the slab is reset or shrinks."""
         return self._file.superblock
 
     def _recover(self) -> None:
-        """Index every row that counts; of two rows for one block the one with the highest seq."""
+        """Index every valid row; of two rows for one block the one with the highest seq."""
         losers = self._rows.recover()
         slots = self._blocks.index.named()
         self._growth.found(np.unique(slots // self.superblock.slots_per_extent).tolist())
@@ -342,7 +341,7 @@ class FileStore(Tier):
         return Lineage(np.concatenate(names), np.concatenate(parents))
 
     def ended(self, end: ClassifiedEnd) -> None:
-        """Into the order in which extents are evicted."""
+        """Passed on to the eviction order of extents."""
         with self._lock:
             self._blocks.ended(end)
 
@@ -350,12 +349,10 @@ class FileStore(Tier):
         return self._rows.children(parent, limit, start)
 
     def room(self) -> Sequence[StoragePlace]:
-        return self._storage.told()
-
-    # Reading.
+        return self._storage.latest()
 
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
-        """Entries, then payloads with many in flight, each verified as it comes; what is bad goes."""
+        """Entries, then payloads with many in flight, each verified when it is read; bad blocks are dropped."""
         require_buffers(len(hashes), into, self._file.superblock.slot_bytes)
         if (visit := self._calls.begin()) is None:
             return [Outcome.CLOSED] * len(hashes)
@@ -366,7 +363,7 @@ class FileStore(Tier):
             positions = [i for i, slot in enumerate(slots) if slot >= 0]
             if len(positions) > 1:
                 positions.sort(key=slots.__getitem__)
-            if positions and not self._codec.hides_payloads:  # by the extension module
+            if positions and not self._codec.hides_payloads:  # in the extension module
                 held, names = [slots[i] for i in positions], [hashes[i] for i in positions]
                 fd, layout, buffers = self._file.fd, self._file.superblock.layout, [into[i] for i in positions]
                 records = self._payload.read_blocks(fd, layout, held, names, buffers)
@@ -376,7 +373,7 @@ class FileStore(Tier):
                     positions = [i for i in positions if found[i] is Outcome.IO_ERROR]
             if positions:
                 self._read_held(positions, slots, hashes, into, found)
-            self._settle(hashes, slots, generations, found)
+            self._record_results(hashes, slots, generations, found)
             return found
         finally:
             self._calls.end(visit)
@@ -389,12 +386,12 @@ class FileStore(Tier):
         into: Sequence[memoryview],
         found: list[BlockRecord | Outcome],
     ) -> None:
-        """Put what became of each block at its position, these being in the order of their slots."""
+        """Put each block's result at its position; positions are in the order of their slots."""
         held = [slots[position] for position in positions]
         entries = list[SlabEntry | Outcome]()
         offsets = [self._file.superblock.payload_offset(slot) for slot in held]
         buffers = [into[position] for position in positions]
-        # The entries are read while payloads are in flight, and the buffers outlive what is.
+        # The entries are read while payloads are in flight; the buffers stay valid until the reads end.
         with closing(
             self._payload.read_runs(offsets, buffers, lambda: entries.extend(self._rows.entries(held)))
         ) as reads:
@@ -406,14 +403,14 @@ class FileStore(Tier):
                     elif is_there:
                         found[position] = verified(self._codec, entry, hashes[position], buffers[at])
 
-    def _settle(
+    def _record_results(
         self,
         hashes: Sequence[ChainHash],
         slots: list[int],
         generations: list[int],
         found: list[BlockRecord | Outcome],
     ) -> None:
-        """Mark hits; forget bad blocks, but not those evicted meanwhile, and what a disk that answers cannot read."""
+        """Mark hits; forget bad blocks unless evicted meanwhile, and blocks that a working disk cannot read."""
         bad, lost, num_whole, answers = list[ChainHash](), list[ChainHash](), 0, False
         with self._lock:
             are_current = self._blocks.still_hold(slots, generations)
@@ -435,7 +432,7 @@ class FileStore(Tier):
             if num_whole < len(found):
                 self._counts.update(f"read_{result}" for result in found if isinstance(result, Outcome))
         answers = answers or num_whole > 0
-        if bad and (now := time.monotonic()) >= self._warn_at:  # reads are clients': the log grows no faster than time
+        if bad and (now := time.monotonic()) >= self._warn_at:  # clients cause reads: at most one line a second
             self._warn_at = now + 1.0
             _log.warning("[file] %s: dropped %d corrupt blocks, first %s", self.path, len(bad), bad[0].hex())
         if bad or (lost and answers):
@@ -446,34 +443,34 @@ class FileStore(Tier):
     # Writing and forgetting.
 
     def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
-        """As `Tier.write`. After a failure the rest of the chain, which is out of reach, is PARENT_FAILED or FULL."""
+        """As `Tier.write`. After a failure the rest of the chain, which cannot be reached, is PARENT_FAILED or FULL."""
         superblock = self._file.superblock
         require_records(records, payloads, superblock.slot_bytes, superblock.block_size)
         if (visit := self._calls.begin()) is None:
             return [Outcome.CLOSED] * len(records)
         try:
-            is_gone = self._is_gone()
-            outcomes = [Outcome.IO_ERROR] * len(records) if is_gone else self._writer.write(records, payloads)
+            is_lost = self._is_removed()
+            outcomes = [Outcome.IO_ERROR] * len(records) if is_lost else self._writer.write(records, payloads)
             with self._lock:
                 self._counts.update(f"write_{outcome}" for outcome in outcomes)
         finally:
             self._calls.end(visit)
         return outcomes
 
-    def _is_gone(self) -> bool:
-        """Whether somebody has removed the slab under us, so that what is written there would be lost.
+    def _is_removed(self) -> bool:
+        """Whether the slab was removed from outside, so that blocks written there would be lost.
 
-        The path is looked at now and then, as a disk may be slow. The breaker's next probe has the tier opened anew.
+        The path is checked now and then, as a disk may be slow. The breaker's next probe opens the tier anew.
         """
-        if not self._gone:
+        if not self._removed:
             by_path = (at := time.monotonic()) >= self._look_at
             self._look_at = at + _LOOK if by_path else self._look_at
             with self._file.rewriting:
                 has_name = os.fstat(self._file.fd).st_nlink > 0
-            self._gone = not has_name or (by_path and is_removed(self._file))
-            if self._gone:
-                _log.warning("[file] %s: somebody removed or replaced it; a new one is made", self.path)
-        return self._gone
+            self._removed = not has_name or (by_path and is_removed(self._file))
+            if self._removed:
+                _log.warning("[file] %s: it was removed or replaced; a new one is made", self.path)
+        return self._removed
 
     def discard(self, hashes: Sequence[ChainHash]) -> None:
         with self._inside() as is_open:
@@ -485,8 +482,6 @@ class FileStore(Tier):
             if is_open:
                 self._writer.reset()
 
-    # Looking after it.
-
     def kv_probe(self) -> bytes | None:
         try:
             packed = os.pread(self._file.fd, PROBE_BYTES, slab.KV_PROBE_OFFSET)
@@ -495,7 +490,7 @@ class FileStore(Tier):
         return packed if any(packed) else None
 
     def keep_kv_probe(self, packed: bytes) -> None:
-        """Beside the superblock's copy."""
+        """Stored beside the superblock's copy."""
         try:
             if self.kv_probe() is None:
                 write_all(self._io, self._file.fd, [memoryview(packed)], slab.KV_PROBE_OFFSET)
@@ -511,7 +506,7 @@ class FileStore(Tier):
         return {**counts, "slots": self.superblock.num_slots}
 
     def _room(self) -> list[StoragePlace]:
-        """The slab's file system, as `df` counts it, and what the slab takes of it. Waits for the disk."""
+        """The slab's file system, as `df` counts it, and the slab's own bytes. Waits for the disk."""
         with suppress(OSError):
             disk, taken = os.statvfs(self.path.parent), os.stat(self.path).st_blocks * _SECTOR
             used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
@@ -529,7 +524,7 @@ class FileStore(Tier):
             assert min(counts.values()) >= 0, f"slot counts: {counts}"
 
     def probe(self, direction: Direction) -> bool:
-        """Whether the disk answers in that direction, and the slab at our path is still the one we hold."""
+        """Whether the disk works in that direction, and the path still names our slab."""
         with self._inside() as is_open:
             if not is_open:
                 return False
@@ -552,7 +547,7 @@ class FileStore(Tier):
     def close(self) -> None:
         """Refuse new calls; file and lock are released once the last call under way has ended. Idempotent."""
         self._calls.close()
-        self._tail.stop()
+        self._shrinker.stop()
 
     def _release(self) -> None:
         try:

@@ -12,9 +12,9 @@ import numpy as np
 
 from kvtier.tiers import (
     L2,
-    Announcer,
     BlockRecord,
     ChainHash,
+    ChangeFeed,
     Changes,
     ChildBlock,
     Lineage,
@@ -582,18 +582,18 @@ class EventSource:
 class TierEvents:
     """Changes in one tier outside a hierarchy, such as an engine's L1. As `EventSource`, for one reader."""
 
-    def __init__(self, tier: str, announcer: Announcer) -> None:
+    def __init__(self, tier: str, change_feed: ChangeFeed) -> None:
         self._tier = tier
-        self._announcer = announcer
-        announcer.listen()
+        self._feed = change_feed
+        change_feed.listen()
 
     @property
     def waiting(self) -> bool:
-        return self._announcer.waiting
+        return self._feed.waiting
 
     def take(self, limit: int = MOST) -> list[Event]:
         """Events since the last call; at most `limit` new blocks, the others with the next call."""
-        return list(events_of(self._tier, self._announcer.take(limit)))
+        return list(events_of(self._tier, self._feed.take(limit)))
 
 
 class _PortEvents:
@@ -601,17 +601,17 @@ class _PortEvents:
 
     def __init__(self, port: TierPort) -> None:
         self._port = port
-        self._followed = _announcer(port.tier)
+        self._followed = _change_feed(port.tier)
         if self._followed is not None:
             self._followed.listen()
 
     @property
     def waiting(self) -> bool:
-        tier = _announcer(self._port.tier)
+        tier = _change_feed(self._port.tier)
         return tier is not self._followed or (tier is not None and tier.waiting)
 
     def take(self, limit: int) -> Iterator[Event]:
-        tier, name = _announcer(self._port.tier), self._port.name
+        tier, name = _change_feed(self._port.tier), self._port.name
         if tier is not self._followed:
             known = self._followed.stop_listening() if self._followed is not None else []
             if known:
@@ -623,8 +623,8 @@ class _PortEvents:
             yield from events_of(name, tier.take(limit))
 
 
-def _announcer(tier: Tier | None) -> Announcer | None:
-    return None if tier is None else tier.announcer
+def _change_feed(tier: Tier | None) -> ChangeFeed | None:
+    return None if tier is None else tier.change_feed
 
 
 def events_of(tier: str, changes: Changes) -> Iterator[Event]:

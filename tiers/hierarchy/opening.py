@@ -239,7 +239,7 @@ class ProbedOpening:
 
     def _pass_on(self) -> None:
         if self._tier is not None and self._probe is not None:
-            self._tier.tell_kv_probe(self._probe.packed())
+            self._tier.set_kv_probe(self._probe.packed())
 
     def _keep(self, tier: Tier) -> None:
         if self.kept is None and self._probe is not None:

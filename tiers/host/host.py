@@ -23,8 +23,8 @@ from kvtier.tiers.pool import MAX_CHILDREN, SlotPool, make_child_index
 logger = logging.getLogger(__name__)
 
 _PREFAULT_PIECE: Final = 4 << 20  # bytes per madvise, in a ms or a few: close() and the engine's own mmap wait for it
-_LARGEST_BLOCK: Final = 256  # tokens, where the caller does not say
-_HELD_BATCH: Final = 4096  # blocks asked about under the pool's lock at a time
+_LARGEST_BLOCK: Final = 256  # tokens, unless the caller gives a number
+_HELD_BATCH: Final = 4096  # blocks checked under the pool's lock at a time
 # Memory that a device may still write to: mapped and pinned until the process ends.
 _KEPT: Final[list[tuple[object, ...]]] = []
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -33,8 +33,8 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 class HostRegion:
     """`num_slots` slots of `slot_bytes` in one mapping, each starting on a 4 KiB boundary; none in a forked child.
 
-    Private ones are anonymous with huge pages advised; shared ones a memfd sealed in size: no process makes another
-    fault.
+    Private ones are anonymous with huge pages advised; shared ones a memfd sealed in size, so that no process can make
+    another fault.
     """
 
     def __init__(self, mapping: mmap.mmap, num_slots: int, slot_bytes: int, fd: int | None) -> None:
@@ -49,7 +49,7 @@ class HostRegion:
         self._view = memoryview(mapping)
         flat = np.frombuffer(mapping, np.uint8, num_slots * self.slot_stride)
         self.array: NDArray[np.uint8] = flat.reshape(num_slots, self.slot_stride)
-        self.pinning: PinnedPieces | None = None  # what a device may copy from and to asynchronously
+        self.pinning: PinnedPieces | None = None  # the slots that a device may copy asynchronously
         self._checksums = memory.compiled_checksums()
         self._huge_pages = False
         self._kept = False
@@ -86,7 +86,7 @@ class HostRegion:
 
     @classmethod
     def attach(cls, fd: int, num_slots: int, slot_bytes: int) -> "HostRegion":
-        """Map another's region; `fd` stays the caller's. ConfigError if not sealed, or not of the slots' size."""
+        """Map another process's region; `fd` stays the caller's. ConfigError if not sealed, or of another size."""
         size, actual = num_slots * slot_stride(slot_bytes), os.fstat(fd).st_size
         if actual != size or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             needed = f"{num_slots} slots of {slot_bytes} bytes need a sealed {size}"
@@ -106,7 +106,7 @@ class HostRegion:
         return self._view[start : start + self.slot_bytes]
 
     def checksums(self, slots: Sequence[int]) -> list[int]:
-        """The checksum of what lies in each slot now. IndexError outside the region."""
+        """The checksum of each slot's bytes now. IndexError outside the region."""
         if slots and not 0 <= min(slots) <= max(slots) < self.num_slots:
             raise IndexError(f"slots {min(slots)}..{max(slots)}: the region has {self.num_slots}")
         if self._checksums is not None:
@@ -142,11 +142,11 @@ class HostRegion:
         return not self._prefault_thread.is_alive()
 
     def keep(self) -> None:
-        """A device may still write here, for all that is known: `close` leaves the memory mapped and pinned."""
+        """A device may still write here: `close` leaves the memory mapped and pinned."""
         self._kept = True
 
     def close(self) -> None:
-        """Unpin and unmap; idempotent. Memory still seen through a slot's view goes with the last such view."""
+        """Unpin and unmap; idempotent. Memory that a slot's view still shows is unmapped with the last such view."""
         self._closing.set()
         self.wait_prefaulted(None)
         if self._kept:
@@ -167,7 +167,7 @@ class HostRegion:
             self.fd = None
 
     def forked(self) -> None:
-        """In a child its copies fail for want of slots, and whatever is mapped next does not lie where it ends."""
+        """In a child its copies fail for want of slots, and later mappings do not lie where the region ends."""
         if self.num_slots:
             memory.fence_off(self.address, len(self._mapping), is_mapped=self.fd is not None)
         self.array, self.num_slots = np.empty((0, self.slot_stride), np.uint8), 0
@@ -190,7 +190,7 @@ class HostRegion:
 
 
 class HostTier:
-    """L2: the region's bytes, the pool that names its slots, and what is known of the block in each slot."""
+    """L2: the region's bytes, the pool that names its slots, and the record of the block in each slot."""
 
     def __init__(
         self,
@@ -201,19 +201,19 @@ class HostTier:
         verify: bool = False,
         partial_blocks: bool = True,
     ) -> None:
-        """Take the region over; `policy` is the pool's. `verify`: no block is promised before its bytes were hashed.
+        """Take the region over; `policy` is the pool's. `verify`: blocks are hashed before they are promised.
 
-        `block_size`: tokens in a block at most. Without `partial_blocks` it knows of no block's children.
+        `block_size`: tokens in a block at most. Without `partial_blocks` no block's children are known.
         """
         self.verify = verify
         self.region = region
         self.pool = SlotPool(region.num_slots, policy=policy)
         self.records = BlockRecords(*self.pool.naming, block_size)
         self._child_index = make_child_index(region.num_slots) if partial_blocks else None
-        self._indexing = threading.Lock()  # held while blocks are entered there; finding them takes none
+        self._indexing = threading.Lock()  # held while blocks are added there; lookups take none
 
     def describe(self, places: list[int], records: Sequence[BlockRecord]) -> None:
-        """Say what lies in filled slots, just before they are sealed. ValueError as `BlockRecords.put`."""
+        """Store the records of filled slots, just before they are sealed. ValueError as `BlockRecords.put`."""
         names, parents = [each.chain_hash for each in records], [each.parent for each in records]
         self.describe_each(
             places, names, parents, [each.tokens for each in records], [each.checksum for each in records]
@@ -227,14 +227,14 @@ class HostTier:
         tokens: Sequence[bytes],
         checksums: Sequence[int],
     ) -> None:
-        """As `describe`, of records that are not made: column by column."""
+        """As `describe`, from columns instead of records."""
         self.records.put_columns(places, names, parents, tokens, checksums)
         if self._child_index is not None and len(places):
             with self._indexing:
                 self._child_index.enter([*parents], places)
 
     def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
-        """Up to `limit` held blocks of this parent that begin with these tokens, each once; it may leave some out."""
+        """Up to `limit` held blocks of this parent that begin with these tokens, each once; some may be left out."""
         if self._child_index is None:
             return []
         known = self.records.children(self._child_index.find(parent), parent, start, self.pool.is_ready)
@@ -242,11 +242,11 @@ class HostTier:
 
     @property
     def keeps_tails(self) -> bool:
-        """Whether somebody could find a chain's unfinished last block here."""
+        """Whether a chain's unfinished last block can be found here."""
         return self._child_index is not None
 
     def is_covered(self, record: BlockRecord) -> bool:
-        """Whether a held block begins as this one does and goes on: it is as good."""
+        """Whether a held block begins with this one's tokens and is longer, so that it serves as well."""
         following = self.children(record.parent, MAX_CHILDREN)
         return any(each.tokens.startswith(record.tokens) and each.tokens != record.tokens for each in following)
 
@@ -263,16 +263,16 @@ class HostTier:
         return found
 
     def drop_covered(self, first: BlockRecord) -> None:
-        """Consecutive blocks came: a tail that the first of them begins with is of no use any more."""
+        """Consecutive blocks were added: drop a partial block that is the start of the first of them."""
         if not self.pool.tails:
             return
-        behind, new = self.tails_behind([first.parent]), first.tokens  # of the others, the parent is as new as they are
+        behind, new = self.tails_behind([first.parent]), first.tokens  # parents of the others are new themselves
         covered = [each.chain_hash for each in behind if len(each.tokens) < len(new) and new.startswith(each.tokens)]
         if covered:
             self.pool.evict(covered)
 
     def check(self) -> None:
-        """Raise AssertionError where the index of children contradicts itself. A full scan."""
+        """Raise AssertionError if the index of children contradicts itself. A full scan."""
         if self._child_index is not None:
             with self._indexing:
                 self._child_index.check()
@@ -283,7 +283,7 @@ class HostTier:
         return self.parent_in(found[0], chain_hash) if found else None
 
     def parent_in(self, slot: int, chain_hash: ChainHash) -> ChainHash | None:
-        """As `parent_of`, of a block that was in this slot a moment ago."""
+        """As `parent_of`, for a block that was just in this slot."""
         record = self.records[slot]
         return record.parent if record is not None and record.chain_hash == chain_hash else None
 
@@ -294,7 +294,7 @@ class HostTier:
             unfinished = {record.chain_hash for slot in list(self.pool.tails) if (record := self.records[slot])}
         pairs: list[tuple[ChainHash, ChainHash]] = []
         for first in range(0, len(self.records), _HELD_BATCH):
-            batch = [  # some of blocks that left
+            batch = [  # may include blocks that were evicted
                 record
                 for slot in range(first, min(first + _HELD_BATCH, len(self.records)))
                 if (record := self.records[slot]) is not None and record.chain_hash not in unfinished

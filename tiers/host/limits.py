@@ -1,4 +1,4 @@
-"""What the surroundings let this process have: memory, by the machine, its control groups and `ulimit`; locks; files.
+"""The limits of this process: memory, by the machine, its control groups and `ulimit`; locked memory; open files.
 
 Shared regions are memfds: the size of /dev/shm does not limit them, and a control group counts them as memory.
 """
@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 _PROC: Final = Path("/proc")
 _CAP_IPC_LOCK: Final = 14  # bit of the capability that RLIMIT_MEMLOCK does not limit
-# Limit, use, and the lines of memory.stat that the kernel gives back before it kills: version 1 and 2 of the interface.
+# Limit, use, and the lines of memory.stat that the kernel reclaims before it kills: versions 1 and 2 of the interface.
 _FILES: Final = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
     ("memory.max", "memory.current", ("inactive_file", "active_file")),
@@ -21,17 +21,17 @@ _ESCAPED: Final = re.compile(r"\\([0-7]{3})")  # a blank in a path of mountinfo
 
 
 class Limits(NamedTuple):
-    """In bytes, but for `files`."""
+    """In bytes, except `files`."""
 
-    most: int  # memory this process could have if nobody else used any
-    available: int  # memory it may still take: the kernel's estimate, less where a limit is nearer
+    most: int  # memory this process could have if no other used any
+    available: int  # memory it may still take: the kernel's estimate, or less by a limit
     by: str  # whose limit `most` is: "the machine", "control group /x", "ulimit -v"
     lockable: int | None  # memory it may lock; None: all
     files: int  # that it may have open, once it raises its own limit
 
 
 def limits(proc: Path = _PROC) -> Limits:
-    """What holds now. Nested control groups of both versions count, with what others in them use already."""
+    """The limits now. Nested control groups of both versions count, with the use of others in them."""
     fields = dict(_numbers(proc / "meminfo"))
     most, by = fields.get("MemTotal", 0), "the machine"
     available = fields.get("MemAvailable", 0)
@@ -68,7 +68,7 @@ def _numbers(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def _groups(proc: Path) -> Iterator[tuple[str, int, int]]:
-    """Path, limit and what cannot be given back, of each control group around us that limits memory."""
+    """Path, limit and memory that cannot be reclaimed, of each control group around us that limits memory."""
     mounts = dict(_mounts(proc))
     with contextlib.suppress(OSError, ValueError):
         for line in (proc / "self/cgroup").read_text().splitlines():
@@ -80,7 +80,7 @@ def _groups(proc: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def _mounts(proc: Path) -> Iterator[tuple[bool, tuple[str, Path]]]:
-    """Whether it is version 2 → what is mounted there of the hierarchy, and where. See proc(5) on mountinfo."""
+    """Whether it is version 2 → the hierarchy's mounted part, and where. See proc(5) on mountinfo."""
     with contextlib.suppress(OSError):
         for line in (proc / "self/mountinfo").read_text().splitlines():
             ours, _, kind = line.partition(" - ")
@@ -94,7 +94,7 @@ def _character(escaped: re.Match[str]) -> str:
 
 
 def _below(root: str, path: str) -> PurePosixPath:
-    """Where a group lies below the mount; the mount itself, if it lies outside of it."""
+    """Where a group lies below the mount; the mount itself if the group is outside of it."""
     group, at = PurePosixPath(path), PurePosixPath(root)
     return group.relative_to(at) if group.is_relative_to(at) and ".." not in group.parts else PurePosixPath()
 

@@ -1,7 +1,7 @@
 """Bulk memory calls that never hold the GIL: madvise, populate, and one scattered copy per system call.
 
-Python's own `mmap.madvise` and `memoryview` copies hold the GIL for their whole length. Every call that gives the
-GIL up can wait a switch interval (5 ms) to get it back. So each call here releases it once, for many bytes.
+Python's own `mmap.madvise` and `memoryview` copies hold the GIL for their whole length. Every call that releases the
+GIL can wait a switch interval (5 ms) to get it back. So each call here releases it once, for many bytes.
 """
 
 import ctypes
@@ -75,7 +75,7 @@ def advise_no_fork(address: int, num_bytes: int) -> None:
 
 
 def fence_off(address: int, num_bytes: int, *, is_mapped: bool) -> None:
-    """In a forked child: let nothing reach this range, nor be mapped there; if not `is_mapped`, it is empty."""
+    """In a forked child: make this range inaccessible, and keep mappings out; if not `is_mapped`, it is empty."""
     fixed = _MAP_FIXED if is_mapped else _MAP_FIXED_NOREPLACE
     _mmap(address, num_bytes, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | fixed, -1, 0)
 
@@ -92,7 +92,7 @@ def populate(address: int, num_bytes: int) -> None:
 
 
 def _populate_by_mlock(address: int, num_bytes: int) -> None:
-    """Locking faults pages in for writing too; touching them from here could undo another thread's write."""
+    """Locking faults pages in for writing, too; to touch them from here could undo another thread's write."""
     for offset in range(0, num_bytes, _MLOCK_PIECE):
         length = min(_MLOCK_PIECE, num_bytes - offset)
         if _mlock(address + offset, length) != 0:
@@ -128,8 +128,8 @@ def copy_scattered(
     """Copy `lengths[i]` bytes from address `sources[i]` to `targets[i]` for every i, in one system call.
 
     The kernel looks up the sources' pages one by one, or with `lookup_targets` the targets': the side on huge pages
-    should be that one. At most 1,024 pieces and 2 GiB. The caller vouches that no target overlaps another piece;
-    addresses that are not mapped raise OSError (EFAULT) instead of a signal, and the targets then hold rubbish.
+    should be that one. At most 1,024 pieces and 2 GiB. The caller vouches that no target overlaps another piece.
+    Addresses that are not mapped raise OSError (EFAULT), not a signal; the targets then hold rubbish.
     """
     call, near, far = _process_vm_readv, targets, sources
     if lookup_targets:
@@ -147,7 +147,7 @@ def copy_scattered(
 def copy_pieces(
     targets: NDArray[np.int64], sources: NDArray[np.int64], lengths: NDArray[np.int64], *, lookup_targets: bool = False
 ) -> None:
-    """`copy_scattered` by its extension module where that was built: for memory that the caller keeps mapped."""
+    """`copy_scattered` by the extension module if that was built: for memory that the caller keeps mapped."""
     if (module := extension(_TWIN)) is not None:
         module.copy_pieces(targets, sources, lengths)
     else:
@@ -171,7 +171,7 @@ def compiled_blocks_copy() -> Callable[..., None] | None:
 
 
 def compiled_checksums() -> "Callable[[NDArray[np.uint8], NDArray[np.int64], int], list[int]] | None":
-    """(rows, places, bytes) → the checksum of so many bytes of each of these rows, by the twin; None: not built."""
+    """(rows, places, bytes) → the checksum of so many bytes of each of these rows, compiled; None: not built."""
     module = extension(_TWIN)
     return None if module is None else module.checksums
 

@@ -1,6 +1,6 @@
 # Pieces copied from address to address, and rows hashed, without the GIL. Twin of memory.py's copies and of host.py's sums.
 # cython: boundscheck=False, wraparound=False
-"""The kernel's scattered copy looks up a page for every 4 KiB and is asked by a call; memcpy needs neither."""
+"""The kernel's scattered copy looks up a page for every 4 KiB and costs a system call; memcpy needs neither."""
 
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 from libc.stdlib cimport free, malloc

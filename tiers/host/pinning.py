@@ -21,7 +21,7 @@ _PORTABLE: Final = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of
 _MAPPED: Final = 2  # CU_MEMHOSTREGISTER_DEVICEMAP: kernels may read and write it
 _BATCHES_SINCE: Final = 12080  # CUDA 12.8: cuMemcpyBatchAsync with the index of the piece that failed
 _IN_STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources may be read only when the stream comes to it
-_AT_ANY_TIME: Final = 3  # CU_MEMCPY_SRC_ACCESS_ORDER_ANY: sources hold what is to be copied already
+_AT_ANY_TIME: Final = 3  # CU_MEMCPY_SRC_ACCESS_ORDER_ANY: sources are already filled
 _RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _BESIDE_COMPUTE: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE, a hint
 
@@ -65,7 +65,7 @@ class CudaDriver:
 
     @classmethod
     def load(cls, library: str = "libcuda.so.1") -> Self | None:
-        """The machine's driver; None where there is none, or none that can start."""
+        """The machine's driver; None if there is none, or none that can start."""
         try:
             return cls(ctypes.CDLL(library))
         except (OSError, CudaError):
@@ -73,15 +73,15 @@ class CudaDriver:
 
     @property
     def copies_in_batches(self) -> bool:
-        """Whether `copy` is there: from CUDA 12.8 on, driver 570."""
+        """Whether `copy` is available: from CUDA 12.8 on, driver 570."""
         return self._batch is not None
 
     @property
     def version(self) -> str:
-        """The CUDA version that the driver has, as in "12.8"; "unknown" of one that does not say."""
+        """The CUDA version that the driver has, as in "12.8"; "unknown" if it does not report one."""
         number = ctypes.c_int()
-        ask = getattr(self._library, "cuDriverGetVersion", None)
-        if ask is None or ask(ctypes.byref(number)):
+        get = getattr(self._library, "cuDriverGetVersion", None)
+        if get is None or get(ctypes.byref(number)):
             return "unknown"
         return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
@@ -94,9 +94,9 @@ class CudaDriver:
 
     @contextmanager
     def beside_captures(self) -> Iterator[None]:
-        """What this thread calls meanwhile neither fails nor spoils a CUDA graph that any thread captures.
+        """Calls of this thread meanwhile neither fail nor spoil a CUDA graph that any thread captures.
 
-        Otherwise a capture in torch's usual mode forbids other threads, too, to ask about an event or to pin memory.
+        Otherwise a capture in torch's usual mode forbids other threads, too, to query an event or to pin memory.
         """
         exchange = getattr(self._library, "cuThreadExchangeStreamCaptureMode", None)
         if exchange is None:  # a driver from before CUDA 10.1
@@ -126,7 +126,7 @@ class CudaDriver:
     ) -> None:  # fmt: skip
         """Enqueue one batch of copies on a stream (not the NULL stream): addresses, and sizes in bytes.
 
-        `at_any_time`: sources may be read at once. No piece may reach over the border of two registered ranges.
+        `at_any_time`: sources may be read at once. No piece may cross the border of two registered ranges.
         """
         assert self._batch is not None
         targets, sources, sizes = (np.ascontiguousarray(array, np.uint64) for array in (targets, sources, sizes))
@@ -155,7 +155,7 @@ class CudaDriver:
 
 @cache
 def cuda_driver() -> CudaDriver | None:
-    """The machine's driver, looked for once."""
+    """The machine's driver, loaded once."""
     return CudaDriver.load()
 
 
@@ -164,15 +164,15 @@ def cuda_driver() -> CudaDriver | None:
 logger = logging.getLogger(__name__)
 
 # Bytes registered by one call, at most. The device stands still meanwhile, and a call for over 512 GiB always fails. A
-# step beside it may wait for one piece at each of its calls, so pieces are small: of an H200's 16 GiB, pieces of 32 MiB
-# made a step up to 26 ms longer, those of 8 MiB 2.
+# step beside it may wait for one piece at each of its calls, so pieces are small. On an H200 with 16 GiB, pieces of
+# 32 MiB made a step up to 26 ms longer, those of 8 MiB 2.
 PIECE_BYTES: Final = 8 << 20
 _PAUSE: Final = 0.0025  # seconds between two pieces, or as long as the last one took: the device gets its turn
-_POLL: Final = 1e-3  # seconds between looks at what a copy waits for
+_POLL: Final = 1e-3  # seconds between checks of slots that a copy waits for
 
 
 class PinDriver(Protocol):
-    """What pinning asks of a driver; `CudaDriver` is the real one. RuntimeError where it cannot."""
+    """The driver calls that pinning needs; `CudaDriver` is the real one. RuntimeError if a call fails."""
 
     def use(self, device: int) -> None:
         """Make the device's context current on this thread."""
@@ -185,7 +185,7 @@ class PinDriver(Protocol):
 
 
 class Pinnable(Protocol):
-    """What is pinned: a `HostRegion`."""
+    """Memory to be pinned: a `HostRegion`."""
 
     num_slots: int
     slot_stride: int  # bytes from slot to slot
@@ -201,8 +201,8 @@ class Pinnable(Protocol):
 class PinnedPieces:
     """Which slots of a region are pinned by now. No piece ends inside a slot. Thread-safe: a piece becomes pinned once.
 
-    What a copy waits for comes first, the rest in order, once all pages are there: pinning faults them one by one.
-    A copy may be asynchronous only if all of its slots are pinned, and no single piece of it reaches over a border.
+    Pieces that a copy waits for come first, the rest in order, once all pages are there: pinning faults them one by
+    one. A copy may be asynchronous only if all of its slots are pinned, and no single piece of it crosses a border.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class PinnedPieces:
         return bool(self._pinned[slots // self.slots_per_piece].all())
 
     def cover_soon(self, slots: NDArray[np.int64], timeout: float) -> bool:
-        """Have these slots pinned before others, and wait. False if they will not be, or not in `timeout` seconds."""
+        """Pin these slots before others, and wait. False if they will not be, or not in `timeout` seconds."""
         deadline = time.monotonic() + timeout
         pieces = np.unique(slots // self.slots_per_piece)
         self._wanted.extend(pieces[~self._pinned[pieces]].tolist())
@@ -247,27 +247,27 @@ class PinnedPieces:
         return (whole - missing) * self._slot_stride
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all is pinned or was given up; False if `timeout` seconds passed first."""
+        """Wait until all is pinned or pinning has ended; False if `timeout` seconds passed first."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def stop(self) -> None:
-        """Pin no more of it; a piece that is just being pinned ends first. Idempotent."""
+        """Pin no more of it; the current piece ends first. Idempotent."""
         self._closing.set()
         self._thread.join()
 
     def close(self) -> None:
-        """Give all of it back; a piece that is just being pinned ends first. Idempotent. No copy may be under way."""
+        """Unpin all of it; the current piece ends first. Idempotent. No copy may be under way."""
         self.stop()
         if not self._pinned.any():
             return
-        with suppress(RuntimeError):  # the interpreter ends, and takes all of it along
+        with suppress(RuntimeError):  # the interpreter ends, and unpins all of it
             unpinning = threading.Thread(target=self._unpin, name="kvtier-unpin")
             unpinning.start()
             unpinning.join()
 
     def _unpin(self) -> None:
-        """On a thread of its own: `use` changes the thread's current device, and the caller's is the caller's."""
+        """On a thread of its own, as `use` changes the thread's current device, which is the caller's."""
         with suppress(RuntimeError):  # the driver may be shutting down, or its context be broken
             self._driver.use(self._device)
         for piece in np.flatnonzero(self._pinned).tolist():
@@ -300,7 +300,7 @@ class PinnedPieces:
         logger.info("[host] pinned %s in %.1f s", show_size(self.num_bytes), time.monotonic() - started)
 
     def _next(self) -> int | None:
-        """Whose turn it is. None: for a moment nobody's, since pages are still missing."""
+        """The next piece. None: for a moment there is none, since pages are still missing."""
         while self._wanted:
             if not self._pinned[piece := self._wanted.popleft()]:
                 return piece

@@ -1,4 +1,4 @@
-"""BlockRecords: what is known of the block in each slot besides its bytes, in one array: no Python object a block."""
+"""BlockRecords: the record of the block in each slot besides its bytes, in one array: no Python object a block."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from kvtier.tiers.compiled import extension
 _HASH_BYTES: Final = 32
 _HEAD: Final = Struct("<32sQII")  # parent, checksum, the slot's generation, lengths: 48 bytes
 _HEAD_ROW: Final = np.dtype([("parent", "V32"), ("checksum", "<u8"), ("generation", "<u4"), ("lengths", "<u4")])
-_GENERATION: Final = (1 << 32) - 1  # of a generation the low half: a slot is not taken so often while somebody reads
+_GENERATION: Final = (1 << 32) - 1  # the low half of a generation: it does not repeat during one read
 _NAME: Final = Struct(f"{_HASH_BYTES}s")
 _SIZE_BITS: Final = 26  # of the lengths: bytes of tokens; above them the parent's, as that of none is b""
 
@@ -22,9 +22,9 @@ _SIZE_BITS: Final = 26  # of the lengths: bytes of tokens; above them the parent
 class BlockRecords:
     """A row for each slot, 48 bytes and 4 for each token a block may have. It takes no lock.
 
-    Names stand in the pool's index alone. A row says which generation of its slot it describes: once the slot is taken
-    again, it is nobody's. A row is packed and unpacked by one call that keeps the GIL, so a reader beside a writer
-    sees a whole row, of the block before or of the new one. The memory is the kernel's zeros until it is written.
+    Names are in the pool's index alone. A row has the generation of its slot: once the slot is taken again, the row is
+    invalid. A row is packed and unpacked by one call that keeps the GIL. So a reader beside a writer sees a whole row,
+    of the block before or of the new one. The memory is the kernel's zeros until it is written.
     """
 
     def __init__(self, names: memoryview, generations: memoryview, block_size: int) -> None:
@@ -81,11 +81,11 @@ class BlockRecords:
         tokens: Sequence[bytes],
         checksums: Sequence[int],
     ) -> None:
-        """As `put`, of records that are not made: column by column."""
+        """As `put`, from columns instead of records."""
         if self._packs is not None:
-            told = [each if isinstance(each, list) else [*each] for each in (chain_hashes, parents, tokens, checksums)]
-            if self._packs(self._rows, self._names, self._generations, [*slots], *told) == len(slots):
-                return  # else what is wrong with the next one is said below
+            lists = [each if isinstance(each, list) else [*each] for each in (chain_hashes, parents, tokens, checksums)]
+            if self._packs(self._rows, self._names, self._generations, [*slots], *lists) == len(slots):
+                return  # else the loop below finds the error
         pack, rows, stride, width = self._row.pack_into, self._rows, self._row.size, 4 * self.block_size
         names, generations, name_at = self._names, self._generations, _NAME.unpack_from
         columns = zip(slots, chain_hashes, parents, tokens, checksums, strict=True)
@@ -101,7 +101,7 @@ class BlockRecords:
             pack(rows, slot * stride, parent, checksum, generations[slot] & _GENERATION, lengths, block_tokens)
 
     def lineage(self, slots: NDArray[np.int64]) -> Lineage:
-        """Names and parents of the blocks in these slots, as far as they were described and have a parent."""
+        """Names and parents of the blocks in these slots, if they were described and have a parent."""
         rows = self._array.reshape(self._num_slots, self._row.size)[slots, : _HEAD.size]
         heads = np.ascontiguousarray(rows).view(_HEAD_ROW).reshape(-1)
         now = np.frombuffer(self._generations, np.int64)[slots] & _GENERATION
@@ -116,13 +116,13 @@ class BlockRecords:
         """The blocks in these slots that are ready, have this parent and begin with these tokens."""
         found: list[ChildBlock] = []
         for slot in self.following(slots, parent, start):
-            record = self[slot]  # maybe of a block that has left, or is not sealed yet
+            record = self[slot]  # may be of a block that was evicted, or is not sealed yet
             if record is not None and record.parent == parent and record.tokens.startswith(start) and is_ready(slot):
                 found.append(ChildBlock(record.chain_hash, record.tokens))
         return found
 
     def following(self, slots: Sequence[int], parent: ChainHash, start: bytes) -> list[int]:
-        """Those of the slots whose record may have this parent and begin with these tokens: a glance at each."""
+        """Those of the slots whose record may have this parent and begin with these tokens, by a quick comparison."""
         rows, stride, name_at, most = self._rows, self._row.size, _NAME.unpack_from, len(parent)
         found = [slot for slot in slots if name_at(rows, slot * stride)[0][:most] == parent]
         if not (start and found):

@@ -35,17 +35,17 @@ def put_columns(
     cdef Py_ssize_t stride = rows.shape[0] // num_slots if num_slots else 0
     cdef Py_ssize_t slot, parent_bytes, token_bytes
     cdef uint8_t *row
-    cdef bytes name, parent, told
+    cdef bytes name, parent, block_tokens
     cdef uint64_t checksum
     cdef uint32_t generation, lengths
     for i in range(count):
         try:
-            slot, name, parent, told, checksum = slots[i], chain_hashes[i], parents[i], tokens[i], checksums[i]
+            slot, name, parent, block_tokens, checksum = slots[i], chain_hashes[i], parents[i], tokens[i], checksums[i]
         except (OverflowError, TypeError):
             return i
-        if name is None or parent is None or told is None or not 0 <= slot < num_slots:
+        if name is None or parent is None or block_tokens is None or not 0 <= slot < num_slots:
             return i
-        parent_bytes, token_bytes = PyBytes_GET_SIZE(parent), PyBytes_GET_SIZE(told)
+        parent_bytes, token_bytes = PyBytes_GET_SIZE(parent), PyBytes_GET_SIZE(block_tokens)
         if parent_bytes > HASH_BYTES or token_bytes > stride - TOKENS_AT or PyBytes_GET_SIZE(name) != HASH_BYTES:
             return i
         if memcmp(&names[slot * HASH_BYTES], PyBytes_AS_STRING(name), HASH_BYTES):
@@ -58,6 +58,6 @@ def put_columns(
         memcpy(row + CHECKSUM_AT, &checksum, 8)
         memcpy(row + GENERATION_AT, &generation, 4)
         memcpy(row + LENGTHS_AT, &lengths, 4)
-        memcpy(row + TOKENS_AT, PyBytes_AS_STRING(told), token_bytes)
+        memcpy(row + TOKENS_AT, PyBytes_AS_STRING(block_tokens), token_bytes)
         memset(row + TOKENS_AT + token_bytes, 0, stride - TOKENS_AT - token_bytes)
     return count

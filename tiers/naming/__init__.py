@@ -1,4 +1,4 @@
-"""What a block is called: chain hashes of its tokens, rooted in the model's fingerprint."""
+"""Names of blocks: chain hashes of their tokens, rooted in the model's fingerprint."""
 
 import lazy_loader
 

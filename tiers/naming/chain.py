@@ -1,4 +1,4 @@
-"""Names of blocks: the fingerprint of what changes KV bytes, the root of a chain, and the hash of each full block.
+"""Names of blocks: the fingerprint of all that changes KV bytes, a chain's root, and the hash of each full block.
 
     fingerprint = SHA-256(canonical msgpack of `ModelIdentity`), see `identity.py`
     root        = SHA-256("kvtier-root-v1" ‖ fingerprint ‖ cache_salt ‖ LoRA name ‖ LoRA digest)
@@ -7,8 +7,8 @@
                   each extra key as u32 length ‖ tag ‖ u64 length ‖ value
 
 All integers little-endian; the parent of block 0 is the root. H is SHA-256, or by the scheme "xxh3" xxh3-128 with its
-16-byte digest written twice (so that any 8 bytes of a name tell blocks apart): four times faster, and no defence
-against somebody who looks for collisions. Nothing here depends on `hash()`, on the process or on the machine.
+16-byte digest written twice (so that any 8 bytes of a name differ between blocks). That is four times faster, and no
+defence against an attacker who searches for collisions. Nothing here depends on `hash()`, the process or the machine.
 """
 
 import hashlib
@@ -42,12 +42,12 @@ _STATE_TAG: Final = b"kvtier-state-v1"
 _POOL_TAG: Final = b"kvtier-pool-v1"
 _ONE: Final = array("I", (0,))
 
-PIECE: Final = 8192  # blocks named in one call: the GIL is kept while their names are made into objects
+PIECE: Final = 8192  # blocks named in one call: the GIL is kept while their names become objects
 IDS: Final = 1 << 16  # ids read in one call: the GIL is kept meanwhile
 
 RUN: Final = 64  # blocks in a run
 _MOST: Final = 32 << 20  # bytes: at blocks of 16 the names of 3.6 million tokens, at blocks of 64 of 6.4 million
-_OVERHEAD: Final = 512 + RUN * (32 + 41)  # bytes of a run besides what it is made of: its names as Python has them
+_OVERHEAD: Final = 512 + RUN * (32 + 41)  # bytes of a run besides its key: its names as Python keeps them
 
 
 @cache
@@ -58,7 +58,7 @@ def compiled() -> ModuleType | None:
 
 
 def token_array(tokens: Tokens) -> "array[int]":
-    """The ids as an array of native u32. ValueError names the first one outside [0, 2**32), TypeError what is no id."""
+    """The ids as an array of native u32. ValueError names the first one outside [0, 2**32); TypeError for no ids."""
     if isinstance(tokens, np.ndarray | array):
         return _from_buffer(tokens)
     if isinstance(tokens, bytes | bytearray | memoryview | str):
@@ -90,12 +90,12 @@ def state_name(block: ChainHash, group: int) -> ChainHash:
 
 
 def pool_name(page: ChainHash, pool: str, piece: int) -> ChainHash:
-    """The name of a part of what an engine's further pool keeps of a page, or at its end.
+    """The name of a part of an engine's extra pool for a page, or for its end.
 
     SHA-256("kvtier-pool-v1" ‖ u32 length ‖ pool, UTF-8, with all that changes its bytes ‖ u32 piece ‖ the page's name).
     """
-    told = pool.encode()
-    return hashlib.sha256(_POOL_TAG + struct.pack("<I", len(told)) + told + struct.pack("<I", piece) + page).digest()
+    text = pool.encode()
+    return hashlib.sha256(_POOL_TAG + struct.pack("<I", len(text)) + text + struct.pack("<I", piece) + page).digest()
 
 
 def root_hash(
@@ -123,26 +123,26 @@ def chain_hashes(root: ChainHash, tokens: Tokens, block_size: int, scheme: str =
 
 
 def is_named_by(record: BlockRecord) -> bool:
-    """Whether a block's name is what its parent and tokens alone make it: no extra keys, no other engine's dialect."""
+    """Whether a block's name follows from its parent and tokens alone: no extra keys, no other engine's scheme."""
     frames = [(struct.pack("<I", len(record.tokens) // 4) + record.tokens,)]
     return any([record.chain_hash] == hashes(record.parent, frames) for hashes in _SCHEMES.values())
 
 
 NamedRun = tuple[bytes, Sequence[ChainHash]]
-"""What the names are made of (kind ‖ the name before ‖ tokens), and the names."""
+"""The input of the names (kind ‖ the name before ‖ tokens), and the names."""
 
 
 class HashCache:
-    """Names of runs of blocks, found by all that they are made of. Thread-safe.
+    """Names of runs of blocks, found by all of their input. Thread-safe.
 
     A name depends on the scheme and the block size (the run's kind), on the name before it and on its tokens. These are
-    compared byte by byte, so what is found is what hashing gives. A chain begins at its root, which has the
-    fingerprint and the tenant's salt in it: no other tenant's chain comes to its runs.
+    compared byte by byte, so a found name is the one that hashing gives. A chain begins at its root, which has the
+    fingerprint and the tenant's salt in it: no other tenant's chain finds its runs.
     At most `num_bytes` are kept, those used last; of one prompt its beginning stays longest.
     """
 
     def __init__(self, num_bytes: int = _MOST) -> None:
-        """`num_bytes`: what everything kept may take, as Python keeps it."""
+        """`num_bytes`: the memory of all kept runs, as Python keeps them."""
         self.num_bytes = 0
         self._most = num_bytes
         self._runs: OrderedDict[int, NamedRun] = OrderedDict()  # those used last at the end
@@ -158,7 +158,7 @@ class HashCache:
         kept_runs = self._leading if module is None else module.kept_runs
         with self._lock:
             names, used = kept_runs(self._runs, kind, parent, tokens, run_bytes)
-            for key in reversed(used):  # a prompt's end goes first: without its beginning it would never be found
+            for key in reversed(used):  # a prompt's end is dropped first: without its beginning it is never found
                 self._runs.move_to_end(key)
         return names
 
@@ -219,14 +219,14 @@ class TokenChain:
         extra_keys: BlockExtraKeys | None = None,
         kept: HashCache | None = None,
     ) -> None:
-        """`kept`: names of chains before this one. What it knows is not hashed again, and it learns the rest."""
+        """`kept`: names of earlier chains. Runs in it are not hashed again; new ones are added."""
         if len(root) != 32:
             raise ValueError(f"root of {len(root)} bytes: must be 32")
         if block_size < 1:
             raise ValueError(f"block_size {block_size}: must be at least 1")
         if scheme not in _SCHEMES:
             raise ValueError(f"scheme {scheme!r}: use one of {', '.join(_SCHEMES)}")
-        self.root = self.tenant = root  # whose blocks they are: it has the tenant's salt in it
+        self.root = self.tenant = root  # identifies the tenant, whose salt is in it
         self.block_size = block_size
         self.scheme = scheme
         self.hashes: list[ChainHash] = []
@@ -240,11 +240,11 @@ class TokenChain:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens so far, those of the unfinished last block too."""
+        """All tokens so far, with those of the unfinished last block."""
         return len(self._tokens)
 
     def copy(self) -> "TokenChain":
-        """The same chain, to be extended by itself; nothing is hashed again."""
+        """The same chain, to be extended separately; nothing is hashed again."""
         made = TokenChain(self.root, self.block_size, self.scheme, kept=self._kept)
         made.hashes, made._tokens, made._extra = self.hashes.copy(), self._tokens[:], self._extra
         return made
@@ -283,18 +283,18 @@ class TokenChain:
         return words.tobytes() if _IS_LITTLE else _little_endian(words)
 
     def records(self, start: int, end: int) -> list[BlockRecord]:
-        """What the full blocks `start … end` are, without the checksums of what they hold."""
+        """The records of the full blocks `start … end`, without checksums."""
         names = [self.parent(start), *self.hashes[start:end]]
         return [BlockRecord(names[i + 1], names[i], self.block_tokens(start + i), 0) for i in range(end - start)]
 
     def next_tokens(self, block: int) -> bytes:
-        """The tokens of block `block`, full or not, u32 little-endian; none where an extra key names it, too."""
+        """The tokens of block `block`, full or not, u32 little-endian; none if an extra key is part of its name."""
         if block in self._extra:
             return b""
         return _little_endian(self._tokens[block * self.block_size : (block + 1) * self.block_size])
 
     def tail(self, num_tokens: int) -> BlockRecord | None:
-        """What follows the last full block among the first `num_tokens`, as a block of its own; None: nothing does."""
+        """The tokens behind the last full block among the first `num_tokens`, as a block of its own; None: none."""
         block, count = divmod(num_tokens, self.block_size)
         tokens = self.next_tokens(block)[: 4 * count] if block <= len(self.hashes) else b""
         if not tokens:
@@ -303,7 +303,7 @@ class TokenChain:
         return BlockRecord(self._name(parent, tokens), parent, tokens, 0)
 
     def is_plain(self, child: ChildBlock, parent: ChainHash) -> bool:
-        """Whether this name is what the parent and the tokens alone make it."""
+        """Whether this name follows from the parent and the tokens alone."""
         return child.chain_hash == self._name(parent, child.tokens)
 
     def _hash(self, first: int, count: int) -> None:
@@ -318,7 +318,7 @@ class TokenChain:
             self.hashes += module.names(self.scheme, self.parent(at), self._tokens, at * size, count, size)
 
     def _extend_by_runs(self, kept: HashCache, first: int, end: int) -> None:
-        """Name the blocks from `first` to `end`: whole runs as they were kept, then the rest, which is kept, too."""
+        """Name the blocks from `first` to `end`: whole runs from `kept`, then the rest, which is added to it."""
         self._hash(first, -first % RUN)
         first += -first % RUN
         kind, block_bytes = struct.pack("<8sI", self.scheme.encode(), self.block_size), 4 * self.block_size
@@ -333,7 +333,7 @@ class TokenChain:
         return name
 
     def _frames(self, first: int, count: int) -> Iterable[tuple[bytes]]:
-        """What is hashed after each parent: u32 token count ‖ tokens ‖ extra keys; by numpy, not by loops."""
+        """The bytes hashed after each parent: u32 token count ‖ tokens ‖ extra keys; by numpy, not by loops."""
         size = self.block_size
         words = np.frombuffer(self._tokens, np.uintc, count * size, first * size * self._tokens.itemsize)
         rows = np.empty((count, 1 + size), "<u4")

@@ -50,7 +50,7 @@ cdef extern from *:
     bint token_of "kvtier_token_of"(void *id, uint32_t *token)
 
 cdef enum:
-    AHEAD = 24  # ids: so far ahead their memory is asked for
+    AHEAD = 24  # ids: their memory is prefetched so far ahead
     NAME = 32  # bytes
     COUNT = 4  # bytes of the token count
     WORD = 4  # bytes of a token

@@ -1,4 +1,4 @@
-"""What a model's KV depends on, and its fingerprint: blocks under different fingerprints never meet; its shape."""
+"""A model's identity, its fingerprint, and the shape of its KV: blocks under different fingerprints never meet."""
 
 import hashlib
 import re
@@ -56,7 +56,7 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class FlatShape(KVShape):
-    """A block that is one row of `num_elements`: its layers differ, and who fills it knows what lies where."""
+    """A block that is one row of `num_elements`: its layers differ, and its writer knows the layout."""
 
     num_elements: int = 0
 
@@ -84,12 +84,12 @@ class KVLayout:
     head_stride: int
 
 
-# --- what KV depends on ----------------------------------------------------------------------------------------------
+# --- the identity ----------------------------------------------------------------------------------------------------
 
 FORMAT_VERSION: Final = 2  # of the canonical block layout and of how blocks are named; 1 hashed `model`, too
 
-_FEW: Final = 4  # values of a list that are told one by one
-_SHORT: Final = 80  # characters of a field that are told
+_FEW: Final = 4  # values of a list that are shown one by one
+_SHORT: Final = 80  # characters of a field that are shown
 _KINDS: Final = ("full", "sliding", "mla", "state")
 _REVISION: Final = re.compile(r"([a-z0-9]+:)?[0-9a-f]{16,128}")
 _CONFIG_DIGEST: Final = re.compile(r"(length-rope:)?[0-9a-f]{64}")
@@ -99,7 +99,7 @@ _LENGTH_ROPE: Final = "length-rope:"
 # depend on the length of the sequence: then equal tokens don't mean equal KV.
 _STATIC_ROPE: Final = frozenset({"axial", "default", "linear", "llama3", "mrope", "proportional", "yarn"})
 
-# Of a model's configuration: names and switches that leave KV alone, and the dtype, which is a field of its own and
+# Fields of a model's configuration that leave KV alone: names and switches. And the dtype, a field of its own that
 # changed its name between transformers 4 and 5.
 _NOT_KV: Final = frozenset(
     {"dtype", "name_or_path", "output_attentions", "output_hidden_states", "return_dict", "torch_dtype"}
@@ -115,7 +115,7 @@ class ModelIdentity:
     with None as its default, keeps old fingerprints valid.
     """
 
-    model: str  # its name, for people, and no part of the fingerprint: the next two say what it is
+    model: str  # its name, for people, and no part of the fingerprint; the next two fields identify it
     revision: str  # commit or digest of the weights, in hex, an "algorithm:" before it allowed; never a branch's name
     config_digest: str  # `config_digest()` of the model's configuration
     dtype: str  # of the weights
@@ -134,15 +134,15 @@ class ModelIdentity:
     tp_size: int = 1
     pp_stages: tuple[int, int] = (0, 1)  # the pipeline stages that hold `layers`
     pp_size: int = 1
-    forms: tuple[str, ...] | None = None  # what each of `layers` keeps for each token, if not K and V of one shape
-    lossy: str | None = None  # how tiers that nodes share keep the KV, if not exactly (`with_lossy`)
+    forms: tuple[str, ...] | None = None  # each layer's data for each token, if not K and V of one shape
+    lossy: str | None = None  # how shared tiers keep the KV, if not exactly (`with_lossy`)
     apart: int | None = (
-        None  # a namespace beside the first: there, models of this name compute other KV (`kv_probe.py`)
+        None  # a namespace beside the first, if models of this name compute other KV there (`kv_probe.py`)
     )
     layout: str = "block-first"  # [layers, 2, block_size, num_kv_heads, head_dim], C-contiguous
     hash_scheme: str = "sha256"  # "xxh3", or a foreign scheme's name (`key_schemes.py`)
     format_version: int = FORMAT_VERSION
-    epoch: int = 0  # bump it to leave everything stored so far behind
+    epoch: int = 0  # raise it to invalidate everything stored so far
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -164,8 +164,8 @@ class ModelIdentity:
         del named["model"]
         return hashlib.sha256(msgpack.packb(_normal(named, "identity"))).digest()
 
-    def told(self) -> dict[str, str]:
-        """Each field that applies, for people: short, a long list as how many it has and a digest of them."""
+    def shown(self) -> dict[str, str]:
+        """Each field that applies, for people: short, a long list as its length and a digest."""
         return {name: _short(value) for name, value in asdict(self).items() if value is not None}
 
     def _check_names(self) -> None:
@@ -192,9 +192,9 @@ class ModelIdentity:
 def config_digest(config: Mapping[str, object]) -> str:
     """SHA-256 (hex) of a model's configuration, with "length-rope:" before it if RoPE depends on the length.
 
-    `config` is what `config.json` or `PretrainedConfig.to_dict()` holds. Order, tuples for lists, 1.0 for 1 and None
-    for nothing make no difference, nor do names and switches that leave KV alone. TypeError names a value it cannot
-    digest.
+    `config` is the content of `config.json` or of `PretrainedConfig.to_dict()`. Order, tuples for lists, 1.0 for 1 and
+    None for nothing make no difference, nor do names and switches that leave KV alone. TypeError names a value that it
+    cannot digest.
     """
     digest = hashlib.sha256(msgpack.packb(_normal(_kv_part(config), "config"))).hexdigest()
     return f"{_LENGTH_ROPE}{digest}" if any(kind not in _STATIC_ROPE for kind in _rope_kinds(config)) else digest
@@ -217,7 +217,7 @@ def _kv_part(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def _normal(value: object, path: str) -> object:
-    """The value in the one form that all ways to write it share."""
+    """The value in its normal form, the same for all ways to write it."""
     if isinstance(value, Mapping):
         named = {str(key): item for key, item in value.items()}
         named = _kv_part(named) if "model_type" in named else named  # a model inside a model
@@ -236,7 +236,7 @@ def _normal(value: object, path: str) -> object:
 
 
 def _rope_kinds(config: Mapping[str, object]) -> set[str]:
-    """Every kind of RoPE the configuration names, in parts of a composite model and per layer kind too."""
+    """Every kind of RoPE in the configuration, in parts of a composite model and per layer kind too."""
     kinds: set[str] = set()
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -260,14 +260,14 @@ def _scaling_kinds(scaling: Mapping[str, object]) -> set[str]:
 
 Lossy = Literal["none", "fp8"]
 
-_EXACT: Final = "/exact-"  # of a compute_dtype: in this mode an answer is the same bits, loaded or computed
+_EXACT: Final = "/exact-"  # in a compute_dtype: in this mode an answer is the same bits, loaded or computed
 _FIX: Final = "leave it out"
 
 
 def with_lossy(identity: ModelIdentity, chosen: Lossy, block_bytes: int, *, unlike: str | None = None) -> ModelIdentity:
     """The identity under `[cache] lossy`: another one, so that no exact engine ever finds this one's blocks.
 
-    `block_bytes`: a block's, as tiers have it. `unlike` says what of it is no number of `kv_dtype`, if something is.
+    `block_bytes`: a block's, in tiers. `unlike` names what in it is no number of `kv_dtype`, if anything is.
     ConfigError if the model's KV cannot be kept so.
     """
     if chosen == "none":

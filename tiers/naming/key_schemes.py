@@ -1,7 +1,7 @@
-"""The dialects in which other engines name blocks: Dynamo's xxh3-64, vLLM's sha256_cbor, SGLang's pages.
+"""The schemes by which other engines name blocks: Dynamo's xxh3-64, vLLM's sha256_cbor, SGLang's pages.
 
-Each is held to golden vectors of the engine itself. Tokens as in `chain.py`, with its errors; only full blocks count.
-Under such an engine its own hashes are the keys, in our fingerprint's namespace: name the scheme in `hash_scheme`.
+Each is tested with golden vectors of the engine itself. Tokens as in `chain.py`, with its errors; only full blocks
+count. Under such an engine its own hashes are the keys, in our fingerprint's namespace: `hash_scheme` names the scheme.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ def dynamo_sequence_hashes(local_hashes: Sequence[int]) -> list[int]:
 # --- vLLM: SHA-256 of the canonical CBOR of (parent, tokens, extra keys) ---------------------------------------------
 
 CborItem: TypeAlias = "int | str | bytes | Sequence[CborItem] | None"
-"""What vLLM's keys are made of. Other types are a TypeError."""
+"""The values in vLLM's keys. Other types are a TypeError."""
 
 VLLM_DEFAULT_SEED: Final = "vllm-none-hash"
 
@@ -98,7 +98,7 @@ def cbor(item: CborItem) -> bytes:
 
 
 def _cbor_head(major: int, value: int) -> bytes:
-    """Major type and value in as few bytes as it takes."""
+    """Major type and value in the fewest bytes."""
     if value < 24:
         return bytes((major << 5 | value,))
     for code, num_bytes in ((24, 1), (25, 2), (26, 4), (27, 8)):

@@ -1,8 +1,8 @@
-"""The KV of a few tokens in short: by it a model that comes to a namespace sees whether it computes what is kept there.
+"""The KV of a few tokens in short, by which a model checks that it computes the KV kept in a namespace.
 
-A name holds what can be read of a model: weights, configuration, adapters. What else computes (a library's release, a
-function replaced in it) shows in the KV alone. Bytes of KV differ between CPUs and kernels, so probes are compared
-within a tolerance, and never hashed. `benchmarks/probe_tolerance.py` measures what rounding makes of them.
+A name covers a model's readable parts: weights, configuration, adapters. Other differences (a library's release, a
+function replaced in it) show in the KV alone. Bytes of KV differ between CPUs and kernels, so probes are compared
+within a tolerance, and never hashed. `benchmarks/probe_tolerance.py` measures the effect of rounding on them.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from kvtier.tiers import FormatError
 
 PROBE_BYTES: Final = 2048
-"""The most that a packed probe takes."""
+"""The longest packed probe."""
 
-# Relative. The worst that rounding made of seven tokens' KV on CPUs was 8e-6, 1.2e-2 and 7.6e-2; TF32 keeps ten bits.
+# Relative. The worst effect of rounding on seven tokens' KV on CPUs was 8e-6, 1.2e-2 and 7.6e-2; TF32 keeps ten bits.
 TOLERANCES: Final = {"float32": 2e-3, "float16": 3e-2, "bfloat16": 0.2}
 
 _HEAD: Final = struct.Struct("<8s16sHH")  # magic ‖ dtype ‖ planes ‖ numbers of each
@@ -39,7 +39,7 @@ class KVProbe:
 
     @classmethod
     def of(cls, planes: Sequence[NDArray[Any]], dtype: str) -> "KVProbe":
-        """`planes` are what the model's cache has of the tokens, any shape each, in a fixed order. Many are thinned."""
+        """`planes` are the tokens' parts of the model's cache, any shape each, in a fixed order. Many are thinned."""
         chosen = np.unique(np.linspace(0, len(planes) - 1, min(len(planes), _MOST_NUMBERS // 2)).astype(int)).tolist()
         each = min(_MOST_EACH, _MOST_NUMBERS // max(1, len(chosen)))
         numbers = np.empty((len(chosen), each), np.float32)
@@ -52,7 +52,7 @@ class KVProbe:
 
     @property
     def is_finite(self) -> bool:
-        """Whether it can be compared: NaN equals nothing, not even what the same model computes."""
+        """Whether it can be compared: NaN equals nothing, not even the same model's KV."""
         return bool(np.isfinite(self.numbers).all())
 
     def packed(self) -> bytes:
@@ -63,7 +63,7 @@ class KVProbe:
 
     @classmethod
     def unpack(cls, data: bytes) -> "KVProbe":
-        """The probe that begins these bytes; FormatError if none does."""
+        """The probe at the start of these bytes; FormatError if there is none."""
         if len(data) < _HEAD.size or not data.startswith(_MAGIC):
             raise FormatError("no KV probe")
         _, dtype, num_planes, each = _HEAD.unpack_from(data)
@@ -78,7 +78,7 @@ class KVProbe:
         return cls(dtype.rstrip(b"\0").decode(errors="replace"), numbers)
 
     def distance(self, other: "KVProbe") -> float:
-        """How far the KV is apart, relative, in the plane where it is most; infinite if that cannot be told."""
+        """The relative distance of the KV, in the plane where it is largest; infinite if it cannot be compared."""
         if self.numbers.shape != other.numbers.shape or self.dtype != other.dtype:
             return float("inf")
         if not (self.is_finite and other.is_finite):
@@ -91,7 +91,7 @@ class KVProbe:
 
     @property
     def tolerance(self) -> float:
-        """The distance up to which rounding alone may have made the difference."""
+        """The distance up to which rounding alone may be the cause."""
         return TOLERANCES.get(self.dtype, max(TOLERANCES.values()))
 
 

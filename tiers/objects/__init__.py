@@ -1,4 +1,4 @@
-"""The tier that nodes share when all else is gone: runs of blocks as objects in an S3-compatible bucket."""
+"""The lowest tier that nodes share: runs of blocks as objects in an S3-compatible bucket."""
 
 import lazy_loader
 

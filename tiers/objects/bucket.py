@@ -1,4 +1,4 @@
-"""One bucket through obstore: requests with a deadline, counted, their errors told apart, and what a user must fix."""
+"""One bucket through obstore: requests with a deadline, counted, and errors as outcomes, with a fix for the user."""
 
 import re
 import ssl
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 
 SentPart = bytes | memoryview
-_Brought = TypeVar("_Brought")
+_Result = TypeVar("_Result")
 
-EXISTS: Final = "PreconditionFailed"  # the code of a refusal to create what is there
+EXISTS: Final = "PreconditionFailed"  # the code if an object to be created exists
 CERTIFICATE: Final = "certificate"  # the code if the server's is not accepted
 BROKE_OFF: Final = "broke off"  # the code if the client itself failed: its credentials, or the URL, fit no request
-NO_S3: Final = "no S3"  # the code if who answers speaks another language
+NO_S3: Final = "no S3"  # the code if the server's reply is not S3's
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")
 _CAUSE: Final = re.compile(r"\b(?:message|error): (\"[^\"]+\")")
 _CERTIFICATE: Final = re.compile(r"\berror: InvalidCertificate\(\s*(?:\w+\(\s*)*(\w+)")
 _RETRIED: Final = re.compile(r" in \S+s, after \d+ retries, max_retries: \d+, retry_timeout: \S+s ")
 _LONGEST_WHY: Final = 200  # characters
 _LONGEST_CA: Final = 4 << 20  # bytes
-_ANOTHER_REGION: Final = "incorrectly configured region"  # the client's words for a 301 without a place
+_ANOTHER_REGION: Final = "incorrectly configured region"  # the client's words for a 301 without an address
 _TIMEOUTS: Final = ("kind: Timeout", "TimedOut", "RequestTimeout")
 _NO_CREDENTIALS: Final = ("169.254.169.254", "169.254.170", "/latest/api/token", "security-credentials")
-_RETRIES: Final = 1  # of a request that failed early; of one that took its time there is none
+_RETRIES: Final = 1  # of a request that failed early; a slow one is not repeated
 
 
 TakeBytes = Callable[[memoryview], object]
@@ -43,7 +43,7 @@ _CLOSED: Final = StorageFailed(Outcome.CLOSED, "closed")
 
 
 class ObjectRange(NamedTuple):
-    """Bytes of an object: `end` is the one behind the last."""
+    """Bytes of an object, from `start` to before `end`."""
 
     key: str
     start: int
@@ -51,11 +51,10 @@ class ObjectRange(NamedTuple):
 
 
 class Bucket:
-    """A failure's code is S3's word for it, `credentials`, CERTIFICATE, BROKE_OFF or NO_S3; empty if nobody answered.
+    """One bucket. A failure's code is S3's, `credentials`, CERTIFICATE, BROKE_OFF or NO_S3; empty without a reply.
 
-    Thread-safe. A request that got no answer in time is given up by the client itself: no thread waits for ever.
-
-    `timeout` seconds are a request's, with all its bytes. One that failed early is tried once more.
+    Thread-safe. `timeout` is the limit of a request with all its bytes, in seconds. The client itself ends a request
+    without a reply in time, so no thread waits for ever. A request that failed early is tried once more.
     """
 
     def __init__(self, config: ObjectsConfig, store: "S3Store", timeout: float) -> None:
@@ -70,46 +69,46 @@ class Bucket:
 
     @classmethod
     def connect(cls, config: ObjectsConfig, num_bytes: int = BATCH_BYTES) -> "Bucket":
-        """Asks nobody yet. A request may have `num_bytes`. ConfigError for what the client does not take."""
+        """Sends no request yet. A request may have `num_bytes`. ConfigError if the client does not take an option."""
         timeout = config.connect_timeout + config.deadline + num_bytes / config.bandwidth
         return cls(config, client_of(config, timeout), timeout)
 
-    def bring(
+    def read_each(
         self, wanted: Sequence[ObjectRange], take: Sequence[TakeBytes], deadline: float
     ) -> Iterator[tuple[int, StorageFailed | None]]:
-        """Ask for all ranges at once; tells how each ended, by its place in `wanted`: None if all there is has come.
+        """Request all ranges at once. Yields each one's place in `wanted` and its failure, None if all its bytes came.
 
-        What comes of a range goes to its `take` piece by piece, on another thread: never more than was wanted, and
-        nothing once its end was told, `deadline` (time.monotonic) has passed, or the caller has left.
+        Bytes go to the range's `take` piece by piece, on another thread: never more than wanted. None comes after its
+        failure was yielded, `deadline` (time.monotonic) has passed, or the caller has stopped.
         """
-        takers = [_Taker(each) for each in take]
+        receivers = [_Receiver(each) for each in take]
         futures: dict[Future[StorageFailed | None], int] = {}
         waiting: set[Future[StorageFailed | None]] = set()
         try:
             for i, each in enumerate(wanted):
-                futures[self._pool.submit(self._bring, each, takers[i])] = i
+                futures[self._pool.submit(self._read, each, receivers[i])] = i
             waiting.update(futures)
             for future in as_completed(futures, max(0.0, deadline - time.monotonic())):
                 waiting.discard(future)
                 yield futures[future], _CLOSED if future.cancelled() else future.result()
         except TimeoutError:
             for future in waiting:
-                takers[futures[future]].give_up()
+                receivers[futures[future]].cancel()
                 yield futures[future], StorageFailed(Outcome.TIMEOUT, "no answer in time")
-        except RuntimeError:  # no thread takes a request any more
+        except RuntimeError:  # the pool takes no more requests
             if not self._closed:
                 raise
             yield from ((i, _CLOSED) for i in range(len(wanted)))
         finally:
-            for taker in takers:
-                taker.give_up()
+            for receiver in receivers:
+                receiver.cancel()
             for future in futures:
                 future.cancel()
 
     def fetch(self, wanted: Sequence[ObjectRange], deadline: float) -> Iterator[tuple[int, memoryview | StorageFailed]]:
         """The bytes of small ranges, each when it is complete; fewer if an object ends before."""
         came = [bytearray() for _ in wanted]
-        for i, failure in self.bring(wanted, [each.extend for each in came], deadline):
+        for i, failure in self.read_each(wanted, [each.extend for each in came], deadline):
             yield i, failure or memoryview(came[i])
 
     def get(self, wanted: ObjectRange, deadline: float) -> memoryview:
@@ -124,40 +123,40 @@ class Bucket:
         import obstore
 
         mode: PutMode = "create" if only_new else "overwrite"
-        self._asked("put", lambda: obstore.put(self._store, key, list(parts), mode=mode, use_multipart=False))
+        self._request("put", lambda: obstore.put(self._store, key, list(parts), mode=mode, use_multipart=False))
         self._count("put")
         self._count_bytes("sent", sum(len(part) for part in parts))
 
     def delete(self, keys: Sequence[str]) -> None:
-        """What is not there is no error. StorageFailed."""
+        """Objects that do not exist are no error. StorageFailed."""
         import obstore
 
-        self._asked("delete", lambda: obstore.delete(self._store, list(keys)))
+        self._request("delete", lambda: obstore.delete(self._store, list(keys)))
         self._count("delete")
 
     def counts(self) -> Mapping[str, int]:
-        """Since the start: `requests_{get, put, delete}`, those that failed among them, and bytes each way."""
+        """Since the start: `requests_{get, put, delete}`, with failed ones, and bytes each way."""
         with self._lock:
             return dict(self._counts)
 
     def close(self) -> None:
-        """What is under way ends by itself."""
+        """Requests under way end by themselves."""
         self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _bring(self, wanted: ObjectRange, taker: "_Taker") -> StorageFailed | None:
-        """Thread: one request, until all has come or nobody waits for it any more."""
+    def _read(self, wanted: ObjectRange, receiver: "_Receiver") -> StorageFailed | None:
+        """Thread: one request, until all bytes came or it is cancelled."""
         import obstore
 
         num_bytes = left = wanted.end - wanted.start
         options: GetOptions = {"range": (wanted.start, wanted.end)}
         try:
-            answer = self._asked("get", lambda: obstore.get(self._store, wanted.key, options=options))
-            pieces = answer.stream(min_chunk_size=1)  # as they come: the client copies what it brings together
-            while left and (piece := self._asked("get", lambda: next(pieces, None))):
+            answer = self._request("get", lambda: obstore.get(self._store, wanted.key, options=options))
+            pieces = answer.stream(min_chunk_size=1)  # as they come: the client would copy to join them
+            while left and (piece := self._request("get", lambda: next(pieces, None))):
                 came = memoryview(piece)[:left]
                 left -= len(came)
-                if not taker.take(came):
+                if not receiver.take(came):
                     break
         except StorageFailed as error:
             return error
@@ -167,8 +166,8 @@ class Bucket:
             self._count_bytes("received", num_bytes - left)
         return None
 
-    def _asked(self, verb: str, request: Callable[[], _Brought]) -> _Brought:
-        """What the client brings. StorageFailed, counted. A key id with a line's end makes it panic: no Exception."""
+    def _request(self, verb: str, request: Callable[[], _Result]) -> _Result:
+        """The request's result. StorageFailed, counted. A key id with a line's end makes it panic: no Exception."""
         from obstore.exceptions import BaseError
 
         try:
@@ -192,29 +191,29 @@ class Bucket:
             self._counts[f"bytes_{way}"] += num_bytes
 
 
-class _Taker:
-    """Hands on what comes of one request, until it is given up."""
+class _Receiver:
+    """Passes on a request's bytes until it is cancelled."""
 
     def __init__(self, take: TakeBytes) -> None:
         self._take = take
         self._lock = Lock()
-        self._given_up = False
+        self._cancelled = False
 
     def take(self, came: memoryview) -> bool:
-        """False if nobody waits for it any more."""
+        """False if it is cancelled."""
         with self._lock:
-            if not self._given_up:
+            if not self._cancelled:
                 self._take(came)
-            return not self._given_up
+            return not self._cancelled
 
-    def give_up(self) -> None:
-        """From now on nothing is handed on; what is being handed on just now is waited for."""
+    def cancel(self) -> None:
+        """Pass on no more bytes. Waits for those being passed on."""
         with self._lock:
-            self._given_up = True
+            self._cancelled = True
 
 
 def client_of(config: ObjectsConfig, timeout: float) -> "S3Store":
-    """obstore's client for [objects]. ConfigError for what it does not take."""
+    """obstore's client for [objects]. ConfigError if it does not take an option."""
     from obstore.exceptions import BaseError
     from obstore.store import S3Store
 
@@ -251,7 +250,7 @@ def client_of(config: ObjectsConfig, timeout: float) -> "S3Store":
 
 
 def _credentials(config: ObjectsConfig) -> "Callable[[], S3Credential] | None":
-    """The options' own. By a callback: else a session token among AWS's variables would go with them."""
+    """The options' own. By a callback: else a session token among AWS's variables would be sent with them."""
     if config.access_key_id is None or config.secret_access_key is None:
         return None
     token = None if config.session_token is None else config.session_token.get_secret_value()
@@ -265,7 +264,7 @@ def _credentials(config: ObjectsConfig) -> "Callable[[], S3Credential] | None":
 
 
 def _endpoint(config: ObjectsConfig) -> str | None:
-    """As the client takes it: with the bucket's name, if hosts have that. AWS's own it knows itself."""
+    """As the client takes it: with the bucket's name for virtual hosts. None: AWS's, which the client knows."""
     if config.endpoint is None or not config.virtual_hosted:
         return config.endpoint
     scheme, _, host = config.endpoint.partition("://")
@@ -292,7 +291,7 @@ def _certificates(config: ObjectsConfig) -> bytes:
 
 
 def error_of(error: BaseException) -> StorageFailed:
-    """What obstore raised, as an outcome and S3's own word."""
+    """What obstore raised, as an outcome and S3's code."""
     text = str(error)
     found = _CODE.search(text)
     code = found[1] if found else ""
@@ -303,8 +302,8 @@ def error_of(error: BaseException) -> StorageFailed:
     if type(error).__name__ == "AlreadyExistsError":
         return StorageFailed(Outcome.IO_ERROR, "it is there", EXISTS)
     if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
-        if not code:  # any web server says so of anything
-            return StorageFailed(Outcome.IO_ERROR, "404 without a word of S3's", NO_S3)
+        if not code:  # any web server may reply so
+            return StorageFailed(Outcome.IO_ERROR, "404 without an S3 error code", NO_S3)
         return StorageFailed(Outcome.ABSENT, "not there", code)
     if _ANOTHER_REGION in text:
         return StorageFailed(Outcome.IO_ERROR, "it is in another region", "PermanentRedirect")
@@ -315,7 +314,7 @@ def error_of(error: BaseException) -> StorageFailed:
 
 
 def _flat(error: BaseException) -> str:
-    """In one line, without what a server could steer a terminal with. What lies beneath stands in obstore's notes."""
+    """In one line, without control characters that a server could send to a terminal. Causes are in obstore's notes."""
     text, _, notes = str(error).partition("Debug source")
     causes = _CAUSE.findall(notes)
     text = " ".join((causes[-1].strip('"') if causes else _RETRIED.sub(" ", text)).split())[:_LONGEST_WHY]
@@ -325,7 +324,7 @@ def _flat(error: BaseException) -> str:
 RIGHTS: Final = "s3:GetObject, s3:PutObject and s3:DeleteObject on its objects and s3:ListBucket on itself"
 _WRONG_KEY: Final = ("SignatureDoesNotMatch", "AuthFailure")
 _WRONG_ID: Final = ("InvalidAccessKeyId", "InvalidToken", "InvalidClientTokenId")
-_IN_TIME: Final = {  # what mends itself, or is mended, with no other setting
+_IN_TIME: Final = {  # errors that pass or can be fixed without another setting
     "ExpiredToken": "its credentials have expired; renew them",
     "ExpiredTokenException": "its credentials have expired; renew them",
     "RequestTimeTooSkewed": "the store's clock and this machine's differ; set them",

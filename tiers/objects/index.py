@@ -1,4 +1,4 @@
-"""Which blocks this process knows to be in the bucket, and where in which object. Bounded; no I/O."""
+"""Which blocks are known to be in the bucket, and where in which object. Bounded; no I/O."""
 
 import time
 from collections import OrderedDict
@@ -10,7 +10,7 @@ from kvtier.tiers import ChainHash
 from kvtier.tiers.objects.layout import Edges
 from kvtier.tiers.shared import MAX_NAMES
 
-NAME_LIFETIME: Final = 3600.0  # seconds a name is believed: others delete without telling
+NAME_LIFETIME: Final = 3600.0  # seconds until a known name expires: others delete without notice
 
 
 class StoredObject:
@@ -19,7 +19,7 @@ class StoredObject:
     __slots__ = ("blocks", "edges", "first", "until")
 
     def __init__(self, first: bytes, edges: Edges) -> None:
-        self.first = first  # what stands for its first block in its key
+        self.first = first  # its first block's name in its key
         self.edges = edges  # of all its records
         self.blocks: list[ChainHash] = []  # the leading ones, as far as they are known
         self.until = 0.0
@@ -48,7 +48,7 @@ class ObjectIndex:
         return len(self._places)
 
     def learn(self, first: bytes, hashes: Sequence[ChainHash], edges: Edges) -> None:
-        """The object of that name begins with these blocks, as of now, and its records lie so."""
+        """The object of that name begins with these blocks, as of now, and its records have these edges."""
         with self._lock:
             known = self._objects.get(first)
             is_same = known is not None and known.edges == edges
@@ -65,7 +65,7 @@ class ObjectIndex:
                 self._forget(next(iter(self._objects.values())))
 
     def confirm(self, objects: Iterable[StoredObject]) -> None:
-        """They were read just now."""
+        """These objects were just read."""
         with self._lock:
             for each in objects:
                 if self._objects.get(each.first) is each:
@@ -94,7 +94,7 @@ class ObjectIndex:
             return [self._place(chain_hash, now) for chain_hash in hashes]
 
     def forget(self, objects: Iterable[StoredObject]) -> list[ChainHash]:
-        """They are not there, or not as they should be; returns the blocks that nobody knows of any more."""
+        """These objects are missing or damaged; returns the blocks that are not known any more."""
         with self._lock:
             return [h for each in objects for h in self._forget(each)]
 
@@ -122,10 +122,10 @@ class ObjectIndex:
     def _forget(self, stored: StoredObject) -> list[ChainHash]:
         if self._objects.get(stored.first) is stored:
             del self._objects[stored.first]
-        gone = [h for h in stored.blocks if (place := self._places.get(h)) is not None and place[0] is stored]
-        for chain_hash in gone:
+        forgotten = [h for h in stored.blocks if (place := self._places.get(h)) is not None and place[0] is stored]
+        for chain_hash in forgotten:
             del self._places[chain_hash]
-        return gone
+        return forgotten
 
 
 def _agree(one: Sequence[ChainHash], other: Sequence[ChainHash]) -> bool:

@@ -26,7 +26,7 @@ Edges = Sequence[int]
 
 
 class ObjectTable(NamedTuple):
-    """What an object holds, as its table says. Nobody vouches for it: every record says itself which block it is."""
+    """An object's content by its table. The table is not verified: every record has its block's name."""
 
     names: list[bytes]
     edges: Edges
@@ -53,11 +53,11 @@ class ObjectSpace:
         self._kv_probes = f"{prefix}/kv-probes/{form.name}/"
 
     def kv_probe_key(self, epoch: int) -> str:
-        """Of what the maker of these objects computes of a few tokens."""
+        """For the KV probe of the creator of these objects."""
         return f"{self._kv_probes}{format_epoch(epoch).decode()}"
 
     def names(self, hashes: Iterable[ChainHash]) -> list[bytes]:
-        """What stands for each block in tables: 32 bytes."""
+        """The name of each block in tables: 32 bytes."""
         return [bytes.fromhex(name.decode()) for name in self.form.names(hashes)]
 
     def key(self, first: bytes, epoch: int) -> str:
@@ -71,7 +71,7 @@ class ObjectSpace:
         return range(self.table_bytes, self.table_bytes + len(lengths) * self.record_bytes + 1, self.record_bytes)
 
     def table(self, names: Sequence[bytes], edges: Edges) -> bytes:
-        """What an object of these blocks (`MAX_BLOCKS` at most) begins with."""
+        """The first bytes of an object of these blocks (`MAX_BLOCKS` at most)."""
         table = _START.pack(self._magic, len(names), self.record_bytes)
         table += b"".join(names).ljust(MAX_BLOCKS * _NAME_BYTES, b"\0")
         if self._has_lengths:
@@ -99,21 +99,21 @@ class ObjectSpace:
 
 
 class ArrivingRecords:
-    """Heads are kept apart, and what is behind each goes into its slot at once: no record waits for the next one."""
+    """The records of a read: heads are kept apart, and each payload goes into its slot when it comes."""
 
     def __init__(
         self,
         lengths: Sequence[int],
         head_bytes: int,
         into: Sequence[memoryview],
-        tell: Callable[[int, bytes], None],
+        on_record: Callable[[int, bytes], None],
     ) -> None:
         """`lengths` of whole records, in bytes: at least `head_bytes`, at most those and a slot of `into`.
 
-        `tell` is called for each record when it is whole, with its number and head.
+        `on_record` is called for each record when it is whole, with its number and head.
         """
         self.num_whole = 0
-        self._tell = tell
+        self._on_record = on_record
         self._lengths = lengths
         self._head_bytes = head_bytes
         self._into = into
@@ -121,7 +121,7 @@ class ArrivingRecords:
         self._rest = memoryview(b"")  # of the slot that is being filled
 
     def take(self, came: memoryview) -> None:
-        """The next bytes. What is behind the last record is left alone."""
+        """The next bytes. Those behind the last record are ignored."""
         while came and self.num_whole < len(self._lengths):
             if missing := self._head_bytes - len(self._head):
                 self._head += came[:missing]
@@ -136,4 +136,4 @@ class ArrivingRecords:
                 head, number = bytes(self._head), self.num_whole
                 self._head.clear()
                 self.num_whole += 1
-                self._tell(number, head)
+                self._on_record(number, head)

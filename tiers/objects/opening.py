@@ -1,4 +1,4 @@
-"""The object tier from its section of the configuration: how to reach it, and what the doctor asks. A `TierModule`."""
+"""The object tier from the configuration section [objects]: opening it, and the doctor's checks. `TierModule`."""
 
 import secrets
 import time
@@ -28,14 +28,14 @@ from kvtier.tiers.objects.store import ObjectStore
 from kvtier.tiers.shared import StorageFailed
 
 _CHECK: Final = "objects"
-_ANSWER_SECONDS: Final = 2.0  # at the least; a doctor is more patient than a tier
+_ANSWER_SECONDS: Final = 2.0  # at the least; the doctor waits longer than the tier
 _SLOW_SECONDS: Final = 0.5
 _ROUNDS: Final = 4
-_LONGEST_SECONDS: Final = 2.0  # then no further round begins
+_LONGEST_SECONDS: Final = 2.0  # no further round begins after it
 
 
 def check_objects(config: ObjectsConfig, *, in_full: bool = True) -> list[Finding]:
-    """What is to be said of the bucket, on or off; in full also of compression, which takes reads and time."""
+    """The findings about the bucket, on or off; in full also of compression, which takes reads and time."""
     if config.bucket is None:
         return [ok(_CHECK, "off: no [objects] bucket")]
     patient = config.model_copy(update={"deadline": max(config.deadline, _ANSWER_SECONDS)})
@@ -72,7 +72,7 @@ def _look(config: ObjectsConfig, bucket: Bucket) -> Finding:
 
 def _rate(config: ObjectsConfig, bucket: Bucket) -> float | None:
     """Bytes a second of one request: the best read of a batch-sized object, then deleted. None: no answer."""
-    key = f"{config.prefix}/blocks/doctor-{secrets.token_hex(8)}"  # what is left of it the lifecycle rule removes
+    key = f"{config.prefix}/blocks/doctor-{secrets.token_hex(8)}"  # the lifecycle rule removes it if we do not
     began, best = time.monotonic(), 0.0
     try:
         bucket.put(key, [bytes(BATCH_BYTES)])
@@ -99,13 +99,13 @@ def configured(config: Config, fingerprint: bytes, shape: BlockShape) -> Configu
     def reach() -> ObjectStore:
         return ObjectStore.open(config.objects, fingerprint, slot_bytes=shape.block_bytes, block_size=shape.block_size)
 
-    # a write may ask three times, the last time just before its deadline
+    # a write may send three requests, the last one just before its deadline
     batch = max(BATCH_BYTES, shape.block_bytes) / config.objects.bandwidth
     return ConfiguredTier(reach, 3 * (config.objects.connect_timeout + config.objects.deadline + batch))
 
 
 def checked(config: Config) -> str | None:
-    """Reads the key and the certificates, and asks no server: one that is away is found later."""
+    """Reads the key and the certificates, without a connection: a server that is down is found later."""
     if config.objects.bucket is None:
         return None
     require_client(config.objects)
@@ -120,12 +120,12 @@ def checked(config: Config) -> str | None:
 
 
 def answers(config: Config) -> list[Finding]:
-    """The bucket, by one read of an object that need not be there."""
+    """The bucket, by one read of an object that may not exist."""
     return [] if config.objects.bucket is None else check_objects(config.objects, in_full=False)
 
 
 def examine(config: Config) -> list[Finding]:
-    """The bucket that [objects] names, and whether compression pays. Each answer has a deadline of seconds."""
+    """The bucket in [objects], and whether compression pays. Each reply has a deadline of seconds."""
     return check_objects(config.objects)
 
 

@@ -25,12 +25,12 @@ from kvtier.tiers.shared import SharedEpoch, SharedTier, StorageFailed, cut_off,
 
 _log = logging.getLogger(__name__)
 
-LOOKED_AT: Final = 10.0  # seconds: so long after a reset others may go on in the epoch before
-_FIRST: Final = 1  # if nobody ever reset: then there is no object, and readers need not write one
+LOOKED_AT: Final = 10.0  # seconds: for so long after a reset others may continue in the epoch before
+_FIRST: Final = 1  # before the first reset there is no object, and readers need not write one
 
 
 class ObjectEpoch(SharedEpoch):
-    """The content of an object of its own, looked at every `LOOKED_AT` seconds, before a request that needs it."""
+    """The content of an object of its own, read every `LOOKED_AT` seconds, before a request that needs it."""
 
     serves_on = False
 
@@ -57,7 +57,7 @@ class ObjectEpoch(SharedEpoch):
             self._fresh_until = self._clock() + LOOKED_AT
 
     def _stored(self, deadline: float) -> int:
-        """0 for something that no epoch is."""
+        """The stored epoch; 0 if the object's content is none."""
         try:
             return parse_epoch(bytes(self._bucket.get(ObjectRange(self._key, 0, 64), deadline)))
         except StorageFailed as error:
@@ -68,39 +68,38 @@ class ObjectEpoch(SharedEpoch):
             raise
 
 
-_ObjectRun = tuple[StoredObject, int, list[int]]  # one request: an object, a position, which blocks lie from there on
+_ObjectRun = tuple[StoredObject, int, list[int]]  # one request: an object, a position, the blocks from there on
 
 _TIER: Final = "objects"
-_MOST_TABLES: Final = 16  # asked for at once
-_MOST_TOLD: Final = 16
+_MOST_TABLES: Final = 16  # read at once
+_MOST_LOGGED: Final = 16
 _BAD: Final = (Outcome.CHECKSUM, Outcome.KEY_MISMATCH)
 _EPOCH_CHANGED: Final = StorageFailed(Outcome.EPOCH, "reset meanwhile")
 
 
 class ObjectStore(SharedTier):
-    """Over one bucket.
+    """A `SharedTier` over one bucket.
 
-    An object holds consecutive blocks of one chain and is named by the first of them; it never changes. Whoever has a
-    chain's names finds its objects one behind the other. What it knows to be there are names: of blocks it wrote, read
-    or located.
+    An object holds consecutive blocks of one chain, is named by the first of them, and never changes. With a chain's
+    names its objects are found one behind the other. The store knows the names of blocks it wrote, read or located.
     """
 
     def __init__(self, config: ObjectsConfig, space: ObjectSpace, bucket: Bucket) -> None:
-        """Over a bucket that nobody has asked yet. Use `ObjectStore.open`."""
+        """Sends no request. Use `ObjectStore.open`."""
         super().__init__(_TIER, config, space.form, space.record_bytes)
         self.space = space
         self._config: ObjectsConfig = config
         self._bucket = bucket
         self._index = ObjectIndex(min(config.ttl, NAME_LIFETIME))
         self._epoch: ObjectEpoch = ObjectEpoch(bucket, space.epoch_key, self._forget_all)
-        self._told: set[str] = set()  # S3's words, each logged once: counters say no more than `io_error`
+        self._logged: set[str] = set()  # S3's codes, each logged once: counters say no more than `io_error`
         self._part_blocks = max(1, config.part_size // space.record_bytes)
 
     @classmethod
     def open(cls, config: ObjectsConfig, fingerprint: bytes, *, slot_bytes: int, block_size: int) -> "ObjectStore":
         """Reach the bucket for the blocks of `fingerprint` (32 bytes).
 
-        ConfigError for what the user has to fix; TierUnavailable if nobody answers in time: try again later.
+        ConfigError for mistakes to fix; TierUnavailable without a reply in time: try again later.
         """
         require_space(fingerprint, slot_bytes, block_size)
         form = form_of(_TIER, config, fingerprint, slot_bytes, block_size)
@@ -124,8 +123,8 @@ class ObjectStore(SharedTier):
         return [place is not None for place in self._index.places(hashes)]
 
     def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
-        """Reads the tables of the chain's objects, one behind the other. The first one says how many blocks it has;
-        it is likely that the next ones have as many, so more and more of them are asked for at once.
+        """Reads the tables of the chain's objects, one behind the other. The next objects likely have as many blocks
+        as the first one, so more and more of them are read at once.
         """
         deadline = self._deadline(0)
         epoch = self._current(deadline)
@@ -136,7 +135,7 @@ class ObjectStore(SharedTier):
         while found < len(hashes):
             learned = self._read_tables(hashes, range(at, len(hashes), step)[:width], epoch, deadline)
             first = learned[0]
-            if isinstance(first, StorageFailed):  # of others than the first one nothing is known to be missing
+            if isinstance(first, StorageFailed):  # a failure of a later object says nothing about the chain
                 if first.outcome is Outcome.ABSENT:
                     self._missed(hashes[at])
                 return self._located(min(found, at), first)
@@ -145,8 +144,6 @@ class ObjectStore(SharedTier):
                 return self._located(found, None)
             at, step, width = found, first, min(2 * width, _MOST_TABLES)
         return self._located(found, None)
-
-    # Blocks.
 
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
         require_buffers(len(hashes), into, self.space.slot_bytes)
@@ -159,7 +156,7 @@ class ObjectStore(SharedTier):
             results = self._read(hashes, into, epoch, deadline)
             if self._epoch.value != epoch:
                 results = [Outcome.EPOCH] * len(hashes)
-        self.announcer.seen(result for result in results if isinstance(result, BlockRecord))
+        self.change_feed.seen(result for result in results if isinstance(result, BlockRecord))
         self._counts.add("read", results)
         return results
 
@@ -176,25 +173,23 @@ class ObjectStore(SharedTier):
         outcomes = [Outcome.OK] * done
         if failure is not None:
             outcomes = cut_off([*outcomes, *[failure.outcome] * (len(records) - done)])
-        self.announcer.seen(records[:done])
+        self.change_feed.seen(records[:done])
         self._counts.add("write", outcomes)
         return outcomes
 
     def discard(self, hashes: Sequence[ChainHash]) -> None:
-        """Delete these blocks' objects for everybody, others' blocks with them; of an unknown one, its own."""
+        """Delete these blocks' objects for all processes, with other blocks in them; of an unknown block, its own."""
         places = self._index.places(hashes)
         names = {place[0].first for place in places if place is not None}
         unknown = [h for h, place in zip(hashes, places, strict=True) if place is None]
         names.update(self.space.names(unknown))
-        gone = self._index.forget(dict.fromkeys(place[0] for place in places if place is not None))
-        self.announcer.missed([*gone, *unknown])
+        missing = self._index.forget(dict.fromkeys(place[0] for place in places if place is not None))
+        self.change_feed.missed([*missing, *unknown])
         if not self._delete(names, self._deadline(0)) and not self._is_closed:
             _log.warning("[objects] %d may be there still: the bucket did not confirm that it deleted them", len(names))
 
-    # Looking after it.
-
     def kv_probe(self) -> bytes | None:
-        """Each epoch has its own: nothing stored before it counts."""
+        """Each epoch has its own probe: none stored before counts."""
         deadline, key = self._kv_probe_at()
         try:
             return bytes(self._bucket.get(ObjectRange(key, 0, PROBE_BYTES), deadline)) or None
@@ -204,16 +199,16 @@ class ObjectStore(SharedTier):
             raise explanation(self._config, error) from None
 
     def keep_kv_probe(self, packed: bytes) -> None:
-        """Outside what lifecycle rules remove. Whoever may only read keeps none."""
+        """Outside of what lifecycle rules remove. A reader without write permission stores none."""
         _, key = self._kv_probe_at()
         try:
             self._bucket.put(key, [packed], only_new=True)
         except StorageFailed as error:
             if error.code != EXISTS:
-                self._tell(error)
+                self._log_refusal(error)
 
     def probe(self, direction: Direction) -> bool:
-        """Whether the bucket answers, or takes a small object: one that the lifecycle rule removes."""
+        """Whether the bucket replies, or takes a small object, which the lifecycle rule removes."""
         try:
             if direction == "write":
                 self._bucket.put(self.space.probe_key, [b"1"])
@@ -231,14 +226,12 @@ class ObjectStore(SharedTier):
         self._index.check()
 
     def close(self) -> None:
-        """Refuse new calls; a reset still to be told is told first, within its deadline. Idempotent."""
+        """Refuse new calls; a reset that is not stored yet is stored first, within its deadline. Idempotent."""
         if self._close(self._bucket.timeout):
             self._bucket.close()
 
-    # Inside.
-
     def _kv_probe_at(self) -> tuple[float, str]:
-        """A deadline for what is asked now, and the probe's key. As `open`."""
+        """A deadline for a request now, and the probe's key. As `open`."""
         deadline = time.monotonic() + self._bucket.timeout
         epoch = self._current(deadline)
         if isinstance(epoch, StorageFailed):
@@ -246,17 +239,17 @@ class ObjectStore(SharedTier):
         return deadline, self.space.kv_probe_key(epoch)
 
     def _current(self, deadline: float) -> int | StorageFailed:
-        """The epoch all processes are in now, or why it is not known."""
+        """The epoch of all processes, or why it is not known."""
         if self._is_closed:
             return StorageFailed(Outcome.CLOSED, "closed")
         if (failure := self._epoch.settle(deadline)) is not None:
             return failure
-        return self._epoch.value or _EPOCH_CHANGED  # reset at this very moment
+        return self._epoch.value or _EPOCH_CHANGED  # reset just now
 
     def _read_tables(
         self, hashes: Sequence[ChainHash], places: range, epoch: int, deadline: float
     ) -> list[int | StorageFailed]:
-        """Learn what the objects hold that begin at these places of the chain: how many blocks each has, or why not."""
+        """Learn the blocks of the objects that begin at these places. Returns how many each has, or its failure."""
         firsts = self.space.names([hashes[place] for place in places])
         wanted = [ObjectRange(self.space.key(first, epoch), 0, self.space.table_bytes) for first in firsts]
         learned: list[int | StorageFailed] = [StorageFailed(Outcome.IO_ERROR, "nothing came")] * len(firsts)
@@ -278,8 +271,8 @@ class ObjectStore(SharedTier):
 
     def _missed(self, first: ChainHash) -> None:
         """There is no object that begins with this block."""
-        gone = [place[0] for place in self._index.places([first]) if place is not None and place[1] == 0]
-        self.announcer.missed([first, *self._index.forget(gone)])
+        missing = [place[0] for place in self._index.places([first]) if place is not None and place[1] == 0]
+        self.change_feed.missed([first, *self._index.forget(missing)])
 
     def _located(self, found: int, failure: StorageFailed | None) -> int | Outcome:
         failed = failure is not None and failure.outcome is not Outcome.ABSENT
@@ -296,15 +289,15 @@ class ObjectStore(SharedTier):
             for stored, first, blocks in parts
         ]
         records = [self._arriving(part, hashes, into, epoch, results) for part in parts]
-        gone: dict[StoredObject, None] = {}
+        expired: dict[StoredObject, None] = {}
         bad: dict[StoredObject, list[int]] = {}
-        for i, failure in self._bucket.bring(wanted, [each.take for each in records], deadline):
+        for i, failure in self._bucket.read_each(wanted, [each.take for each in records], deadline):
             stored, _, blocks = parts[i]
             if failure is None:
                 self._index.confirm([stored])
                 missing = Outcome.CHECKSUM  # the object is shorter
             elif failure.outcome is Outcome.ABSENT:
-                gone[stored] = None
+                expired[stored] = None
                 missing = Outcome.EVICTED
             else:
                 missing = failure.outcome
@@ -312,7 +305,7 @@ class ObjectStore(SharedTier):
                 results[block] = missing
             if damaged := [block for block in blocks if results[block] in _BAD]:
                 bad.setdefault(stored, []).extend(damaged)
-        self.announcer.missed(self._index.forget([*gone, *bad]))
+        self.change_feed.missed(self._index.forget([*expired, *bad]))
         for stored, blocks in bad.items():
             if self._is_another(stored, epoch, deadline):
                 for block in blocks:
@@ -323,18 +316,18 @@ class ObjectStore(SharedTier):
         return results
 
     def _is_another(self, stored: StoredObject, epoch: int, deadline: float) -> bool:
-        """Whether somebody stored other blocks there since, as they may once an object has expired."""
+        """Whether other blocks were stored under its name since, as may happen after an object has expired."""
         wanted = ObjectRange(self.space.key(stored.first, epoch), 0, self.space.table_bytes)
         try:
             found = self._bucket.get(wanted, deadline)
         except StorageFailed as error:
-            return error.outcome is not Outcome.CHECKSUM  # gone, or not to be judged now
+            return error.outcome is not Outcome.CHECKSUM  # missing, or not readable now
         table = self.space.parse(found, stored.first)
         ours = self.space.names(stored.blocks)
         return table is not None and (table.edges != stored.edges or table.names[: len(ours)] != ours)
 
     def _parts(self, hashes: Sequence[ChainHash]) -> Iterator[_ObjectRun]:
-        """Requests that bring the blocks known here: an object, a position in it, which blocks lie from there on."""
+        """Requests for the blocks known here: an object, a position in it, the blocks from there on."""
         part: _ObjectRun | None = None
         for block, place in enumerate(self._index.places(hashes)):
             if place is None:
@@ -358,7 +351,7 @@ class ObjectStore(SharedTier):
         epoch: int,
         results: list[BlockRecord | Outcome],
     ) -> ArrivingRecords:
-        """The records of a part: each is verified when it is whole, on the thread that brings it."""
+        """The records of a part: each is verified when it is whole, on the thread that receives it."""
         (stored, position, blocks), form = part, self.space.form
         edges = stored.edges[position : position + len(blocks) + 1]
         lengths = [end - start for start, end in pairwise(edges)]
@@ -375,7 +368,7 @@ class ObjectStore(SharedTier):
     def _write(
         self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], epoch: int, deadline: float
     ) -> tuple[int, StorageFailed | None]:
-        """How many leading blocks are there now, and why not the others."""
+        """How many leading blocks are stored now, and why not the others."""
         hashes = [record.chain_hash for record in records]
         done = self._index.leading(hashes)
         try:
@@ -385,12 +378,12 @@ class ObjectStore(SharedTier):
                 end = min(len(records), done + MAX_BLOCKS)
                 done += self._put(records[done:end], payloads[done:end], epoch, deadline)
         except StorageFailed as error:
-            self._tell(error)
+            self._log_refusal(error)
             return done, error
         return done, None
 
     def _put(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], epoch: int, deadline: float) -> int:
-        """Store an object, or find that others did; how many of its leading blocks are there. StorageFailed."""
+        """Store an object, or find a stored one. Returns how many of its leading blocks are stored. StorageFailed."""
         hashes = [record.chain_hash for record in records]
         names = self.space.names(hashes)
         key = self.space.key(names[0], epoch)
@@ -409,13 +402,13 @@ class ObjectStore(SharedTier):
                 raise learned from None
             if there := self._index.leading(hashes):
                 return there
-            self._bucket.put(key, parts)  # what stands there is no object of ours
+            self._bucket.put(key, parts)  # the object there is not ours
         if self._epoch.value == epoch:
             self._index.learn(names[0], hashes, edges)
         return len(records)
 
     def _delete(self, names: set[bytes], deadline: float) -> bool:
-        """Whether they are gone. Nothing is told once the deadline has passed: what is damaged there is found again."""
+        """Whether all are deleted. After the deadline no request is sent: damaged objects are found again."""
         epoch = self._epoch.value
         if not names or epoch is None or self._is_closed or time.monotonic() >= deadline:
             return not names
@@ -426,13 +419,12 @@ class ObjectStore(SharedTier):
             return False
         return True
 
-    def _tell(self, refused: StorageFailed) -> None:
-        """Log why the bucket refuses what it is asked."""
-        if refused.code and refused.code not in self._told and len(self._told) < _MOST_TOLD:
-            self._told.add(refused.code)
+    def _log_refusal(self, refused: StorageFailed) -> None:
+        if refused.code and refused.code not in self._logged and len(self._logged) < _MOST_LOGGED:
+            self._logged.add(refused.code)
             _log.warning("blocks are not stored: %s", explanation(self._config, refused))
 
     def _forget_all(self) -> None:
         """Another epoch has begun."""
         self._index.clear()
-        self.announcer.clear()
+        self.change_feed.clear()

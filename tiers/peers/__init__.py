@@ -1,4 +1,4 @@
-"""The tier in other nodes' memory: blocks that their daemons lend, asked for over TCP under a key that all share."""
+"""The tier in other nodes' memory: blocks that their daemons send over TCP, under a key that all nodes share."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""What other nodes' KV events tell of their memory: whose are followed, what each holds, which are believed."""
+"""Other nodes' KV events: which peers are followed, which blocks each holds, and which events are believed."""
 
 import logging
 import time
@@ -19,30 +19,30 @@ from kvtier.tiers.peers.wire import PeerVerb
 _log = logging.getLogger(__name__)
 
 KEY_BYTES: Final = 8
-"""Events name a block by the last bytes of its chain hash. Two blocks of one key are told apart when one is read."""
+"""Events name a block by the last bytes of its chain hash. A read distinguishes two blocks of one key."""
 
 MAX_DOUBTS: Final = 16
-"""Flights that a peer's events sent in vain, after which they are not believed until some doubts have passed."""
+"""Reads in vain because of a peer's events, after which they are not believed until some doubts have expired."""
 
 _KEY: Final = itemgetter(slice(-KEY_BYTES, None))
-_DOUBT: Final = 30.0  # seconds for which a name that was not there is not believed
+_DOUBT: Final = 30.0  # seconds for which a name is not believed after its block was missing
 
 
 class NamesRoom:
-    """How many names may be known by events, of all peers together. Thread-safe."""
+    """The budget of names known by events, of all peers together. Thread-safe."""
 
     def __init__(self, most: int) -> None:
         self.left = self._most = most
         self._lock = Lock()
 
     def take(self, count: int) -> int:
-        """Up to `count` places; how many there were."""
+        """Take up to `count` places; returns how many there were."""
         with self._lock:
             count = min(count, self.left)
             self.left -= count
             return count
 
-    def give_back(self, count: int) -> None:
+    def put_back(self, count: int) -> None:
         with self._lock:
             self.left += count
 
@@ -51,15 +51,15 @@ class NamesRoom:
 
 
 class AnnouncedNames:
-    """One peer's names, some 100 bytes each; asking takes no lock. `is_whole`: none was left out for want of room."""
+    """One peer's names by its events, some 100 bytes each. Lookups take no lock."""
 
     def __init__(self, room: NamesRoom, clock: Callable[[], float] = time.monotonic) -> None:
-        self.is_whole = True  # no name was left out
+        self.is_whole = True  # no name was left out for want of room
         self._room = room
         self._clock = clock
-        self._lock = Lock()  # held by whoever changes what follows
+        self._lock = Lock()  # for changes of what follows
         self._keys: set[bytes] = set()
-        self._doubts: dict[bytes, float] = {}  # a key that was asked for in vain → until when it is not believed
+        self._doubts: dict[bytes, float] = {}  # a key whose block was missing → until when it is not believed
         self._closed = False
 
     def __len__(self) -> int:
@@ -80,29 +80,29 @@ class AnnouncedNames:
                 del self._doubts[key]
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """They have left it."""
+        """The peer's memory holds these blocks no more."""
         with self._lock:
-            gone = self._keys.intersection(keys)
-            self._keys -= gone
-            self._room.give_back(len(gone))
+            removed = self._keys.intersection(keys)
+            self._keys -= removed
+            self._room.put_back(len(removed))
 
     def clear(self) -> None:
-        """Nothing is known of the peer: what comes now is all it holds."""
+        """Forget all names: the next events name everything that the peer holds."""
         with self._lock:
-            self._room.give_back(len(self._keys))
-            gone, self._keys, self._doubts, self.is_whole = self._keys, set(), {}, True
-        _let_go(gone)
+            self._room.put_back(len(self._keys))
+            removed, self._keys, self._doubts, self.is_whole = self._keys, set(), {}, True
+        _clear_slowly(removed)
 
     def close(self) -> None:
         """Forget all; nothing is stored any more. Idempotent."""
         with self._lock:
             self._closed = True
-            self._room.give_back(len(self._keys))
-            gone, self._keys = self._keys, set()
-        _let_go(gone)
+            self._room.put_back(len(self._keys))
+            removed, self._keys = self._keys, set()
+        _clear_slowly(removed)
 
     def doubt(self, name: ChainHash) -> None:
-        """The peer was asked for this block, and did not send it."""
+        """The peer did not send this block on request."""
         with self._lock:
             self._forget_doubts()
             if len(self._doubts) < MAX_DOUBTS:
@@ -110,7 +110,7 @@ class AnnouncedNames:
 
     @property
     def num_doubts(self) -> int:
-        """Names that it did not have lately, though its events said so."""
+        """Names of blocks that were missing lately, though its events named them."""
         if self._doubts:
             with self._lock:
                 self._forget_doubts()
@@ -121,7 +121,7 @@ class AnnouncedNames:
         return key in self._keys and key not in self._doubts
 
     def leading(self, names: Sequence[ChainHash], first: int = 0) -> int:
-        """Where the run of held blocks that begins at `first` ends."""
+        """The end of the run of held blocks that begins at `first`."""
         keys, doubts = self._keys, self._doubts
         following = takewhile(keys.__contains__, map(_KEY, islice(names, first, None)))
         if doubts:
@@ -129,31 +129,31 @@ class AnnouncedNames:
         return first + sum(1 for _ in following)
 
     def check(self) -> None:
-        """Raise AssertionError if more is doubted than may be."""
+        """Raise AssertionError if there are too many doubts, or names after `close`."""
         with self._lock:
             assert len(self._doubts) <= MAX_DOUBTS, f"{len(self._doubts)} doubts"
-            assert not (self._closed and self._keys), "names of a peer that nobody follows"
+            assert not (self._closed and self._keys), "names of a closed peer"
 
     def _forget_doubts(self) -> None:
         now = self._clock()
         self._doubts = {key: until for key, until in self._doubts.items() if until > now}
 
 
-def _let_go(keys: set[bytes]) -> None:
-    """One by one: a million at once would keep all other threads waiting."""
+def _clear_slowly(keys: set[bytes]) -> None:
+    """Remove one by one: a million at once would keep all other threads waiting."""
     while keys:
         keys.pop()
 
 
-_ASK_EVERY: Final = 5.0  # seconds between two questions where a peer's events are
+_EVENTS_EVERY: Final = 5.0  # seconds between two requests for the address of a peer's events
 
 
 class EventFeed(Protocol):
-    """One peer's events of one model, as they are read on a thread of their own."""
+    """One peer's events of one model, read on a thread of their own."""
 
     @property
     def is_live(self) -> bool:
-        """Whether all that was published has been taken in, but for what is on its way."""
+        """Whether all published events were applied, except those on their way."""
 
     def stop(self) -> None:
         """Read no more, soon."""
@@ -164,7 +164,7 @@ OpenFeed = Callable[[bytes, str, str, AnnouncedNames], EventFeed]
 
 
 class FeedOpener:
-    """Who can follow KV events in this process. Nobody, unless it is a daemon that says so: events are its business."""
+    """The function that follows KV events in this process; None unless a daemon sets it."""
 
     def __init__(self) -> None:
         self.open: OpenFeed | None = None
@@ -179,17 +179,17 @@ class _Followed:
     def __init__(self, names: AnnouncedNames) -> None:
         self.names = names
         self.at = EventsAt()
-        self.asked_at = float("-inf")  # when it last said where its events are, since it welcomed us
+        self.events_read_at = float("-inf")  # when the address of its events was last read on this connection
         self.feed: EventFeed | None = None
 
     @property
     def is_believed(self) -> bool:
-        """Whether it may be asked for a block because its events name it."""
+        """Whether a block may be requested because the peer's events name it."""
         return self.feed is not None and self.feed.is_live and self.names.num_doubts < MAX_DOUBTS
 
     @property
     def is_sure(self) -> bool:
-        """Whether, besides, it holds nothing that its events do not name."""
+        """Whether, besides, the peer holds no block that its events do not name."""
         return self.is_believed and self.at.tells_all and self.names.is_whole and not self.names.num_doubts
 
     def close(self) -> None:
@@ -199,10 +199,10 @@ class _Followed:
 
 
 class Following:
-    """The events of all peers of one model. `tend` belongs to one thread; the rest may be asked by any.
+    """The events of all peers of one model. `tend` belongs to one thread; other methods are thread-safe.
 
-    A peer's events are believed while they are live: nothing is missing, and the publisher answers. A peer whose events
-    are not, or that holds more than it announces, has to be asked by names.
+    A peer's events are believed while they are live: nothing is missing, and the publisher answers. Other peers, and
+    those that hold more than they announce, are asked by names.
     """
 
     def __init__(self, config: PeersConfig, fingerprint: bytes) -> None:
@@ -212,12 +212,12 @@ class Following:
         self._room = NamesRoom(config.max_blocks)
         self._followed: dict[PeerAddress, _Followed] = {}  # replaced whole, by the tending thread
         self._lock = Lock()
-        self._counts: Counter[str] = Counter()  # flights that events sent: hints_{right, wrong}
+        self._counts: Counter[str] = Counter()  # reads because of events: hints_{right, wrong}
 
-    # whom to ask: no I/O
+    # Which peers to ask: no I/O.
 
     def believed(self, peers: Mapping[PeerAddress, OtherNode]) -> dict[PeerAddress, AnnouncedNames]:
-        """Names by those peers that answer and whose events count."""
+        """Names by those peers that answer and whose events are believed."""
         return {
             address: each.names
             for address, each in self._followed.items()
@@ -229,41 +229,39 @@ class Following:
         followed = self._followed.get(peer.address)
         return followed is not None and followed.is_sure
 
-    def judge(self, address: PeerAddress, asked: Sequence[tuple[ChainHash, bool]]) -> None:
-        """Note whether a flight (each name, and whether it was wrong) was in vain; the first wrong one is doubted."""
-        wrong = next((name for name, is_wrong in asked if is_wrong), None)
+    def judge(self, address: PeerAddress, results: Sequence[tuple[ChainHash, bool]]) -> None:
+        """Count whether a read (each name, and whether it was wrong) was in vain; the first wrong name is doubted."""
+        wrong = next((name for name, is_wrong in results if is_wrong), None)
         with self._lock:
             self._counts["hints_right" if wrong is None else "hints_wrong"] += 1
         if wrong is not None and (followed := self._followed.get(address)) is not None:
             followed.names.doubt(wrong)
 
     def stats(self) -> dict[str, int]:
-        """Its counts, `told`: names known now, and `sure`: peers that need not be asked."""
+        """Its counts, `told`: names known by events now, and `sure`: peers that need not be asked."""
         followed = list(self._followed.values())
         names = sum(len(each.names) for each in followed)
         return {**self._counts, "told": names, "sure": sum(each.is_sure for each in followed)}
-
-    # upkeep
 
     def tend(
         self,
         peers: Mapping[PeerAddress, OtherNode],
         fail: Callable[[OtherNode, PeerLink | None, PeerFailed], Outcome],
     ) -> None:
-        """Ask peers where their events are, now and then, and follow them there. Waits for peers."""
+        """Read the addresses of peers' events regularly, and follow them. Waits for peers."""
         if self._open is None:
             return
-        gone = [each for address, each in self._followed.items() if address not in peers]
+        removed = [each for address, each in self._followed.items() if address not in peers]
         self._followed = {
             address: self._followed.get(address) or _Followed(AnnouncedNames(self._room)) for address in peers
         }
-        for each in gone:
+        for each in removed:
             each.close()
         for address, followed in self._followed.items():
             if not peers[address].answers:
-                followed.asked_at = float("-inf")  # whoever welcomes us next may be another process
-            elif time.monotonic() - followed.asked_at >= _ASK_EVERY:
-                followed.asked_at = time.monotonic()
+                followed.events_read_at = float("-inf")  # another process may have the address next
+            elif time.monotonic() - followed.events_read_at >= _EVENTS_EVERY:
+                followed.events_read_at = time.monotonic()
                 self._ask(followed, peers[address], self._open, fail)
 
     def check(self) -> None:
@@ -284,13 +282,13 @@ class Following:
     ) -> None:
         link, deadline = None, time.monotonic() + self._config.deadline
         try:
-            link = peer.borrow(deadline)
+            link = peer.connection(deadline)
             link.ask(PeerVerb.EVENTS, [self._fingerprint], deadline)
-            at = link.hear_events(deadline).reached_at(peer.address[0])
+            at = link.read_events(deadline).reached_at(peer.address[0])
         except PeerFailed as failed:
             fail(peer, link, failed)
             return
-        peer.give_back(link)
+        peer.put_back(link)
         was, followed.at = followed.at, at
         if (was.publish, was.replay) == (at.publish, at.replay):
             return
@@ -305,4 +303,4 @@ class Following:
             except ConfigError as refused:
                 _log.warning("[peers] %s:%d: its events cannot be followed: %s", *peer.address, refused)
                 return
-            _log.info("[peers] %s:%d: its events at %s tell which blocks it holds", *peer.address, at.publish)
+            _log.info("[peers] %s:%d: its events at %s show which blocks it holds", *peer.address, at.publish)

@@ -1,4 +1,4 @@
-"""One connection to one peer for one model's blocks: asks, and verifies every answer before anybody sees it."""
+"""One connection to one peer for one model's blocks: sends requests, and verifies every reply before its use."""
 
 import hmac
 import ipaddress
@@ -24,18 +24,18 @@ EVENTS_BYTES: Final = _FORM.size
 
 @dataclass(frozen=True, slots=True)
 class EventsAt:
-    """Empty addresses: no other machine can follow this node, or it lends nothing of the model."""
+    """Where a node publishes its KV events. Empty addresses: no other machine can follow it, or it sends no blocks."""
 
     publish: str = ""
     replay: str = ""
-    tells_all: bool = False  # every block that the node lends of this model is announced there
+    tells_all: bool = False  # every block of this model that the node sends is announced there
 
     @classmethod
     def bound(cls, publish: str | None, replay: str | None) -> "EventsAt":
-        """Of a publisher by where it listens: TCP alone, and only if it repeats what was missed."""
+        """From a publisher's addresses: TCP alone, and only if it repeats missed events."""
         addresses = (publish or "", replay or "")
-        is_told = all(each.startswith(_TCP) and len(each) <= 128 for each in addresses)
-        return cls(*addresses) if is_told else cls()
+        is_announced = all(each.startswith(_TCP) and len(each) <= 128 for each in addresses)
+        return cls(*addresses) if is_announced else cls()
 
     def pack(self) -> bytes:
         return _FORM.pack(self.tells_all, self.publish.encode(), self.replay.encode())
@@ -65,7 +65,7 @@ def _reached(address: str, host: str) -> str:
     there = _plain(bound)
     try:
         ip = None if there == "*" else ipaddress.ip_address(there)
-    except ValueError:  # a name: it is for whoever can look it up
+    except ValueError:  # a name: the reader resolves it
         return address
     if ip is None or ip.is_unspecified:
         there = _plain(host)
@@ -85,11 +85,11 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-SettleBlock = Callable[[int, "BlockRecord | Outcome"], None]
-"""Told once per position of a question what became of it."""
+ReportBlock = Callable[[int, "BlockRecord | Outcome"], None]
+"""Called once per position of a request with the block's result."""
 
-_POLL_SECONDS: Final = 60.0  # waited at once: poll takes no more milliseconds than an int
-_GROUP_BYTES: Final = 1 << 20  # received by one call at most, if that is more than a block
+_POLL_SECONDS: Final = 60.0  # waited at once: poll's milliseconds are an int
+_GROUP_BYTES: Final = 1 << 20  # received by one call at most, or one block if that is larger
 
 
 class IsMyself(Exception):
@@ -97,15 +97,15 @@ class IsMyself(Exception):
 
 
 class PeerLink:
-    """Asks one peer, one question at a time. Not thread-safe: whoever borrowed it uses it. Every method but `close`
-    raises PeerFailed; then the connection is of no use any more.
+    """Requests to one peer, one at a time. Not thread-safe: one thread has it at a time. Every method but `close`
+    raises PeerFailed; then the connection is unusable.
     """
 
     def __init__(self, connection: socket.socket, session: PeerSession) -> None:
         """Use `PeerLink.opened`."""
         self._connection = connection
         self._session = session
-        self.told: bytes | None = None  # what the peer knows that our model computes
+        self.compared_probe: bytes | None = None  # the KV probe that the peer found equal to its own
 
     @classmethod
     def opened(cls, address: tuple[str, int], key: bytes, blocks: LentBlocks, seconds: float) -> "PeerLink":
@@ -126,7 +126,7 @@ class PeerLink:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing came that nobody asked for: neither bytes nor the end."""
+        """Whether nothing unexpected came: neither bytes nor the end of the connection."""
         poll = select.poll()
         poll.register(self._connection.fileno(), select.POLLIN)
         return not poll.poll(0)
@@ -138,10 +138,10 @@ class PeerLink:
         return self._connection.fileno()
 
     def ask(self, verb: PeerVerb, names: Sequence[ChainHash], deadline: float) -> None:
-        """Send a question; `hear_held` or `hear_blocks` reads the answer."""
+        """Send a request; `read_held`, `read_events` or `read_blocks` reads the reply."""
         send(self._connection, [self._session.question(verb, names)], deadline)
 
-    def hear_held(self, num_names: int, deadline: float) -> list[bool]:
+    def read_held(self, num_names: int, deadline: float) -> list[bool]:
         """Which of the blocks the peer holds."""
         size = wire.WORDS_BYTES + num_names + wire.PROOF_BYTES
         with_flags = receive(self._connection, size, deadline)
@@ -151,23 +151,23 @@ class PeerLink:
         return [flag == 1 for flag in flags]
 
     def compare(self, packed: bytes, deadline: float) -> None:
-        """Say what our model computes. PeerFailed, with the reason `other_kv`, if the peer's computes otherwise."""
+        """Send our model's KV probe. PeerFailed, with the reason `other_kv`, if the peer's model computes otherwise."""
         send(self._connection, [self._session.probe_question(packed)], deadline)
         answer = receive(self._connection, wire.WORDS_BYTES + wire.PROOF_BYTES, deadline)
         if self._read(PeerVerb.KV_PROBE, answer, 1)[0]:
             raise PeerFailed(Outcome.IO_ERROR, "other_kv")
 
-    def hear_events(self, deadline: float) -> EventsAt:
-        """Where the peer says that its KV events are."""
+    def read_events(self, deadline: float) -> EventsAt:
+        """The address of the peer's KV events."""
         size = wire.WORDS_BYTES + EVENTS_BYTES + wire.PROOF_BYTES
-        _, said = self._read(PeerVerb.EVENTS, receive(self._connection, size, deadline), 1)
+        _, message = self._read(PeerVerb.EVENTS, receive(self._connection, size, deadline), 1)
         try:
-            return EventsAt.unpack(said)
+            return EventsAt.unpack(message)
         except ProtocolError as wrong:
             raise _wrong(wrong) from None
 
-    def hear_blocks(
-        self, names: Sequence[ChainHash], into: Sequence[memoryview], settle: SettleBlock, deadline: float
+    def read_blocks(
+        self, names: Sequence[ChainHash], into: Sequence[memoryview], report: ReportBlock, deadline: float
     ) -> None:
         """Read and verify blocks: name, tag, checksum. EVICTED if the peer has one no more; else PeerFailed."""
         count, _ = self._read(
@@ -187,9 +187,9 @@ class PeerLink:
             receive_into(self._connection, buffers, deadline)
             for i, position in enumerate(positions):
                 head, payload, tag = buffers[3 * i : 3 * i + 3]
-                settle(position, self._verified(names[position], head, payload, tag))
+                report(position, self._verified(names[position], head, payload, tag))
         for position in range(count, len(names)):
-            settle(position, Outcome.EVICTED)
+            report(position, Outcome.EVICTED)
 
     def _verified(self, name: ChainHash, head: memoryview, payload: memoryview, tag: memoryview) -> BlockRecord:
         if not hmac.compare_digest(bytes(tag), self._session.tag(head, payload)):
@@ -212,7 +212,7 @@ class PeerLink:
 
 
 def as_they_answer(links: Iterable[PeerLink], deadline: float) -> Iterator[PeerLink]:
-    """Each once, as its answer begins; at the deadline those that are left. So none waits behind a slower one."""
+    """Each once, when its reply begins; at the deadline the others. So none waits behind a slower one."""
     waiting = {link.fileno(): link for link in links}
     if len(waiting) > 1:
         poll = select.poll()
@@ -232,7 +232,7 @@ def _shake_hands(connection: socket.socket, key: bytes, blocks: LentBlocks, dead
         send(connection, [session.hello(wire.own_node())], deadline)
         try:
             answer = receive(connection, wire.WELCOME_BYTES, deadline)
-        except PeerFailed as failed:  # it hangs up on whoever does not have its key
+        except PeerFailed as failed:  # the peer hangs up if its key is another
             raise PeerFailed(failed.outcome, "key" if failed.reason == "hung_up" else failed.reason) from None
         reply, node = session.read_welcome(answer)
     except ProtocolError as wrong:

@@ -1,4 +1,4 @@
-"""The tier of other nodes' memory from its section of the configuration, and what the doctor asks. A `TierModule`."""
+"""The tier of other nodes' memory from the configuration section [peers], and the doctor's checks. A `TierModule`."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +11,8 @@ from kvtier.tiers.peers.store import PeersStore
 from kvtier.tiers.peers.stream import PeerFailed
 from kvtier.tiers.peers.wire import LentBlocks, shared_key
 
-_ANSWER_SECONDS = 2.0  # a doctor is more patient than a tier
-_ASKED_AT_ONCE = 16
+_ANSWER_SECONDS = 2.0  # the doctor waits longer than the tier
+_CHECKED_AT_ONCE = 16
 
 
 def configured(config: Config, fingerprint: bytes, shape: BlockShape) -> ConfiguredTier | None:
@@ -24,47 +24,47 @@ def configured(config: Config, fingerprint: bytes, shape: BlockShape) -> Configu
     def reach() -> PeersStore:
         return PeersStore.open(config, fingerprint, slot_bytes=shape.block_bytes, block_size=shape.block_size)
 
-    # as long as the store gives itself for the largest batch, and for a connection that it may have to open first
+    # the store's own time limit for the largest batch, and for a connection that it may have to open first
     batch = max(BATCH_BYTES, shape.block_bytes) / peers.bandwidth
     return ConfiguredTier(reach, peers.connect_timeout + peers.deadline + batch, takes_stores=False)
 
 
 def checked(config: Config) -> str | None:
-    """Reads the key, and asks no peer: one that is away is found later."""
+    """Reads the key, without a connection: a peer that is down is found later."""
     peers = config.peers
     if not peers.nodes and peers.listen is None:
         return None
     assert peers.key_file is not None
     shared_key(peers.key_file)
-    borrows = f"borrows from {', '.join(peers.nodes)}" if peers.nodes else "borrows from nobody"
+    borrows = f"borrows from {', '.join(peers.nodes)}" if peers.nodes else "borrows from no node"
     lends = f"lends on {peers.listen}" if peers.listen is not None else "lends nothing"
     return "; ".join([f"[peers] {borrows}, {lends}", *_knowledge(config)])
 
 
 def _knowledge(config: Config) -> Iterator[str]:
-    """How this node knows what others hold, and others what it does."""
+    """How this node knows which blocks others hold, and others which it holds."""
     if config.peers.nodes:
         yield (
-            "knows what others hold by their KV events where they tell, else it asks"
+            "knows what others hold by their KV events if they publish them, else it asks"
             if config.peers.events
             else "asks others what they hold"
         )
     if config.peers.listen is not None:
-        is_told = all(each and each.startswith("tcp://") for each in (config.events.publish, config.events.replay))
+        is_announced = all(each and each.startswith("tcp://") for each in (config.events.publish, config.events.replay))
         yield (
-            "its KV events tell others what it holds"
-            if is_told
+            "its KV events show others what it holds"
+            if is_announced
             else "others have to ask it: [events] publish and replay are not both tcp:// addresses"
         )
 
 
 def answers(config: Config) -> list[Finding]:
-    """Peers come and go; each model's status says how many answer."""
+    """None: peers come and go, and each model's status says how many answer."""
     return []
 
 
 def examine(config: Config) -> list[Finding]:
-    """Every address that [peers] nodes have, some at once, and every node that has none. Each answer has a deadline."""
+    """Every address that [peers] nodes have, some at once, and every node that has none. Each reply has a deadline."""
     peers = config.peers
     if not peers.nodes and peers.listen is None:
         return [ok("peers", "off: no [peers] nodes and no listen")]
@@ -74,14 +74,14 @@ def examine(config: Config) -> list[Finding]:
     except ConfigError as refused:
         return [refusal("peers", refused)]
     if not peers.nodes:
-        return [ok("peers", f"lends on {peers.listen}, borrows from nobody: no [peers] nodes")]
+        return [ok("peers", f"lends on {peers.listen}, borrows from no node: no [peers] nodes")]
     unknown = [node for node in peers.nodes if not PeerAddresses([node]).look_up()]
     findings = [warning(f"peer {node}", "no address", "fix [peers] nodes, or start this node") for node in unknown]
-    with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
-        return [*findings, *pool.map(lambda address: _asked(address, key), PeerAddresses(peers.nodes).look_up())]
+    with ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:
+        return [*findings, *pool.map(lambda address: _check_peer(address, key), PeerAddresses(peers.nodes).look_up())]
 
 
-def _asked(address: tuple[str, int], key: bytes) -> Finding:
+def _check_peer(address: tuple[str, int], key: bytes) -> Finding:
     """Whether a daemon answers there, under the same key."""
     name = f"peer {address_text(address)}"
     try:

@@ -1,4 +1,4 @@
-"""Other nodes as lenders: their addresses, the connections that lie ready, a breaker each."""
+"""Other nodes that send blocks: their addresses, ready connections, a breaker each."""
 
 import hashlib
 import logging
@@ -17,7 +17,7 @@ from kvtier.tiers.peers.stream import PeerFailed
 _log = logging.getLogger(__name__)
 
 MAX_PEERS: Final = 64
-_KEPT: Final = 3600.0  # seconds; those that are dead by then cost a connection now and then
+_KEPT: Final = 3600.0  # seconds; addresses that are dead by then cost a connection now and then
 
 PeerAddress = tuple[str, int]
 
@@ -31,16 +31,16 @@ def address_text(address: Sequence[object]) -> str:
 class PeerAddresses:
     """The addresses of the HOST:PORTs that [peers] names. Not thread-safe; a look-up waits for the resolver.
 
-    No answer is not an empty answer: what a name stood for counts for `_KEPT` seconds more. Of more than MAX_PEERS
-    addresses the same ones are used whatever their order: those that rank first under this machine's name, so that
+    A failed look-up is no empty answer: a name's last addresses count for `_KEPT` seconds more. Of more than MAX_PEERS
+    addresses a stable choice is used, whatever their order: those that rank first under this machine's name. So
     machines do not all choose the same.
     """
 
     def __init__(self, nodes: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._nodes, self._clock = nodes, clock
-        self._known: dict[str, tuple[float, list[PeerAddress]]] = {}  # by node: when it was looked up, and what it is
+        self._known: dict[str, tuple[float, list[PeerAddress]]] = {}  # by node: time and result of the last look-up
         self._unknown: set[str] = set()  # nodes whose last look-up failed
-        self._told_too_many = False
+        self._warned_too_many = False
 
     def look_up(self) -> list[PeerAddress]:
         """Up to MAX_PEERS addresses, each once."""
@@ -60,14 +60,14 @@ class PeerAddresses:
         found = list(dict.fromkeys(each for _, addresses in self._known.values() for each in addresses))
         if len(found) <= MAX_PEERS:
             return found
-        if not self._told_too_many:
-            self._told_too_many = True
+        if not self._warned_too_many:
+            self._warned_too_many = True
             _log.warning("[peers] nodes: %d addresses, %d of them are used", len(found), MAX_PEERS)
         return sorted(found, key=_rank)[:MAX_PEERS]
 
 
 def looked_up(node: str) -> list[PeerAddress]:
-    """The addresses of HOST:PORT. OSError or ValueError if nobody knows them; waits for a resolver."""
+    """The addresses of HOST:PORT. OSError or ValueError if it cannot be resolved; waits for a resolver."""
     host, _, port = node.rpartition(":")
     infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     return list(dict.fromkeys((str(info[4][0]), int(info[4][1])) for info in infos))
@@ -81,7 +81,7 @@ MAX_READY: Final = 2  # connections kept: as many as threads of the hierarchy us
 
 
 class OtherNode:
-    """Thread-safe. After a failure it is not asked until it welcomes us again; after some in a row it is left alone."""
+    """One peer. Thread-safe. After a failure it is used again when it welcomes us; after several its breaker opens."""
 
     def __init__(
         self, address: PeerAddress, connect: Callable[[PeerAddress, float], PeerLink], breaker: Breaker
@@ -96,15 +96,15 @@ class OtherNode:
         self._ready: list[PeerLink] = []
         self._is_up = False
         self._closed = False
-        self._probe: bytes | None = None  # what every connection has to have been told
+        self._probe: bytes | None = None  # the KV probe that each connection must have compared
 
     @property
     def answers(self) -> bool:
-        """Whether it may be asked now: it has welcomed us, and has not failed since."""
+        """Whether it may be used now: it has welcomed us, and has not failed since."""
         return self._is_up
 
-    def borrow(self, deadline: float) -> PeerLink:
-        """A connection, a new one if none lies ready. PeerFailed; `give_back` or `failed` follows."""
+    def connection(self, deadline: float) -> PeerLink:
+        """A connection, a new one if none is ready. PeerFailed; `put_back` or `failed` follows."""
         while True:
             with self._lock:
                 link = self._ready.pop() if self._ready else None
@@ -112,21 +112,21 @@ class OtherNode:
                 return self._connected(deadline - time.monotonic())
             if link.is_quiet:
                 return link
-            link.close()  # the peer ended it meanwhile, as one that was idle for long
+            link.close()  # the peer closed it, as one that was idle for long
 
-    def give_back(self, link: PeerLink, *, lent: bool = False) -> None:
-        """All that was asked on it has been heard. `lent`: blocks, which alone tells that it may be believed."""
-        if lent:
+    def put_back(self, link: PeerLink, *, has_sent: bool = False) -> None:
+        """All replies on it were read. `has_sent`: blocks among them, and only that closes the breaker."""
+        if has_sent:
             self.breaker.success()
         with self._lock:
             self._is_up = self.breaker.closed and not self._closed
-            if not self._closed and link.told == self._probe and len(self._ready) < MAX_READY:
+            if not self._closed and link.compared_probe == self._probe and len(self._ready) < MAX_READY:
                 self._ready.append(link)
                 return
         link.close()
 
     def failed(self, link: PeerLink | None, failure: PeerFailed) -> None:
-        """The connection is of no use any more."""
+        """The connection is unusable: close it."""
         self.counts[failure.reason] += 1
         self.breaker.failure()
         with self._lock:
@@ -136,7 +136,7 @@ class OtherNode:
             each.close()
 
     def tend(self) -> None:
-        """Have a connection ready: to a peer that failed only when it is time to try again. Waits for the peer."""
+        """Open a connection if none is ready; to a peer that failed only after its breaker's wait. Waits for it."""
         if self.is_myself or self._closed:
             return
         is_probe = self.breaker.take_probe()
@@ -150,7 +150,7 @@ class OtherNode:
                 self.breaker.probed(False)
             return
         self.breaker.probed(True)
-        self.give_back(link)
+        self.put_back(link)
 
     def _connected(self, seconds: float) -> PeerLink:
         """A new connection. PeerFailed, also if this process has the peer's address by now."""
@@ -163,7 +163,7 @@ class OtherNode:
             raise PeerFailed(Outcome.IO_ERROR, "no_connection") from None
 
     def require(self, probe: bytes | None) -> None:
-        """Use only connections that have been told this KV probe."""
+        """Use only connections that have compared this KV probe."""
         with self._lock:
             if probe == self._probe:
                 return
@@ -173,7 +173,7 @@ class OtherNode:
             link.close()
 
     def close(self) -> None:
-        """Hang up; a connection that is in use is closed when it is given back."""
+        """Close all connections; one in use is closed afterwards."""
         with self._lock:
             self._closed, self._is_up = True, False
             links, self._ready = self._ready, []

@@ -1,4 +1,4 @@
-"""Blocks in other nodes' memory as a tier: located, read in one flight for each peer, verified; never written."""
+"""Blocks in other nodes' memory as a tier: located, read in one request per peer, verified; never written."""
 
 import logging
 import threading
@@ -23,22 +23,22 @@ _MOST: Final = 4096
 
 
 class Resets:
-    """Fingerprints of models that somebody told to forget everything. Thread-safe.
+    """Fingerprints of models that were reset. Thread-safe.
 
-    A reset says that blocks of one name have other bytes from now on, as when an engine's weights were changed where
-    they lie. Which of the peers' blocks are from before, no name tells. So it lasts as long as the process.
+    After a reset blocks of one name have other bytes, as when an engine's weights were changed in place. Names do not
+    show which of the peers' blocks are from before it. So a reset holds as long as the process.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._fingerprints: set[bytes] = set()
-        self._all = False  # too many to remember each
+        self._all = False  # too many to store each
 
     def __contains__(self, fingerprint: bytes) -> bool:
         return self._all or fingerprint in self._fingerprints
 
     def note(self, fingerprint: bytes) -> bool:
-        """Returns whether that is news."""
+        """Add one; returns whether it is new."""
         with self._lock:
             is_news = fingerprint not in self
             self._fingerprints.add(fingerprint)
@@ -50,39 +50,39 @@ RESETS: Final = Resets()
 
 
 WRONG: Final = frozenset({Outcome.EVICTED, Outcome.CHECKSUM, Outcome.KEY_MISMATCH})
-"""What becomes of a block that a peer does not have as it should."""
+"""The result for a block that a peer does not have as expected."""
 
 
-class _Flight(NamedTuple):
-    """The blocks of one batch that one peer is asked for, by their positions."""
+class _PeerRead(NamedTuple):
+    """The blocks of one batch that are requested from one peer, by their positions."""
 
     peer: OtherNode
     positions: list[int]
-    hinted: set[int]  # those that are asked for because the peer's events name them
+    hinted: set[int]  # those requested because the peer's events name them
 
 
 _OTHER_KV: Final = (
     "[peers] the node at %s computes other KV under this model's name, by another release of a library or by code that "
     "was replaced: nothing is borrowed from such nodes"
 )
-_NAME_LIFETIME: Final = 30.0  # seconds a name is believed
-_LOOK_UP_EVERY: Final = 10.0  # seconds between two looks at the addresses of the nodes' names
-_HELD_TIME: Final = 0.02  # seconds beyond the deadline for all answers that have begun to arrive, …
-_THERE_TIME: Final = 0.001  # … and for each to be read that lies there
-_TEND_EVERY: Final = 0.25  # seconds between two looks at the connections
+_NAME_LIFETIME: Final = 30.0  # seconds until a known name expires
+_LOOK_UP_EVERY: Final = 10.0  # seconds between two look-ups of the nodes' addresses
+_HELD_TIME: Final = 0.02  # seconds beyond the deadline for all replies that have begun to arrive, …
+_THERE_TIME: Final = 0.001  # … and for each that is received already
+_TEND_EVERY: Final = 0.25  # seconds between two checks of the connections
 
 
 class PeersStore(Tier):
-    """A `Tier` over the daemons that [peers] nodes name. Thread-safe; raises from `open` alone.
+    """A `Tier` over the daemons in [peers] nodes. Thread-safe; only `open` raises.
 
-    A thread keeps a connection to each peer ready, so that no request waits for one that is away. Every batch has one
-    deadline: `deadline` seconds and its bytes over `bandwidth`. A peer that fails costs the blocks it was asked for,
-    and after some failures in a row it is left alone for a while.
+    A thread keeps a connection to each peer ready, so that no request waits for one that is down. Every batch has one
+    deadline: `deadline` seconds and its bytes over `bandwidth`. A peer that fails costs the blocks requested from it,
+    and after several failures in a row its breaker opens.
 
-    What peers hold is known by their KV events if these can be followed, else by asking them, for a while. Both are
-    hints: a block is what it should be only once it was read and verified.
+    Which blocks peers hold is known by their KV events if these can be followed, else by requests, for a while. Both
+    are hints: a block counts only once it was read and verified.
 
-    It takes no stores. After a reset it holds nothing: what peers have may be what was to be forgotten.
+    It takes no stores. After a reset it holds nothing: peers may have blocks from before it.
     """
 
     is_shared = True
@@ -93,12 +93,12 @@ class PeersStore(Tier):
         self._breaker = config.breaker
         self._blocks = blocks
         self._key = key
-        self._holders = KnownNames[PeerAddress](_NAME_LIFETIME)  # as peers said when they were asked
+        self._holders = KnownNames[PeerAddress](_NAME_LIFETIME)  # by the replies of peers
         self._following = Following(config.peers, blocks.fingerprint)
-        self._probe: bytes | None = None  # what our model computes of a few tokens; None: it was not asked
-        self._told_apart = False  # whether the log says that a peer's computes otherwise
-        self._peers: dict[PeerAddress, OtherNode] = {}  # replaced whole, by the tending thread alone
-        self._counts = OutcomeCounts()  # and failures of peers whose addresses are gone
+        self._probe: bytes | None = None  # our model's KV probe; None: it was not computed
+        self._warned_other_kv = False
+        self._peers: dict[PeerAddress, OtherNode] = {}  # replaced whole, by the maintenance thread alone
+        self._counts = OutcomeCounts()  # and failures of former peers
         self._closing = threading.Event()
         self._addresses = PeerAddresses(self._config.nodes)
         self._looked_up_at = float("-inf")
@@ -106,7 +106,7 @@ class PeersStore(Tier):
 
     @classmethod
     def open(cls, config: Config, fingerprint: bytes, *, slot_bytes: int, block_size: int) -> "PeersStore":
-        """For the blocks of `fingerprint` (32 bytes). Peers need not be there yet. ConfigError if the key is none."""
+        """For the blocks of `fingerprint` (32 bytes). Peers may start later. ConfigError if the key is not usable."""
         require_space(fingerprint, slot_bytes, block_size)
         assert config.peers.key_file is not None
         key = shared_key(config.peers.key_file)
@@ -114,27 +114,27 @@ class PeersStore(Tier):
         store._tending.start()
         return store
 
-    # names: no I/O
+    # Names: no I/O.
 
     def lookup(self, hashes: Sequence[ChainHash]) -> int:
-        at, told = self._holders.leading(hashes), self._told().values()
-        while told and at < len(hashes):
-            end = next((end for names in told if (end := names.leading(hashes, at)) > at), at)
+        at, announced = self._holders.leading(hashes), self._announced().values()
+        while announced and at < len(hashes):
+            end = next((end for names in announced if (end := names.leading(hashes, at)) > at), at)
             if end == at:
                 break
             at = end + self._holders.leading(hashes[end:])
         return at
 
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
-        told = self._told().values()
-        asked = self._holders.of(hashes)
+        announced = self._announced().values()
+        located = self._holders.of(hashes)
         return [
-            peer is not None or any(names.holds(name) for names in told)
-            for name, peer in zip(hashes, asked, strict=True)
+            peer is not None or any(names.holds(name) for names in announced)
+            for name, peer in zip(hashes, located, strict=True)
         ]
 
     def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
-        """Ask every peer that answers, but those whose events tell all; of several holders, who has the longest run."""
+        """Ask every peer that answers, unless its events are complete. Of several holders, the longest run counts."""
         if self._is_off:
             return 0
         deadline = time.monotonic() + self._config.deadline
@@ -142,12 +142,12 @@ class PeersStore(Tier):
         while found < len(hashes):
             window = hashes[found : found + MAX_NAMES]
             held, failure = self._ask_all(window, deadline)
-            told = {
+            announced = {
                 address: [names.holds(name) for name in window]
-                for address, names in self._told().items()
+                for address, names in self._announced().items()
                 if address not in held
             }
-            there = self._learn(window, held, told)
+            there = self._learn(window, held, announced)
             found += there
             if there < len(window):
                 if failure is not None and not held and not found:
@@ -162,19 +162,17 @@ class PeersStore(Tier):
         peers = list(self._peers.values())
         return self._is_off or all(self._following.is_sure_of(peer) for peer in peers if peer.answers)
 
-    # blocks
-
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
-        """One flight for each peer: all are asked, then heard in turn."""
+        """One request per peer: all are sent, then the replies are read in turn."""
         require_buffers(len(hashes), into, self._blocks.slot_bytes)
         results: list[BlockRecord | Outcome] = [Outcome.CLOSED if self._closing.is_set() else Outcome.ABSENT] * len(
             hashes
         )
         deadline = time.monotonic() + self._seconds(len(hashes))
         if not self._is_off:
-            flights = self._take_off(hashes, results, deadline)
-            for link in as_they_answer(flights, deadline):
-                self._land(flights[link], link, hashes, into, results, deadline)
+            reads = self._send_requests(hashes, results, deadline)
+            for link in as_they_answer(reads, deadline):
+                self._receive(reads[link], link, hashes, into, results, deadline)
         if self._is_off and not self._closing.is_set():
             results = [Outcome.EPOCH] * len(hashes)
         self._holders.forget(h for h, result in zip(hashes, results, strict=True) if isinstance(result, Outcome))
@@ -186,11 +184,11 @@ class PeersStore(Tier):
         return [Outcome.UNSUPPORTED] * len(records)
 
     def discard(self, hashes: Sequence[ChainHash]) -> None:
-        """Forget who holds them. What peers hold is theirs."""
+        """Forget which peers hold them. The peers' blocks stay."""
         self._holders.forget(hashes)
 
     def reset(self) -> None:
-        """From now on, until this process ends, no block of the model comes from a peer or goes to one."""
+        """From now on, until this process ends, no block of the model is received from a peer or sent to one."""
         if RESETS.note(self._blocks.fingerprint):
             _log.warning(
                 "[peers] the model %s was reset: its blocks are not shared with peers any more until this process is "
@@ -199,16 +197,14 @@ class PeersStore(Tier):
             )
         self._holders.clear()
 
-    # upkeep
-
-    def tell_kv_probe(self, packed: bytes) -> None:
-        """A peer whose model computes otherwise lends nothing, and fails as `other_kv`."""
+    def set_kv_probe(self, packed: bytes) -> None:
+        """A peer whose model computes otherwise sends nothing, and fails as `other_kv`."""
         self._probe = packed
         for peer in self._peers.values():
             peer.require(packed)
 
     def probe(self, direction: Direction) -> bool:
-        """Whether some peer answers."""
+        """Whether at least one peer answers."""
         return direction == "write" or any(peer.answers for peer in self._peers.values())
 
     def stats(self) -> Mapping[str, int]:
@@ -224,13 +220,11 @@ class PeersStore(Tier):
         self._following.check()
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close all connections. Idempotent."""
         self._closing.set()
         self._following.close()
         for peer in self._peers.values():
             peer.close()
-
-    # inside
 
     @property
     def _is_off(self) -> bool:
@@ -242,25 +236,25 @@ class PeersStore(Tier):
     def _ask_all(
         self, names: Sequence[ChainHash], deadline: float
     ) -> tuple[dict[PeerAddress, list[bool]], Outcome | None]:
-        """What each peer holds, and one failure if there was any."""
-        asked: list[tuple[OtherNode, PeerLink]] = []
+        """Which blocks each peer holds, and one failure if there was any."""
+        pending: list[tuple[OtherNode, PeerLink]] = []
         held: dict[PeerAddress, list[bool]] = {}
         failure: Outcome | None = None
         for peer in [each for each in self._peers.values() if each.answers and not self._following.is_sure_of(each)]:
             link = None
             try:
-                link = peer.borrow(deadline)
+                link = peer.connection(deadline)
                 link.ask(PeerVerb.HELD, names, deadline)
-                asked.append((peer, link))
+                pending.append((peer, link))
             except PeerFailed as failed:
                 failure = self._fail(peer, link, failed)
-        self._counts.count("questions", len(asked))
-        by_link = {link: peer for peer, link in asked}
+        self._counts.count("questions", len(pending))
+        by_link = {link: peer for peer, link in pending}
         for link in as_they_answer(by_link, deadline):
             try:
                 until = max(deadline + _HELD_TIME, time.monotonic() + _THERE_TIME)
-                held[by_link[link].address] = link.hear_held(len(names), until)
-                by_link[link].give_back(link)
+                held[by_link[link].address] = link.read_held(len(names), until)
+                by_link[link].put_back(link)
             except PeerFailed as failed:
                 failure = self._fail(by_link[link], link, failed)
         return held, failure
@@ -269,14 +263,14 @@ class PeersStore(Tier):
         self,
         names: Sequence[ChainHash],
         held: Mapping[PeerAddress, Sequence[bool]],
-        told: Mapping[PeerAddress, Sequence[bool]],
+        announced: Mapping[PeerAddress, Sequence[bool]],
     ) -> int:
-        """Note whom to ask for each block, in few flights, if events do not tell; how many are held."""
+        """Store which peer to ask for each block that events do not name; returns how many are held."""
         at = 0
         while at < len(names):
             ends = {
                 address: next((i for i in range(at, len(names)) if not flags[i]), len(names))
-                for address, flags in (*held.items(), *told.items())
+                for address, flags in (*held.items(), *announced.items())
             }
             best = max(ends, key=ends.__getitem__, default=None)
             if best is None or ends[best] == at:
@@ -286,21 +280,21 @@ class PeersStore(Tier):
             at = ends[best]
         return at
 
-    def _told(self) -> Mapping[PeerAddress, AnnouncedNames]:
-        """What peers hold by their events."""
+    def _announced(self) -> Mapping[PeerAddress, AnnouncedNames]:
+        """Names of peers' blocks by their events."""
         return {} if self._is_off else self._following.believed(self._peers)
 
     def _whom(self, hashes: Sequence[ChainHash]) -> tuple[list[PeerAddress | None], set[int]]:
-        """Whom to ask for each block, in few flights, and which blocks are asked for because events name them.
+        """Which peer to ask for each block, in few requests, and which blocks are requested because events name them.
 
         Of several peers with equally long runs, one by the block's name, so that not all nodes ask the same.
         """
         whom, hinted, at = self._holders.of(hashes), set[int](), 0
-        told = self._told() if None in whom else {}
-        while told and at < len(hashes):
+        announced = self._announced() if None in whom else {}
+        while announced and at < len(hashes):
             end = at + 1
             if whom[at] is None:
-                ends = {address: names.leading(hashes, at) for address, names in told.items()}
+                ends = {address: names.leading(hashes, at) for address, names in announced.items()}
                 best = max(ends, key=lambda address: (ends[address], hash((address, hashes[at]))))
                 for position in range(at, ends[best]):
                     if whom[position] is None:
@@ -310,51 +304,51 @@ class PeersStore(Tier):
             at = end
         return whom, hinted
 
-    def _take_off(
+    def _send_requests(
         self, hashes: Sequence[ChainHash], results: list[BlockRecord | Outcome], deadline: float
-    ) -> dict[PeerLink, _Flight]:
-        """Ask every peer for its blocks. What cannot be asked has its outcome."""
+    ) -> dict[PeerLink, _PeerRead]:
+        """Request each block from its peer. If a request cannot be sent, its blocks have that outcome."""
         by_peer: dict[PeerAddress, list[int]] = {}
         whom, hinted = self._whom(hashes)
         for position, address in enumerate(whom):
             if address is not None:
                 by_peer.setdefault(address, []).append(position)
-        flights: dict[PeerLink, _Flight] = {}
+        reads: dict[PeerLink, _PeerRead] = {}
         for address, positions in by_peer.items():
             peer, link = self._peers.get(address), None
             if peer is None or not peer.breaker.closed:
                 continue
-            asked = positions[:MAX_NAMES]  # more than one question has names: not asked
+            wanted = positions[:MAX_NAMES]  # a request has no room for more
             try:
-                link = peer.borrow(deadline)
-                link.ask(PeerVerb.LEND, [hashes[position] for position in asked], deadline)
-                flights[link] = _Flight(peer, positions, hinted.intersection(asked))
+                link = peer.connection(deadline)
+                link.ask(PeerVerb.LEND, [hashes[position] for position in wanted], deadline)
+                reads[link] = _PeerRead(peer, positions, hinted.intersection(wanted))
             except PeerFailed as failed:
                 outcome = self._fail(peer, link, failed)
                 for position in positions:
                     results[position] = outcome
-        return flights
+        return reads
 
-    def _land(
+    def _receive(
         self,
-        flight: _Flight,
+        read: _PeerRead,
         link: PeerLink,
         hashes: Sequence[ChainHash],
         into: Sequence[memoryview],
         results: list[BlockRecord | Outcome],
         deadline: float,
     ) -> None:
-        peer, positions, hinted = flight
-        is_late = time.monotonic() >= deadline and not link.is_quiet  # another peer took all the time: not its fault
-        asked, left = positions[:MAX_NAMES], set(positions)
+        peer, positions, hinted = read
+        is_late = time.monotonic() >= deadline and not link.is_quiet  # other peers used up the time: not its fault
+        wanted, left = positions[:MAX_NAMES], set(positions)
 
-        def settle(number: int, result: BlockRecord | Outcome) -> None:
-            results[asked[number]] = result
-            left.discard(asked[number])
+        def report(number: int, result: BlockRecord | Outcome) -> None:
+            results[wanted[number]] = result
+            left.discard(wanted[number])
 
         try:
-            link.hear_blocks([hashes[p] for p in asked], [into[p] for p in asked], settle, deadline)
-        except PeerFailed as failed:  # what came before is good
+            link.read_blocks([hashes[p] for p in wanted], [into[p] for p in wanted], report, deadline)
+        except PeerFailed as failed:  # blocks received before are good
             for position in left:
                 results[position] = failed.outcome
             if is_late:
@@ -362,21 +356,21 @@ class PeersStore(Tier):
             else:
                 self._fail(peer, link, failed)
             if failed.outcome not in WRONG:
-                return  # it says nothing of the blocks
+                return  # it does not show whether blocks are there
         else:
-            peer.give_back(link, lent=True)
-        if hinted:  # which of them were something else, or nothing
-            hints = [(hashes[p], results[p] in WRONG) for p in asked if p in hinted]
+            peer.put_back(link, has_sent=True)
+        if hinted:  # which of them were other blocks, or missing
+            hints = [(hashes[p], results[p] in WRONG) for p in wanted if p in hinted]
             self._following.judge(peer.address, hints)
 
     def _fail(self, peer: OtherNode, link: PeerLink | None, failure: PeerFailed) -> Outcome:
-        """A peer failed: what it was believed to hold is not asked of it any more."""
+        """A peer failed: forget which blocks it holds."""
         peer.failed(link, failure)
         self._holders.forget_all(peer.address)
         return failure.outcome
 
     def _tend(self) -> None:
-        """Thread: keep addresses and connections."""
+        """Thread: maintains addresses and connections."""
         while not self._closing.is_set():
             now = time.monotonic()
             if now - self._looked_up_at >= _LOOK_UP_EVERY:
@@ -391,7 +385,7 @@ class PeersStore(Tier):
         self._following.close()  # `close` may have come while a stream was opened
 
     def _adopt(self, addresses: Sequence[PeerAddress]) -> None:
-        """Know these peers and no others."""
+        """Use these peers and no others."""
         peers = {
             address: self._peers.get(address)
             or OtherNode(
@@ -401,14 +395,14 @@ class PeersStore(Tier):
         }
         for peer in peers.values():
             peer.require(self._probe)
-        gone = [peer for address, peer in self._peers.items() if address not in peers]
+        removed = [peer for address, peer in self._peers.items() if address not in peers]
         self._peers = peers
-        for peer in gone:
+        for peer in removed:
             peer.close()
             self._holders.forget_all(peer.address)
             for reason, count in peer.counts.items():
                 self._counts.count(f"failed_{reason}", count)
-        if self._closing.is_set():  # `close` may have seen the peers of before
+        if self._closing.is_set():  # `close` may have closed the former peers only
             self.close()
 
     def _connect(self, address: PeerAddress, seconds: float) -> PeerLink:
@@ -423,11 +417,11 @@ class PeersStore(Tier):
                 opened.compare(probe, deadline)
             except PeerFailed as failed:
                 opened.close()
-                if failed.reason == "other_kv" and not self._told_apart:
-                    self._told_apart = True
+                if failed.reason == "other_kv" and not self._warned_other_kv:
+                    self._warned_other_kv = True
                     _log.warning(_OTHER_KV, address_text(address))
                 if failed.reason != "hung_up":
                     raise
-                opened = link()  # it knows no probes
-        opened.told = probe
+                opened = link()  # a peer of a release without probes
+        opened.compared_probe = probe
         return opened

@@ -1,4 +1,4 @@
-"""Bytes to and from a TCP socket, all or an error, before a deadline that dripping does not move; a block's tag."""
+"""Bytes to and from a TCP socket, all or an error, before a deadline for the whole transfer; a block's tag."""
 
 import socket
 import time
@@ -15,8 +15,8 @@ KEY_BYTES: Final = 16
 class BlockTags:
     """Tags under one key. Not thread-safe: it has one state, used for one block after the other.
 
-    A tag costs as good as nothing beside a block's way through a socket: some 30 GB/s a core, where Poly1305 has 6 and
-    HMAC-SHA256 1.5 (`benchmarks/peers_bandwidth.py` prints them). The GIL is let go of meanwhile.
+    A tag costs little beside a block's transfer: some 30 GB/s a core, where Poly1305 has 6 and HMAC-SHA256 1.5
+    (`benchmarks/peers_bandwidth.py` prints them). The GIL is released meanwhile.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -45,7 +45,7 @@ _TIME: Final = Struct("ll")  # a timeval
 
 
 class PeerFailed(Exception):
-    """The other end failed: what a block that it should have sent is now, and why, in a word for counters."""
+    """The other end failed: the outcome of a block that it should have sent, and a word for counters."""
 
     def __init__(self, outcome: Outcome, reason: str) -> None:
         super().__init__(reason)
@@ -95,7 +95,7 @@ def send(connection: socket.socket, buffers: Sequence[bytes | memoryview], deadl
 
 
 def _advance(left: list[memoryview], at: int, count: int) -> int:
-    """Past `count` bytes of the buffers from `at` on."""
+    """Skip `count` bytes of the buffers from `at` on."""
     while at < len(left) and count >= len(left[at]):
         count -= len(left[at])
         at += 1
@@ -105,7 +105,7 @@ def _advance(left: list[memoryview], at: int, count: int) -> int:
 
 
 def _allow(connection: socket.socket, direction: int, deadline: float) -> None:
-    """The next call of that direction ends at the deadline, with what was moved by then."""
+    """The next call in that direction returns by the deadline, with the bytes moved by then."""
     if (seconds := deadline - time.monotonic()) <= 0:
         raise PeerFailed(Outcome.TIMEOUT, "timeout")
     whole = int(seconds)

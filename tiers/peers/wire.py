@@ -1,20 +1,21 @@
-"""What the daemons of two nodes say to each other over TCP, and how each proves that it has the key (docs/storage.md).
+"""The protocol between the daemons of two nodes over TCP, and the proof that each has the key (docs/storage.md).
 
-One connection is for the blocks of one model. Whoever lends speaks first. All integers are little-endian:
+One connection is for the blocks of one model. The lender, which has the blocks, sends first. All integers are
+little-endian:
 
 1. challenge: magic, a nonce
-2. hello: magic, a nonce, fingerprint, bytes and tokens of a block, who asks; proof
-3. welcome: the reply, who lends; proof
+2. hello: magic, a nonce, fingerprint, bytes and tokens of a block, the borrower's id; proof
+3. welcome: the reply, the lender's id; proof
 4. questions: verb, number of names, the names; proof
 5. answers: verb, a number. To HELD then a byte for each name, to EVENTS an `EventsAt`, else nothing; proof. To LEND
-   that many blocks follow, the leading ones of those asked for: head, payload, tag each
+   that many blocks follow, the leading ones of the question's: head, payload, tag each
 
-KV_PROBE says what the model of who asks computes: a packed KV probe in place of names, filled up with zeros. If the
-lender's computes otherwise, the number is 1, and it lends nothing on this connection. Who does not know it hangs up.
+KV_PROBE compares models: the borrower's packed KV probe in place of names, filled up with zeros. If the lender's model
+computes otherwise, the number is 1, and it sends no blocks on this connection. Releases without it hang up.
 
-A proof is HMAC-SHA256 under a key of the connection alone, over what it proves and the number of the question. A tag is
-a MAC over head and payload, under a key made from the shared one and the fingerprint (`BlockTags`). Whoever lends a
-block again has its tag already. Nothing is encrypted.
+A proof is HMAC-SHA256 under a key of the connection alone, over its message and the number of the question. A tag is
+a MAC over head and payload, under a key made from the shared one and the fingerprint (`BlockTags`). A block that is
+sent again has its tag already. Nothing is encrypted.
 """
 
 import hmac
@@ -49,37 +50,37 @@ _SEED: Final = os.urandom(NODE_BYTES)
 
 
 def own_node() -> bytes:
-    """This process, to itself: an address of its own among the nodes is passed over. A fork is another one."""
+    """This process's id: an address of its own among the nodes is skipped. A fork has another one."""
     return blake2b(os.getpid().to_bytes(8, "little"), key=_SEED, digest_size=NODE_BYTES).digest()
 
 
 class PeerVerb(IntEnum):
-    """What a question asks for."""
+    """The kinds of questions."""
 
     HELD = 1  # which of these blocks are held?
     LEND = 2  # these blocks
     EVENTS = 3  # where are this node's KV events of the model (whose fingerprint is the one name)?
-    KV_PROBE = 4  # does this node's model compute what these names, a KV probe, say?
+    KV_PROBE = 4  # does this node's model compute the same KV as these names, a KV probe, say?
 
 
 _VERBS: Final = frozenset(PeerVerb)
 
 
 class Greeting(IntEnum):
-    """What is said to a hello whose proof is right."""
+    """The replies to a hello whose proof is right."""
 
     WELCOME = 0
     OTHER_BLOCKS = 1  # this model's blocks here are of another size
-    BUSY = 2  # there are as many connections as there may be
+    BUSY = 2  # the limit of connections is reached
 
 
 class ProtocolError(Exception):
-    """What came is not what a node with the key says."""
+    """A message that no node with the key sends."""
 
 
 @dataclass(frozen=True, slots=True)
 class LentBlocks:
-    """What the blocks of one connection are."""
+    """The format of the blocks of one connection."""
 
     fingerprint: bytes  # of the model, 32 bytes
     slot_bytes: int
@@ -102,18 +103,17 @@ def pack_challenge(nonce: bytes) -> bytes:
 
 
 def unpack_challenge(data: bytes) -> bytes:
-    """The nonce of whoever lends. ProtocolError."""
+    """The lender's nonce. ProtocolError."""
     if not data.startswith(MAGIC):
         raise ProtocolError("magic")
     return data[len(MAGIC) :]
 
 
 class PeerSession:
-    """The keys of one connection, and the form of all that is said on it after the challenge.
+    """The keys of one connection, and the form of all its messages after the challenge.
 
-    Both ends make one. Questions are counted, and their number is part of every proof. So nothing can be asked or
-    answered twice, in another order, or to somebody else. A block's tag is good wherever the block is: its name says
-    what its bytes are.
+    Both ends make one. Questions are counted, and their number is part of every proof. So no message can be repeated,
+    reordered, or sent to another node. A block's tag is valid on any connection: its name determines its bytes.
     """
 
     def __init__(self, key: bytes, challenge: bytes, nonce: bytes, blocks: LentBlocks) -> None:
@@ -123,21 +123,21 @@ class PeerSession:
         self._tags = BlockTags(derive(key, b"blocks" + blocks.fingerprint))
         self._head = Struct(f"<{HASH_BYTES}s{HASH_BYTES}sIQ{4 * blocks.block_size}s")
         self.head_bytes = self._head.size
-        self.number = 0  # of the question that is under way, or was last
-        self.probe: KVProbe | None = None  # for whoever lends: what the model of the other end computes, if it said so
-        self.compared: tuple[KVProbe, bool] | None = None  # … and whether the model of this end computes that, too
+        self.number = 0  # of the current question, or the last one
+        self.probe: KVProbe | None = None  # at the lender: the KV probe of the borrower's model, if it sent one
+        self.compared: tuple[KVProbe, bool] | None = None  # … and whether the lender's model computes that, too
 
     # the handshake
 
     def hello(self, node: bytes) -> bytes:
-        """What who asks says first."""
+        """The borrower's first message."""
         blocks = self.blocks
-        said = _HELLO.pack(MAGIC, self._nonce, blocks.fingerprint, blocks.slot_bytes, blocks.block_size, node)
-        return said + self._proof(b"hello", said)
+        message = _HELLO.pack(MAGIC, self._nonce, blocks.fingerprint, blocks.slot_bytes, blocks.block_size, node)
+        return message + self._proof(b"hello", message)
 
     @classmethod
     def accept(cls, key: bytes, challenge: bytes, data: bytes) -> "tuple[PeerSession, bytes]":
-        """The other end of `hello`, and who said it. ProtocolError if it is not proven."""
+        """The other end of `hello`, and the borrower's id. ProtocolError if it is not proven."""
         magic, nonce, fingerprint, slot_bytes, block_size, node = _HELLO.unpack(data[: _HELLO.size])
         if magic != MAGIC:
             raise ProtocolError("magic")
@@ -148,14 +148,14 @@ class PeerSession:
         return session, node
 
     def welcome(self, reply: Greeting, node: bytes) -> bytes:
-        said = _WELCOME.pack(reply, node)
-        return said + self._proof(b"welcome", said)
+        message = _WELCOME.pack(reply, node)
+        return message + self._proof(b"welcome", message)
 
     def read_welcome(self, data: bytes) -> tuple[Greeting, bytes]:
-        """The reply, and who lends. ProtocolError if it is not proven."""
-        said = data[: _WELCOME.size]
-        self._require(data[_WELCOME.size :], b"welcome", said)
-        reply, node = _WELCOME.unpack(said)
+        """The reply, and the lender's id. ProtocolError if it is not proven."""
+        message = data[: _WELCOME.size]
+        self._require(data[_WELCOME.size :], b"welcome", message)
+        reply, node = _WELCOME.unpack(message)
         try:
             return Greeting(reply), node
         except ValueError:
@@ -166,16 +166,16 @@ class PeerSession:
     def question(self, verb: PeerVerb, names: Sequence[ChainHash]) -> bytes:
         """A new question, of up to MAX_NAMES names."""
         self.number += 1
-        said = _WORDS.pack(verb, len(names)) + b"".join(names)
-        return said + self._proof(b"question", said)
+        message = _WORDS.pack(verb, len(names)) + b"".join(names)
+        return message + self._proof(b"question", message)
 
     def probe_question(self, packed: bytes) -> bytes:
-        """A new question, whether the lender's model computes what this KV probe says."""
+        """A new question, whether the lender's model computes the KV of this probe."""
         whole = packed.ljust(PROBE_BYTES, b"\0")
         return self.question(PeerVerb.KV_PROBE, [whole[i : i + HASH_BYTES] for i in range(0, PROBE_BYTES, HASH_BYTES)])
 
     def note_probe(self, names: Sequence[ChainHash]) -> None:
-        """Heard `probe_question`. ProtocolError for no probe."""
+        """Take the probe of a received `probe_question`. ProtocolError if it is none."""
         try:
             self.probe = KVProbe.unpack(b"".join(names))
         except FormatError:
@@ -190,7 +190,7 @@ class PeerSession:
         return int(count) * HASH_BYTES + PROOF_BYTES
 
     def read_question(self, words: bytes, rest: bytes) -> tuple[PeerVerb, list[ChainHash]]:
-        """What is asked. ProtocolError if it is not proven."""
+        """The question's verb and names. ProtocolError if it is not proven."""
         self.number += 1
         names = rest[:-PROOF_BYTES]
         self._require(rest[-PROOF_BYTES:], b"question", words + names)
@@ -198,17 +198,17 @@ class PeerSession:
         return PeerVerb(verb), [names[at : at + HASH_BYTES] for at in range(0, len(names), HASH_BYTES)]
 
     def answer(self, verb: PeerVerb, count: int, flags: bytes = b"") -> bytes:
-        said = _WORDS.pack(verb, count) + flags
-        return said + self._proof(b"answer", said)
+        message = _WORDS.pack(verb, count) + flags
+        return message + self._proof(b"answer", message)
 
     def read_answer(self, verb: PeerVerb, data: bytes, most: int) -> tuple[int, bytes]:
         """The number, at most `most`, and the bytes behind it. ProtocolError if it is not proven."""
-        said = data[:-PROOF_BYTES]
-        self._require(data[-PROOF_BYTES:], b"answer", said)
-        answered, count = _WORDS.unpack(said[:WORDS_BYTES])
+        message = data[:-PROOF_BYTES]
+        self._require(data[-PROOF_BYTES:], b"answer", message)
+        answered, count = _WORDS.unpack(message[:WORDS_BYTES])
         if answered != verb or count > most:
             raise ProtocolError("answer")
-        return count, said[WORDS_BYTES:]
+        return count, message[WORDS_BYTES:]
 
     # blocks
 
@@ -218,7 +218,7 @@ class PeerSession:
         )
 
     def read_head(self, head: bytes | memoryview) -> BlockRecord:
-        """What the block's lender says of it. ProtocolError if writing it anew gives other bytes."""
+        """The block's record by its lender. ProtocolError if encoding it again gives other bytes."""
         chain_hash, parent, num_tokens, checksum, tokens = self._head.unpack(head)
         record = BlockRecord(chain_hash, parent, tokens[: 4 * num_tokens], checksum)
         if self.pack_head(record) != head:
@@ -229,11 +229,9 @@ class PeerSession:
         """Of a block: 16 bytes."""
         return self._tags.tag(head, payload)
 
-    # inside
+    def _proof(self, what: bytes, message: bytes) -> bytes:
+        return hmac.digest(self._key, what.ljust(16, b"\0") + self.number.to_bytes(8, "little") + message, "sha256")
 
-    def _proof(self, what: bytes, said: bytes) -> bytes:
-        return hmac.digest(self._key, what.ljust(16, b"\0") + self.number.to_bytes(8, "little") + said, "sha256")
-
-    def _require(self, proof: bytes, what: bytes, said: bytes) -> None:
-        if not hmac.compare_digest(proof, self._proof(what, said)):
+    def _require(self, proof: bytes, what: bytes, message: bytes) -> None:
+        if not hmac.compare_digest(proof, self._proof(what, message)):
             raise ProtocolError("proof")

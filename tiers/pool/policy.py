@@ -11,7 +11,7 @@ from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import compiled_setting
 from kvtier.tiers.pool import core as interpreted
 from kvtier.tiers.pool.changes import NAME_MIX, to_words
-from kvtier.tiers.reuse import MATCH_NAMES, UNTOLD, ClassifiedEnd, LruShadow, RequestEnd, ReusePredictor
+from kvtier.tiers.reuse import MATCH_NAMES, NO_CLASS, ClassifiedEnd, LruShadow, RequestEnd, ReusePredictor
 
 if TYPE_CHECKING:
     from kvtier.tiers.pool.core import LRU, ChildIndex, Index, Learned, Lease, SlotCore, SlotLists
@@ -66,7 +66,7 @@ def make_core(
         made: LRU
         if policy == "tail":
             rival = LruShadow(num_slots, _UNTRIED * num_slots)
-            made = core.Learned(lists, num_slots, ReusePredictor(rival), rival, UNTOLD, clock)
+            made = core.Learned(lists, num_slots, ReusePredictor(rival), rival, NO_CLASS, clock)
         else:
             made = core.LRU(lists) if policy == "lru" else core.S3FIFO(lists, index)
         return made

@@ -1,4 +1,4 @@
-"""A batch over all servers, each one's share in one pipeline: EXISTS, GET, SET, UNLINK, every answer judged."""
+"""A batch over all servers, each one's share in one pipeline: EXISTS, GET, SET, UNLINK, every reply checked."""
 
 import time
 from collections import deque
@@ -23,21 +23,21 @@ from kvtier.tiers.redis.wire import (
     make_turns,
 )
 
-Settle = Callable[[int, "BlockRecord | Outcome | bool"], None]
-"""Told once per position of the batch what became of it."""
+Report = Callable[[int, "BlockRecord | Outcome | bool"], None]
+"""Called once per position of the batch with the block's result."""
 
-_AT_ONCE: Final = 1024  # blocks whose expiry is put off in one go
+_AT_ONCE: Final = 1024  # blocks whose expiry is renewed at once
 _ELSEWHERE: Final = frozenset({"MOVED", "ASK", "TRYAGAIN"})  # another server has the key, or will
 DOUBTFUL: Final = _ELSEWHERE | {"READONLY", "CLUSTERDOWN", "MASTERDOWN", "LOADING", "NOREPLICAS", "NOAUTH"}
-UNASKED: Final = Refusal("not asked")
+NOT_READ: Final = Refusal("not read")
 
 
 class _Wanted(NamedTuple):
-    """What a batch reads, by position: names, buffers of a slot each; and who is told."""
+    """The reads of a batch, by position: names, buffers of a slot each; and the callback for results."""
 
     hashes: Sequence[ChainHash]
     into: Sequence[memoryview]
-    settle: Settle
+    report: Report
 
 
 def command(*parts: bytes) -> bytes:
@@ -52,8 +52,8 @@ def commands(verb: bytes, keys: Sequence[bytes], *more: bytes) -> bytes:
     return before + (after + before).join(keys) + after
 
 
-def ask_epoch(space: Keyspace) -> bytes:
-    """What stands as the namespace's epoch; "" for nothing. No more of it than shows that it is none."""
+def epoch_command(space: Keyspace) -> bytes:
+    """The namespace's epoch; "" for none. Reads one byte more than an epoch has, which shows that it is none."""
     return command(b"GETRANGE", space.epoch_key, b"0", b"16")
 
 
@@ -69,33 +69,33 @@ def refused(refusal: Refusal, *, writing: bool) -> Outcome:
 
 @dataclass(eq=False, slots=True)
 class Lane:
-    """One server's share of one batch, over a borrowed connection.
+    """One server's share of one batch, over a connection that it has for itself.
 
-    `asks_epoch`: this server has the epoch, seen as `epoch_seen`. `doubtful`: an answer put the topology in doubt.
+    `asks_epoch`: this server has the epoch, seen as `epoch_seen`. `doubtful`: a reply shows that the topology changed.
     """
 
     wire: Wire
     space: Keyspace
     keys: Sequence[bytes]  # of the whole batch, by position
-    epoch: int  # that the batch goes by
+    epoch: int  # of the batch's keys
     window: int  # blocks under way at once
     ttl_ms: int
     asks_epoch: bool
-    epoch_seen: RedisReply = UNASKED
+    epoch_seen: RedisReply = NOT_READ
     doubtful: bool = False
-    epoch_due: bool = False  # asked, and to be read before any other reply
-    make_turns: MakeTurns | None = None  # the compiled way, for blocks that are large enough
+    epoch_due: bool = False  # requested, and to be read before any other reply
+    make_turns: MakeTurns | None = None  # the extension module, for blocks that are large enough
 
-    def exists(self, positions: Sequence[int], settle: Settle) -> None:
-        """Which blocks are there: True or False, or why there is no answer."""
+    def exists(self, positions: Sequence[int], report: Report) -> None:
+        """Which blocks are there: True, False, or why it is not known."""
         for position, reply in self._each(b"EXISTS", positions):
-            settle(position, refused(reply, writing=False) if isinstance(reply, Refusal) else reply == 1)
+            report(position, refused(reply, writing=False) if isinstance(reply, Refusal) else reply == 1)
 
     def get(
-        self, hashes: Sequence[ChainHash], into: Sequence[memoryview], positions: Sequence[int], settle: Settle
+        self, hashes: Sequence[ChainHash], into: Sequence[memoryview], positions: Sequence[int], report: Report
     ) -> None:
-        """Read blocks into their buffers, verify them, and put off their expiry: that tells which of them are there."""
-        wanted = _Wanted(hashes, into, settle)
+        """Read blocks into their buffers and verify them. Their expiry is renewed: its replies show which are there."""
+        wanted = _Wanted(hashes, into, report)
         for first in range(0, len(positions), _AT_ONCE):
             some = positions[first : first + _AT_ONCE]
             if self.make_turns is not None and self.wire.takes_turns:
@@ -104,7 +104,11 @@ class Lane:
                 self._get(wanted, some)
 
     def set(
-        self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], positions: Sequence[int], settle: Settle
+        self,
+        records: Sequence[BlockRecord],
+        payloads: Sequence[memoryview],
+        positions: Sequence[int],
+        report: Report,
     ) -> None:
         """Store blocks, in order, until one is refused."""
         groups = self._groups(positions)
@@ -119,41 +123,39 @@ class Lane:
                 outcomes = [self._stored(self._reply()) for _ in group]
                 groups.clear()
             for position, outcome in zip(group, outcomes, strict=True):
-                settle(position, outcome)
+                report(position, outcome)
 
-    def expire(self, milliseconds: Sequence[int], positions: Sequence[int], settle: Settle) -> None:
+    def expire(self, milliseconds: Sequence[int], positions: Sequence[int], report: Report) -> None:
         """Each block that is there expires so long from now; `milliseconds` by position."""
-        asked = [command(b"PEXPIRE", self.keys[position], b"%d" % milliseconds[position]) for position in positions]
-        self._send([b"".join(asked)], len(positions))
-        self._hear_epoch()
+        expiries = [command(b"PEXPIRE", self.keys[position], b"%d" % milliseconds[position]) for position in positions]
+        self._send([b"".join(expiries)], len(positions))
+        self._read_epoch()
         for position in positions:
             reply = self._reply()
             found = Outcome.OK if reply == 1 else Outcome.ABSENT
-            settle(position, refused(reply, writing=True) if isinstance(reply, Refusal) else found)
+            report(position, refused(reply, writing=True) if isinstance(reply, Refusal) else found)
 
-    def unlink(self, positions: Sequence[int], settle: Settle) -> None:
+    def unlink(self, positions: Sequence[int], report: Report) -> None:
         for position, reply in self._each(b"UNLINK", positions):
-            settle(position, refused(reply, writing=True) if isinstance(reply, Refusal) else Outcome.OK)
-
-    # inside
+            report(position, refused(reply, writing=True) if isinstance(reply, Refusal) else Outcome.OK)
 
     def _get(self, wanted: _Wanted, positions: Sequence[int]) -> None:
         wire, space = self.wire, self.space
-        unexpected: dict[int, RedisReply] | None = None  # not yet heard: what the blocks said that may not be there
+        unexpected: dict[int, RedisReply] | None = None  # replies to PEXPIRE of missing blocks; None: not read yet
         stored_bytes = space.form.stored_bytes
-        as_said = stored_bytes is None  # what has an expiry comes, and is as long as ours are
+        as_said = stored_bytes is None  # each block with an expiry comes, and has our length
         groups = self._groups(positions)
         expiry = [commands(b"PEXPIRE", [self.keys[p] for p in positions], b"%d" % self.ttl_ms)]
 
-        def ask(group: list[int]) -> None:
+        def send(group: list[int]) -> None:
             keys = [self.keys[position] for position in group]
             self._send([*expiry, commands(b"GET", keys)], len(keys) + len(expiry) * len(positions))
             expiry.clear()
 
-        for group in self._turns(groups, ask):
+        for group in self._turns(groups, send):
             if unexpected is None:
                 unexpected = self._unlike(b":1\r\n", positions)
-                self._skip(groups, unexpected, wanted.settle)
+                self._skip(groups, unexpected, wanted.report)
             buffers = [wanted.into[position] for position in group]
             together = as_said and unexpected.keys().isdisjoint(group)
             heads: Iterable[Head]
@@ -161,66 +163,66 @@ class Lane:
                 heads = wire.values(space.head_bytes, buffers)
             else:
                 heads = wire.one_by_one(space.head_bytes, buffers, stored_bytes)
-            as_said &= not together or isinstance(heads, list)  # to wait in vain once is enough
+            as_said &= not together or isinstance(heads, list)  # one wait in vain is enough
             self._judge(wanted, group, heads)
 
     def _get_in_turn(self, make: MakeTurns, wanted: _Wanted, positions: Sequence[int]) -> Sequence[int]:
-        """`_get` by the extension module, as long as the server answers as it should; returns what is left to read."""
+        """`_get` by the extension module while replies are as expected. Returns the positions left to read."""
         wire, decode, head_bytes = self.wire, self.space.form.decode, self.space.head_bytes
-        hashes, into, settle = wanted
+        hashes, into, report = wanted
         depth = depth_of(self.space.slot_bytes, self.window, wire.round_trip)
-        asks = [commands(b"GET", [self.keys[position]]) for position in positions]
+        gets = [commands(b"GET", [self.keys[position]]) for position in positions]
         expiry = commands(b"PEXPIRE", [self.keys[position] for position in positions], b"%d" % self.ttl_ms)
-        asked, asked_at = min(depth, len(positions)), time.monotonic()
-        self._send([expiry, *asks[:asked]], len(positions) + asked)
-        wire.time_reply(asked_at)
-        depth = max(asked, depth_of(self.space.slot_bytes, self.window, wire.round_trip))
-        self._hear_epoch()
+        num_sent, sent_at = min(depth, len(positions)), time.monotonic()
+        self._send([expiry, *gets[:num_sent]], len(positions) + num_sent)
+        wire.time_reply(sent_at)
+        depth = max(num_sent, depth_of(self.space.slot_bytes, self.window, wire.round_trip))
+        self._read_epoch()
         if unexpected := self._unlike(b":1\r\n", positions):
-            self._get_asked(wanted, positions[:asked])
-            for position in positions[asked:]:
+            self._get_sent(wanted, positions[:num_sent])
+            for position in positions[num_sent:]:
                 if unexpected.get(position) == 0:
-                    settle(position, Outcome.ABSENT)
-            asks = [ask for ask, p in zip(asks[asked:], positions[asked:], strict=True) if unexpected.get(p) != 0]
-            positions = [position for position in positions[asked:] if unexpected.get(position) != 0]
-            asked = 0
+                    report(position, Outcome.ABSENT)
+            gets = [get for get, p in zip(gets[num_sent:], positions[num_sent:], strict=True) if unexpected.get(p) != 0]
+            positions = [position for position in positions[num_sent:] if unexpected.get(position) != 0]
+            num_sent = 0
         if not positions:
             return []
         line, places = wire.value_places(head_bytes, [into[position] for position in positions])
-        run, asked = wire.in_turn(make, [(ask,) for ask in asks], places, line, asked, depth)
+        run, num_sent = wire.in_turn(make, [(get,) for get in gets], places, line, num_sent, depth)
         for i, position in enumerate(positions[: run.whole]):
             head = bytes(places[i][0][len(line) :])
-            settle(position, decode(head, into[position], hashes[position], self.epoch, run.hash_at(i)))
-        self._get_asked(wanted, positions[run.whole : asked])
-        return positions[asked:]
+            report(position, decode(head, into[position], hashes[position], self.epoch, run.hash_at(i)))
+        self._get_sent(wanted, positions[run.whole : num_sent])
+        return positions[num_sent:]
 
-    def _get_asked(self, wanted: _Wanted, positions: Sequence[int]) -> None:
-        """Values that were asked for, one by one."""
+    def _get_sent(self, wanted: _Wanted, positions: Sequence[int]) -> None:
+        """Read values one by one whose GET was sent."""
         buffers = [wanted.into[position] for position in positions]
         self._judge(wanted, positions, self.wire.one_by_one(self.space.head_bytes, buffers))
 
     def _judge(self, wanted: _Wanted, positions: Sequence[int], heads: Iterable[Head]) -> None:
-        """What each GET brought, verified as it is read."""
-        decode, epoch, (hashes, into, settle) = self.space.form.decode, self.epoch, wanted
+        """Verify each GET's reply and report the result."""
+        decode, epoch, (hashes, into, report) = self.space.form.decode, self.epoch, wanted
         for position, head in zip(positions, heads, strict=True):
             if isinstance(head, bytes):
-                settle(position, decode(head, into[position], hashes[position], epoch))
+                report(position, decode(head, into[position], hashes[position], epoch))
             elif head is None:
-                settle(position, Outcome.ABSENT)
+                report(position, Outcome.ABSENT)
             elif isinstance(head, Outcome):  # a StrEnum, as a Refusal is a str
-                settle(position, head)
+                report(position, head)
             else:
                 self.doubtful |= head.code in DOUBTFUL
-                settle(position, refused(head, writing=False))
+                report(position, refused(head, writing=False))
 
     def _unlike(self, usual: bytes, positions: Sequence[int]) -> dict[int, RedisReply]:
-        """Which positions got another reply than `usual`; none, in one look, if all is well."""
+        """Which positions got another reply than `usual`; none, in one comparison, if all are equal."""
         if self.wire.all_are(usual, len(positions)):
             return {}
         return {position: reply for position in positions if (reply := self._reply()) != 1}
 
-    def _skip(self, groups: deque[list[int]], unexpected: Mapping[int, RedisReply], settle: Settle) -> None:
-        """Of what is still to be asked for, that which is not there need not be."""
+    def _skip(self, groups: deque[list[int]], unexpected: Mapping[int, RedisReply], report: Report) -> None:
+        """Send no GET for blocks that are not there."""
         if not unexpected:
             return
         rest = [position for group in groups for position in group]
@@ -228,12 +230,12 @@ class Lane:
         groups.extend(self._groups([position for position in rest if unexpected.get(position) != 0]))
         for position in rest:
             if unexpected.get(position) == 0:
-                settle(position, Outcome.ABSENT)
+                report(position, Outcome.ABSENT)
 
     def _each(self, verb: bytes, positions: Sequence[int]) -> Iterator[tuple[int, RedisReply]]:
         """Positions, each with the reply to a command for its block alone."""
         self._send([commands(verb, [self.keys[position] for position in positions])], len(positions))
-        self._hear_epoch()
+        self._read_epoch()
         for position in positions:
             yield position, self._reply()
 
@@ -243,24 +245,24 @@ class Lane:
         return deque(list(positions[first : first + size]) for first in range(0, len(positions), size))
 
     def _turns(self, groups: deque[list[int]], send: Callable[[list[int]], None]) -> Iterator[list[int]]:
-        """Each group when its replies are to be read. Of those cleared from `groups` none is sent."""
+        """Each group when its replies are to be read. Groups removed from `groups` are not sent."""
         sent: deque[list[int]] = deque()
         while groups or sent:
             while groups and len(sent) < min(2, self.window):
                 sent.append(groups.popleft())
                 send(sent[-1])
-            self._hear_epoch()
+            self._read_epoch()
             yield sent.popleft()
 
     def _send(self, parts: Sequence[SendBuffer], num_replies: int) -> None:
-        """Send, behind the question for the epoch if that is still to be asked."""
+        """Send, behind a read of the epoch if that is still due."""
         if not self.asks_epoch:
             self.wire.send(parts, num_replies)
             return
         self.asks_epoch, self.epoch_due = False, True
-        self.wire.send([ask_epoch(self.space), *parts], num_replies + 1)
+        self.wire.send([epoch_command(self.space), *parts], num_replies + 1)
 
-    def _hear_epoch(self) -> None:
+    def _read_epoch(self) -> None:
         if self.epoch_due:
             self.epoch_due = False
             self.epoch_seen = self._reply()
@@ -299,12 +301,12 @@ _MAX_WINDOW: Final = 512  # blocks; the kernel takes 1,024 pieces at once
 _MAX_LANES: Final = 16  # servers of a cluster talked to at once
 
 BlockResult = BlockRecord | Outcome | bool
-LaneWork = Callable[[Lane, list[int], Settle], None]
-"""What to do with a lane and the positions of the batch that are its share."""
+LaneWork = Callable[[Lane, list[int], Report], None]
+"""Work on a lane and the positions of the batch that are its share."""
 
 
 class Batches:
-    """Runs batches over the servers of a namespace. Thread-safe; once it returns, nobody touches the buffers."""
+    """Runs batches over the servers of a namespace. Thread-safe. After it returns, no thread uses the buffers."""
 
     def __init__(self, space: Keyspace, nodes: Nodes, ttl_ms: int, in_flight: int) -> None:
         self.space = space
@@ -317,7 +319,7 @@ class Batches:
     def run(
         self, hashes: Sequence[ChainHash], epoch: int, deadline: float, work: LaneWork
     ) -> tuple[list[BlockResult | None], RedisReply]:
-        """What became of each block (None: stopped before), and what stands as epoch (UNASKED: not known)."""
+        """The result of each block (None: stopped before), and the epoch that was read (NOT_READ: not known)."""
         answers: list[BlockResult | None] = [None] * len(hashes)
         shares: dict[Endpoint, list[int]] = {}
         keys = self.space.keys(hashes, epoch)
@@ -335,7 +337,7 @@ class Batches:
         seen: list[RedisReply] = []
 
         def attempt(endpoint: Endpoint, positions: list[int]) -> None:
-            with endpoint.borrow(deadline) as wire:
+            with endpoint.connection(deadline) as wire:
                 lane = Lane(wire, self.space, keys, epoch, window, self._ttl_ms, endpoint is home)
                 lane.make_turns = self._make_turns
                 try:
@@ -350,7 +352,7 @@ class Batches:
                 try:
                     attempt(endpoint, positions)
                     return
-                except TooLongError as error:  # what was asked for behind it is asked for anew
+                except TooLongError as error:  # GETs sent behind it are sent again
                     bad, *positions = [position for position in positions if answers[position] is None]
                     answers[bad] = error.outcome
                 except WireError as error:
@@ -358,16 +360,16 @@ class Batches:
                     return
 
         self._side_by_side(share, shares, answers)
-        return answers, next((epoch for epoch in reversed(seen) if epoch is not UNASKED), UNASKED)
+        return answers, next((epoch for epoch in reversed(seen) if epoch is not NOT_READ), NOT_READ)
 
     def ask(self, key: bytes, commands: Sequence[bytes], deadline: float) -> list[RedisReply]:
-        """The answers of `key`'s server to short commands. WireError if it gives none."""
+        """The replies of `key`'s server to short commands. WireError if it gives none."""
         endpoint = self.nodes.endpoint(key)
         if endpoint is None:
             self.nodes.refresh()
             raise WireError(Outcome.IO_ERROR, "no server has its slot")
         try:
-            with endpoint.borrow(deadline) as wire:
+            with endpoint.connection(deadline) as wire:
                 wire.send(commands, len(commands))
                 replies = [wire.reply() for _ in commands]
         except WireError:
@@ -388,7 +390,7 @@ class Batches:
         shares: dict[Endpoint, list[int]],
         answers: list[BlockResult | None],
     ) -> None:
-        """One share on this thread, the others on ours. All have ended when it returns: each heeds the deadline."""
+        """One share on this thread, the others on the pool's. All end by the deadline, before this returns."""
         futures: list[Future[None]] = []
         rest = list(shares.items())
         for endpoint, positions in rest[1:]:
@@ -404,14 +406,14 @@ class Batches:
             future.result()
 
     def _failed(self, error: WireError, answers: list[BlockResult | None], positions: list[int]) -> None:
-        """The rest of a share that a connection's failure ended."""
+        """The rest of a share whose connection failed."""
         outcome = error.outcome
         if outcome is not Outcome.CLOSED:
-            self.nodes.refresh()  # of a server left alone too: its replica may have its place by now
+            self.nodes.refresh()  # even if the breaker is open: its replica may have replaced it
         if outcome is Outcome.BREAKER_OPEN and not any(endpoint.usable for endpoint in self.nodes.endpoints()):
-            outcome = Outcome.IO_ERROR  # not one server is left: the port may know
+            outcome = Outcome.IO_ERROR  # no server is left: the tier's breaker should count it
         for position in positions:
             if answers[position] is None:
                 answers[position] = outcome
-                if outcome is Outcome.CHECKSUM:  # the value being read is not one of ours; what came behind it is lost
+                if outcome is Outcome.CHECKSUM:  # the value being read is not ours; those behind it are lost
                     outcome = Outcome.IO_ERROR

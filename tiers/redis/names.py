@@ -1,4 +1,4 @@
-"""Blocks' names in Redis: what they are called there (docs/format.md), and when they expire."""
+"""Blocks' keys in Redis (docs/format.md), and when they expire."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from kvtier.tiers.shared import RecordForm, format_epoch
 
 
 class Keyspace:
-    """Keys and records of one model's blocks, below a key prefix, in the form [redis] asks for. Immutable.
+    """Keys and records of one model's blocks, below a key prefix, in the form that [redis] configures. Immutable.
 
     Every record of a namespace has the same length, `value_bytes`: a head of `head_bytes`, then `slot_bytes` of
     payload. So a reader knows what to expect before it reads, and refuses any other length. Records of a form that
@@ -36,7 +36,7 @@ class Keyspace:
         return self._stem + b"probe"
 
     def kv_probe_key(self, epoch: int) -> bytes:
-        """Of what the epoch's first process computes of a few tokens."""
+        """For the KV probe of the epoch's first process."""
         return self._stem + b"kv-probe:" + format_epoch(epoch)
 
     def keys(self, hashes: Iterable[ChainHash], epoch: int) -> list[bytes]:
@@ -49,24 +49,24 @@ _MOST_WAITING: Final = 65_536  # blocks; of more the oldest keep the expiry they
 
 
 class LearnedExpiries:
-    """What ends of requests say of blocks' expiries and the servers have not been told yet. Thread-safe, no I/O."""
+    """Expiries learned from ends of requests that were not sent to the servers yet. Thread-safe, no I/O."""
 
     def __init__(self, ttl: float) -> None:
-        """`ttl`: seconds that a block is kept that is needed most."""
+        """`ttl`: the longest time that a block is kept, in seconds."""
         self._ttl = ttl
         self._scale = min(1.0, ttl / (4 * MOST_AHEAD))
         self._lock = Lock()
         self._due: OrderedDict[ChainHash, int] = OrderedDict()  # of blocks that are stored: milliseconds
-        self._early: OrderedDict[ChainHash, int] = OrderedDict()  # of those whose end was told first
+        self._early: OrderedDict[ChainHash, int] = OrderedDict()  # of blocks whose request ended before the write
 
     def ended(self, end: ClassifiedEnd, are_stored: Sequence[bool]) -> None:
-        """A request has ended, and these of its blocks are stored, as far as is known."""
+        """A request has ended. `are_stored`: which of its blocks are known to be stored."""
         seconds = self._ttl - self._scale * (MOST_AHEAD - end.order.ahead(end.kind))
         milliseconds = int(1000 * seconds)
         with self._lock:
             for depth, (name, is_stored) in enumerate(zip(end.names, are_stored, strict=True)):
                 waiting = self._due if is_stored else self._early
-                # A chain's end goes first: without its beginning nobody could reach it.
+                # A chain's end goes first: blocks without their parent cannot be reached.
                 waiting[name] = max(1, milliseconds - depth)
                 waiting.move_to_end(name)
             for waiting in (self._due, self._early):
@@ -74,20 +74,20 @@ class LearnedExpiries:
                     waiting.popitem(last=False)
 
     def stored(self, hashes: Iterable[ChainHash]) -> None:
-        """These were written just now, with the longest expiry."""
+        """These were just written, with the longest expiry."""
         with self._lock:
             for name in hashes:
                 if (milliseconds := self._early.pop(name, None)) is not None:
                     self._due[name] = milliseconds
 
     def take(self, count: int) -> dict[ChainHash, int]:
-        """Up to `count` blocks and the milliseconds after which each is to expire. They wait no more."""
+        """Remove and return up to `count` blocks and the milliseconds after which each expires."""
         with self._lock:
             names = list(islice(self._due, count))
             return {name: self._due.pop(name) for name in names}
 
     def clear(self) -> None:
-        """Nothing that was told of is stored any more."""
+        """No such block is stored any more."""
         with self._lock:
             self._due.clear()
             self._early.clear()

@@ -21,28 +21,28 @@ _log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 2  # payload connections per server: one for each of the port's threads
 _SHARD_FAILURES: Final = 2  # in a row; fewer than the port's, so that one bad shard does not detach them all
-_SHARD_RETRY: Final = 1.0  # seconds until a shard left alone is tried again, doubling
-_REFRESH_EVERY: Final = 1.0  # seconds at least between two looks at a cluster's topology
+_SHARD_RETRY: Final = 1.0  # seconds until a shard is tried again after its breaker opened, doubling
+_REFRESH_EVERY: Final = 1.0  # seconds at least between two reads of a cluster's topology
 
 
 @dataclass(eq=False, slots=True)
 class _PooledConnection:
-    """A connection of redis-py's, and our end of its socket while it is connected."""
+    """A connection of redis-py, and our end of its socket while it is connected."""
 
     connection: AbstractConnection
     wire: Wire | None = None
 
     def drop(self) -> None:
         self.wire = None
-        with suppress(Exception):  # whatever happens, the socket is closed
+        with suppress(Exception):  # in any case the socket is closed
             self.connection.disconnect()
 
 
 class Endpoint:
     """One server and its payload connections, at most MAX_CONNECTIONS. Thread-safe.
 
-    A connection with anything unread is closed, never lent again. With a breaker (a cluster's shards have one each),
-    a server that failed is left alone until a ping succeeds.
+    A connection with unread bytes is closed, never used again. With a breaker (each shard of a cluster has one), a
+    server that failed is not used until a ping succeeds.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Endpoint:
         return self.breaker is None or self.breaker.closed
 
     @contextmanager
-    def borrow(self, deadline: float) -> Iterator[Wire]:
-        """A connection for one batch, to end by `deadline` (time.monotonic). WireError from here or inside."""
-        self._ask_breaker()
+    def connection(self, deadline: float) -> Iterator[Wire]:
+        """A connection for one batch until `deadline` (time.monotonic). WireError from here or inside."""
+        self._require_closed_breaker()
         pooled, generation = self._take(deadline)
         try:
-            with self._lent(pooled, generation, deadline) as wire:
+            with self._leased(pooled, generation, deadline) as wire:
                 yield wire
         except WireError as error:
             self._count_failure(error.outcome)
@@ -79,14 +79,14 @@ class Endpoint:
     def ping(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         try:
-            with self._lent(*self._take(deadline), deadline) as wire:
+            with self._leased(*self._take(deadline), deadline) as wire:
                 wire.send([b"*1\r\n$4\r\nPING\r\n"], 1)
                 return wire.reply() == b"PONG"
         except WireError:
             return False
 
     def drop_idle(self) -> None:
-        """Close what is connected: behind the address may stand another server by now."""
+        """Close idle connections: another server may have the address by now."""
         with self._lock:
             self._generation += 1
             idle = list(self._idle)
@@ -94,7 +94,7 @@ class Endpoint:
                 pooled.drop()
 
     def close(self) -> None:
-        """Connections under way are closed when they come back. Idempotent."""
+        """Connections in use are closed afterwards. Idempotent."""
         with self._lock:
             self._closed = True
             for pooled in self._idle:
@@ -102,18 +102,18 @@ class Endpoint:
             self._lock.notify_all()
 
     def check(self) -> None:
-        """At idle: every connection is here, and none holds half a reply."""
+        """At idle: every connection is here, and none has a partly read reply."""
         with self._lock:
             assert len(self._idle) <= self._num_connections <= MAX_CONNECTIONS, f"{self.name}: {self._num_connections}"
             assert all(pooled.wire is None or pooled.wire.is_clean for pooled in self._idle), f"{self.name}: half read"
 
-    def _ask_breaker(self) -> None:
+    def _require_closed_breaker(self) -> None:
         if self.breaker is None or self.breaker.closed:
             return
         if self.breaker.take_probe():
             self.breaker.probed(self.ping(self._connect_timeout))
         if not self.breaker.closed:
-            raise WireError(Outcome.BREAKER_OPEN, f"{self.name} is left alone for now")
+            raise WireError(Outcome.BREAKER_OPEN, f"{self.name} is not used for now")
 
     def _count_failure(self, outcome: Outcome) -> None:
         if self.breaker is not None and outcome in (Outcome.IO_ERROR, Outcome.TIMEOUT):
@@ -138,7 +138,7 @@ class Endpoint:
                 self._lock.wait(left)
 
     @contextmanager
-    def _lent(self, pooled: _PooledConnection, generation: int, deadline: float) -> Iterator[Wire]:
+    def _leased(self, pooled: _PooledConnection, generation: int, deadline: float) -> Iterator[Wire]:
         """The connection, connected, until the block ends; closed if the block fails."""
         try:
             wire = self._connected(pooled, deadline)
@@ -148,9 +148,9 @@ class Endpoint:
             pooled.drop()
             raise
         finally:
-            self._give_back(pooled, generation)
+            self._put_back(pooled, generation)
 
-    def _give_back(self, pooled: _PooledConnection, generation: int) -> None:
+    def _put_back(self, pooled: _PooledConnection, generation: int) -> None:
         if pooled.wire is not None and not pooled.wire.is_clean:
             pooled.drop()
         with self._lock:
@@ -163,7 +163,7 @@ class Endpoint:
         if pooled.wire is not None:
             if pooled.wire.is_quiet():
                 return pooled.wire
-            pooled.drop()  # closed by the server while idle, or something arrived that nobody asked for
+            pooled.drop()  # closed by the server while idle, or unexpected bytes arrived
         left = deadline - time.monotonic()
         if left <= 0:
             raise WireError(Outcome.TIMEOUT, "the deadline passed")
@@ -181,20 +181,20 @@ class Endpoint:
 
 
 def _maker(client: redis.Redis) -> Callable[[], AbstractConnection]:
-    """Connections as the client's pool would make them, but ours alone."""
+    """Connections as the client's pool would make them, for us alone."""
     pool = client.connection_pool
     return lambda: pool.connection_class(**pool.connection_kwargs)
 
 
 class Nodes:
-    """Who holds which key: one server, or whom the Sentinels call master. Thread-safe; no method waits for I/O."""
+    """Which server holds which key: one server, or the master that Sentinels name. Thread-safe; no method does I/O."""
 
     def __init__(self, client: redis.Redis, label: str, connect_timeout: float) -> None:
         self._client = client
         self._endpoint = Endpoint(label, _maker(client), connect_timeout, None)
 
     def endpoint(self, key: bytes) -> Endpoint | None:
-        """The server that holds a key; None if none is known to."""
+        """The server that holds a key; None if it is not known."""
         return self._endpoint
 
     def endpoints(self) -> list[Endpoint]:
@@ -202,11 +202,11 @@ class Nodes:
         return [self._endpoint]
 
     def clients(self) -> list[tuple[str, redis.Redis]]:
-        """redis-py's client of each server, for questions that are no payload."""
+        """redis-py's client of each server, for commands without payload."""
         return [(self._endpoint.name, self._client)]
 
     def refresh(self) -> None:
-        """Something showed that this may not be true any more: look again, in the background."""
+        """The topology may have changed: read it again, in the background."""
         self._endpoint.drop_idle()
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class Nodes:
 
 
 class ClusterNodes(Nodes):
-    """A cluster's masters. redis-py keeps the map of slots; a thread of ours has it refreshed, so that nobody waits."""
+    """A cluster's masters. redis-py has the map of slots; a thread of ours refreshes it, so that no caller waits."""
 
     def __init__(self, client: RedisCluster, connect_timeout: float) -> None:
         self._cluster = client
@@ -231,7 +231,7 @@ class ClusterNodes(Nodes):
     def endpoint(self, key: bytes) -> Endpoint | None:
         try:
             node = self._cluster.nodes_manager.get_node_from_slot(key_slot(key))
-        except (*REDIS_ERRORS, LookupError):  # a slot nobody serves
+        except (*REDIS_ERRORS, LookupError):  # a slot without a server
             return None
         with self._lock:
             return self._endpoints.get(node.name) or self._add(node)
@@ -271,13 +271,13 @@ class ClusterNodes(Nodes):
         self._follow()
 
     def _follow(self) -> None:
-        """An endpoint for every master there is now; those of others are closed."""
+        """Keep an endpoint for each of today's masters, and close the others."""
         masters = {node.name: node for node in self._cluster.get_primaries()}
         with self._lock:
             for name in masters.keys() - self._endpoints.keys():
                 self._add(masters[name])
-            gone = [self._endpoints.pop(name) for name in self._endpoints.keys() - masters.keys()]
-        for endpoint in gone:
+            removed = [self._endpoints.pop(name) for name in self._endpoints.keys() - masters.keys()]
+        for endpoint in removed:
             endpoint.close()
 
     def _add(self, node: ClusterNode) -> Endpoint:

@@ -1,4 +1,4 @@
-"""The Redis tier from its section of the configuration: how to reach it, and what the doctor asks. A `TierModule`."""
+"""The Redis tier from the configuration section [redis]: opening it, and the doctor's checks. A `TierModule`."""
 
 import secrets
 import time
@@ -31,18 +31,18 @@ from kvtier.tiers.redis.options import REDIS_ERRORS, RedisClient, connect, optio
 from kvtier.tiers.redis.store import RedisStore
 from kvtier.tiers.redis.wire import Wire, WireError, socket_of
 
-_ANSWER_SECONDS: Final = 2.0  # for one command; a doctor is more patient than a tier
+_ANSWER_SECONDS: Final = 2.0  # for one command; the doctor waits longer than the tier
 _SMALL_BYTES: Final = 64 << 20
 _KEEP: Final = "and keep it in its configuration file"
 
 UntypedClient = Any
-"""A `redis.Redis`, whose own types leave open whether it is an asynchronous one."""
+"""A `redis.Redis`: its own types allow an asynchronous one, too."""
 Options = dict[str, Any]
 """What redis-py connects with."""
 
 
 def check_redis(config: RedisConfig) -> list[Finding]:
-    """A line or more for every server that [redis] url names, and for the masters that Sentinels name."""
+    """At least one line for each server in [redis] url, and for the masters that Sentinels name."""
     if config.url is None:
         return [ok("redis", "off: no [redis] url")]
     try:
@@ -75,7 +75,7 @@ def _place(options: Options) -> str:
 
 
 def _check_server(config: RedisConfig, client: UntypedClient, name: str) -> Iterator[Finding]:
-    """What is to be said of one server of [redis] url."""
+    """The findings about one server of [redis] url."""
     mode = client.info("server").get("redis_mode", "standalone")
     if mode != config.mode:
         yield error(name, f'it is {mode}, [redis] mode is "{config.mode}"', f'set [redis] mode = "{mode}"')
@@ -126,7 +126,7 @@ def _check_data(client: UntypedClient, name: str, *, by_expiry: bool) -> Iterato
 
 
 def _check_cluster(client: UntypedClient, name: str) -> Iterator[Finding]:
-    """State of the cluster as this node sees it, and what one dead node does to the others."""
+    """State of the cluster as this node sees it, and the effect of one dead node on the others."""
     state = client.execute_command("CLUSTER INFO")
     if state.get("cluster_state") != "ok":
         found = f"cluster_state {state.get('cluster_state')}, {state.get('cluster_slots_ok')} of 16384 slots served"
@@ -149,13 +149,13 @@ def _version(client: UntypedClient) -> str:
 
 @contextmanager
 def _answers(name: str, findings: list[Finding]) -> Iterator[None]:
-    """Turn a refusal into a finding; what servers and redis-py say names users and places, never a password."""
+    """Turn an error into a finding. Messages of servers and redis-py name users and places, never a password."""
     try:
         yield
     except redis.AuthenticationError as refused:
         fix = "set [redis] username and password to the server's, or leave them out if it has none"
         findings.append(error(name, f"login refused: {refused}", fix))
-    except redis.exceptions.NoPermissionError as refused:  # the tier does without what is asked here
+    except redis.exceptions.NoPermissionError as refused:  # the tier works without these commands
         findings.append(warning(name, f"reachable, but {refused}: nothing more is known", "give this user +info"))
     except redis.TimeoutError:
         findings.append(error(name, "no answer in time", "see whether it hangs; raise [redis] connect_timeout"))
@@ -169,26 +169,26 @@ def _answers(name: str, findings: list[Finding]) -> Iterator[None]:
 
 _PROBE_BYTES: Final = 4 << 20
 _ROUNDS: Final = 4
-_KEPT_MS: Final = 10_000  # the probe is gone by then, whatever happens
+_KEPT_MS: Final = 10_000  # the probe expires by then in any case
 _SECONDS: Final = 2.0  # for one command
 
 
 def check_compression(config: RedisConfig) -> list[Finding]:
-    """One line, of servers that answer; none without the package `zstandard`."""
+    """One line, if servers answer; none without the package `zstandard`."""
     if config.url is None or find_spec("zstandard") is None:
         return []
     patient = config.model_copy(update={"connect_timeout": _SECONDS, "deadline": _SECONDS})
     with suppress(KVTierError, *REDIS_ERRORS, OSError), closing(connect(patient, parse(patient))) as client:
         if rate := _rate(config, client):
             return [compression_finding("redis", config.compression, rate)]
-    return []  # each server's own line says what is wrong
+    return []  # each server's own line has the reason
 
 
 def _rate(config: RedisConfig, client: RedisClient) -> float | None:
-    """Bytes a second that one connection brings, as the tier reads: the best of some reads of a value of 4 MiB.
+    """Bytes a second of one connection, read as the tier reads: the best of some reads of a value of 4 MiB.
 
-    A cluster's nodes are read side by side, with a thread each: that of one node is told. None of a server that is
-    full, slow or gone, or if this user may not write there.
+    A cluster's nodes are read in parallel, with a thread each; the rate is one node's. None if a server is full, slow
+    or not reachable, or if this user may not write there.
     """
     key = f"{config.prefix}:doctor:{secrets.token_hex(8)}".encode()
     server: UntypedClient = client
@@ -226,13 +226,13 @@ def configured(config: Config, fingerprint: bytes, shape: BlockShape) -> Configu
     def reach() -> RedisStore:
         return RedisStore.open(config.redis, fingerprint, slot_bytes=shape.block_bytes, block_size=shape.block_size)
 
-    # as long as the store gives itself for the largest batch, and for the connection it may have to open first
+    # the store's own time limit for the largest batch, and for a connection that it may have to open first
     batch = max(BATCH_BYTES, shape.block_bytes) / config.redis.bandwidth
     return ConfiguredTier(reach, config.redis.connect_timeout + config.redis.deadline + batch)
 
 
 def checked(config: Config) -> str | None:
-    """Reads the address and the key, and asks no server: one that is away is found later."""
+    """Reads the address and the key, without a connection: a server that is down is found later."""
     if config.redis.url is None:
         return None
     servers = parse(config.redis)
@@ -246,10 +246,10 @@ def checked(config: Config) -> str | None:
 
 
 def answers(config: Config) -> list[Finding]:
-    """Every server that [redis] url names, as for the doctor."""
+    """Every server in [redis] url, as for the doctor."""
     return [] if config.redis.url is None else check_redis(config.redis)
 
 
 def examine(config: Config) -> list[Finding]:
-    """The servers that [redis] url names, and whether compression pays. Each answer has a deadline of seconds."""
+    """The servers in [redis] url, and whether compression pays. Each reply has a deadline of seconds."""
     return check_redis(config.redis) + check_compression(config.redis)

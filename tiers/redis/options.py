@@ -1,4 +1,4 @@
-"""From the [redis] options to redis-py's clients, and what a user must fix in them, in one line without secrets."""
+"""From the [redis] options to redis-py's clients; their errors as one line with a fix, without secrets."""
 
 import logging
 import re
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 _SCHEMES: Final = ("redis", "rediss", "unix")
 _IN_URL: Final = frozenset({"host", "port", "path", "db", "username", "password", "connection_class"})
-# What is surely no password where no "@" says where one ends: a host, a port of few digits, a database.
+# Text that is surely no password if no "@" shows where one ends: a host, a port of few digits, a database.
 _PLACE: Final = re.compile(r"(\[[\da-fA-F:.]+\]|[\w.-]*)(:\d{1,5})?(/\w*)?", re.ASCII)
 _SCHEME: Final = re.compile(r"[A-Za-z][\w+.-]{0,19}", re.ASCII)
 _NOT_SHOWN: Final = "(not shown, it may hold a password)"
@@ -31,7 +31,7 @@ _FORM: Final = "write it as in redis://HOST:6379/0"
 
 
 def parse_address(url: str, default_port: int) -> dict[str, Any]:
-    """What redis-py reads in one URL, its port filled in. ConfigError says what is wrong with it."""
+    """A URL as redis-py parses it, with its port. ConfigError with the reason if it is not usable."""
     try:
         if why := _problem(url):
             raise ConfigError(f"[redis] url {_shown(url)}: {why}")
@@ -45,7 +45,7 @@ def parse_address(url: str, default_port: int) -> dict[str, Any]:
 
 
 def _problem(url: str) -> str:
-    """Why it cannot be used, with the fix; empty if it can. ValueError if it is nothing like a URL."""
+    """Why it cannot be used, with the fix; empty if it can. ValueError if it is not like a URL at all."""
     scheme, mark, _ = url.partition("://")
     if not mark:
         return f"no scheme; write redis://{url}" if _is_place(url) else f"not an address; {_FORM}"
@@ -93,16 +93,16 @@ RedisClient = redis.Redis | RedisCluster
 
 REDIS_ERRORS: Final = (redis.RedisError, redis.exceptions.RedisClusterException)  # the latter is no RedisError
 
-MAX_VALUE: Final = 512 << 20  # bytes: `proto-max-bulk-len` unless somebody changed it
-_LEAST_RECORDS: Final = 16  # that memory must hold, if nothing may be evicted for the next
-_NO_TLS: Final = ("WRONG_VERSION_NUMBER", "record layer failure")  # what TLS says of an answer without it
-_HANGS_UP: Final = ("Connection closed by server", "Connection reset by peer", "\\x15\\x03")  # and a TLS port of none
+MAX_VALUE: Final = 512 << 20  # bytes: the default of `proto-max-bulk-len`
+_LEAST_RECORDS: Final = 16  # that memory must hold if the server evicts nothing
+_NO_TLS: Final = ("WRONG_VERSION_NUMBER", "record layer failure")  # TLS's errors for a reply without TLS
+_HANGS_UP: Final = ("Connection closed by server", "Connection reset by peer", "\\x15\\x03")  # of a TLS port without it
 _PORTS: Final = {"standalone": 6379, "cluster": 6379, "sentinel": 26379}
 
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """Where the servers are and how to log in to them. Never logged: `label` is."""
+    """Where the servers are and how to log in to them. Never logged; only `label` is."""
 
     label: str  # host:port of each
     addresses: tuple[tuple[str, int], ...]
@@ -112,7 +112,7 @@ class Servers:
 
     @property
     def places(self) -> list[dict[str, Any]]:
-        """Where each is, as redis-py is told it."""
+        """Where each is, as arguments of redis-py."""
         if self.path is not None:
             return [{"unix_socket_path": self.path}]
         return [{"host": host, "port": port} for host, port in self.addresses]
@@ -143,7 +143,7 @@ def _common(config: RedisConfig, label: str, parts: list[dict[str, Any]]) -> dic
     common: dict[str, Any] = {
         "socket_connect_timeout": config.connect_timeout,
         "socket_timeout": config.deadline,
-        "protocol": 2,  # RESP3 may push what nobody asked for between two replies
+        "protocol": 2,  # RESP3 may push unrequested messages between two replies
     }
     secure = {part.get("connection_class") is redis.SSLConnection for part in parts}
     if len(secure) > 1:
@@ -163,13 +163,13 @@ def _common(config: RedisConfig, label: str, parts: list[dict[str, Any]]) -> dic
 
 
 def own_login(config: RedisConfig) -> dict[str, Any]:
-    """What [redis] username and password add to a URL's login, or stand for: Sentinels' URLs hold their own."""
+    """[redis] username and password added to a URL's login, or without one: Sentinels' URLs hold their own."""
     given = {"username": config.username, "password": config.password and config.password.get_secret_value()}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def options_of(config: RedisConfig, servers: Servers) -> dict[str, Any]:
-    """What redis-py connects with to any of the servers that `url` names, but for its place."""
+    """redis-py's arguments for any server in `url`, without its place."""
     options = servers.common | {"retry": Retry(NoBackoff(), 0)}
     if config.mode == "sentinel":
         return options | {name: value for name, value in servers.login.items() if name != "db"}
@@ -177,7 +177,7 @@ def options_of(config: RedisConfig, servers: Servers) -> dict[str, Any]:
 
 
 def connect(config: RedisConfig, servers: Servers) -> RedisClient:
-    """A client that has reached them. ConfigError for what must be fixed, TierUnavailable if they don't answer."""
+    """A client that has reached them. ConfigError for mistakes to fix, TierUnavailable if they don't answer."""
     shared = options_of(config, servers)
     with _explained(config, servers):
         if config.mode == "cluster":
@@ -218,7 +218,7 @@ def _require_mode(client: redis.Redis, mode: str, label: str) -> None:
 
 @contextmanager
 def _explained(config: RedisConfig, servers: Servers) -> Iterator[None]:
-    """Turn redis-py's errors into ours."""
+    """Translate redis-py's errors into ours."""
     try:
         yield
     except KVTierError:
@@ -256,7 +256,7 @@ def _explanation(config: RedisConfig, servers: Servers, error: Exception) -> KVT
 
 
 def _untrusted(where: str, text: str) -> KVTierError:
-    """Why a server's certificate does not do. One that has expired is renewed while this runs."""
+    """Why a server's certificate is not valid. One that has expired can be renewed while this runs."""
     if "has expired" in text or "not yet valid" in text:
         when = "has expired; renew it" if "has expired" in text else "is not valid yet; set this machine's clock"
         return TierUnavailable(f"[redis] {where}: its certificate {when}")
@@ -266,7 +266,7 @@ def _untrusted(where: str, text: str) -> KVTierError:
 
 
 def no_epoch(servers: Servers, why: str) -> KVTierError:
-    """What to raise if the servers were reached and then would not tell or take the namespace's epoch."""
+    """The error if servers were reached but did not return or accept the namespace's epoch."""
     if why.startswith("NOPERM"):
         return _denied(servers, why)
     return TierUnavailable(f"[redis] {servers.label}: no epoch ({why[:200]}); the Redis tier is off")
@@ -283,8 +283,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
-    """What a server's settings mean for us. Options it would not tell are None."""
+class ServerSettings:
+    """A server's settings that matter for the tier. None: it does not report them."""
 
     max_value: int = MAX_VALUE  # bytes
     max_memory: int | None = None  # bytes; 0 for no bound
@@ -292,14 +292,14 @@ class Survey:
     full_coverage: bool | None = None
 
 
-def survey(client: redis.Redis) -> Survey:
-    """Ask one server. Managed servers forbid it: then nothing is known, and nothing is said."""
+def read_settings(client: redis.Redis) -> ServerSettings:
+    """Read one server's settings. Managed servers forbid it: then nothing is known, and no warning follows."""
     text: dict[str, str] = {}
     for pattern in ("maxmemory*", "proto-max-bulk-len", "cluster-require-full-coverage"):
         with suppress(*REDIS_ERRORS, OSError):
             text |= {text_of(name): text_of(value) for name, value in client.config_get(pattern).items()}
     max_value, max_memory = text.get("proto-max-bulk-len", ""), text.get("maxmemory", "")
-    return Survey(
+    return ServerSettings(
         int(max_value) if max_value.isdigit() else MAX_VALUE,
         int(max_memory) if max_memory.isdigit() else None,
         text.get("maxmemory-policy"),
@@ -307,8 +307,8 @@ def survey(client: redis.Redis) -> Survey:
     )
 
 
-def judge(found: Survey, where: str, value_bytes: int, *, cluster: bool, by_expiry: bool = False) -> list[str]:
-    """What to warn of. ConfigError if no block would ever be kept. `by_expiry`: expiries are learned."""
+def judge(found: ServerSettings, where: str, value_bytes: int, *, cluster: bool, by_expiry: bool = False) -> list[str]:
+    """The warnings. ConfigError if no block would ever be kept. `by_expiry`: expiries are learned."""
     warnings = []
     best = "volatile-ttl" if by_expiry else "allkeys-lru"
     memory, policy = found.max_memory, found.policy
@@ -348,7 +348,7 @@ def _bad(option: str, value: str, why: str) -> ConfigError:
 
 
 def servers_room(clients: Sequence[tuple[str, redis.Redis]]) -> Iterator[StoragePlace]:
-    """Of each server that tells it: waits for all of them, as long as their timeouts allow."""
+    """Memory of each server that reports it. Waits for all of them, as long as their timeouts allow."""
     for name, client in clients:
         with suppress(*REDIS_ERRORS, OSError, LookupError, ValueError):
             memory: dict[str, Any] = client.info("memory")

@@ -23,24 +23,33 @@ from kvtier.tiers import (
 )
 from kvtier.tiers.config import RedisConfig
 from kvtier.tiers.naming import PROBE_BYTES
-from kvtier.tiers.redis.lanes import Batches, BlockResult, Lane, LaneWork, ask_epoch, command
+from kvtier.tiers.redis.lanes import Batches, BlockResult, Lane, LaneWork, command, epoch_command
 from kvtier.tiers.redis.names import Keyspace, LearnedExpiries
 from kvtier.tiers.redis.nodes import ClusterNodes, Nodes
-from kvtier.tiers.redis.options import MAX_VALUE, RedisClient, connect, judge, no_epoch, parse, servers_room, survey
+from kvtier.tiers.redis.options import (
+    MAX_VALUE,
+    RedisClient,
+    connect,
+    judge,
+    no_epoch,
+    parse,
+    read_settings,
+    servers_room,
+)
 from kvtier.tiers.redis.wire import RedisReply, Refusal, WireError
 from kvtier.tiers.reuse import ClassifiedEnd
 from kvtier.tiers.shared import KnownNames, SharedEpoch, SharedTier, cut_off, form_of, format_epoch, parse_epoch
 
 _log = logging.getLogger(__name__)
 
-_NOT_OURS: Final = "WRONGTYPE"  # somebody put something else there: as if nothing was
+_NOT_OURS: Final = "WRONGTYPE"  # another program uses the key: as if there were none
 
 
 class Epoch(SharedEpoch):
-    """It stands in a key of its own. Every batch reads it along, so the others learn of a reset with their next one.
+    """The epoch in a key of its own. Every batch reads it along, so other processes see a reset in their next batch.
 
-    If a server has lost it (was emptied, evicted it), whoever knows it writes it again. A process that knows none
-    begins a new one: what was stored before is lost, rather than taken for what it may not be.
+    If a server has lost it (was emptied, evicted it), a process that knows it writes it again. A process that knows
+    none begins a new one: blocks stored before are lost, as they may be from before a reset.
     """
 
     serves_on = True
@@ -49,12 +58,12 @@ class Epoch(SharedEpoch):
         super().__init__(forget)
         self._batches = batches
         self._key = batches.space.epoch_key
-        self._lost = False  # the servers have forgotten it since
-        self.refusal: Refusal | None = None  # what the server said last time it would not agree
+        self._lost = False  # the servers have lost it since
+        self.refusal: Refusal | None = None  # the server's last refusal to take or return it
 
     def learn(self, used: int, seen: RedisReply) -> bool:
-        """A batch went by `used` while its server had `seen`. False if the batch is of no use any more."""
-        if isinstance(seen, Refusal) and seen.code != _NOT_OURS:  # nobody was asked, or had an answer
+        """A batch used epoch `used`, and its server had `seen`. False if the batch's results are not valid any more."""
+        if isinstance(seen, Refusal) and seen.code != _NOT_OURS:  # not read, or an error
             return self.value == used
         number = parse_epoch(seen)
         with self._lock:
@@ -67,13 +76,13 @@ class Epoch(SharedEpoch):
         return self._agreed and not self._lost
 
     def _agree(self, deadline: float) -> None:
-        """Write ours if it is higher than what stands there, or a new one if nobody has any."""
-        get, exists = ask_epoch(self._batches.space), command(b"EXISTS", self._key)
+        """Write our epoch if it is higher than the stored one, or a new one if there is none."""
+        get, exists = epoch_command(self._batches.space), command(b"EXISTS", self._key)
         seen, there = self._batches.ask(self._key, [get, exists], deadline)
         answer = seen
         known, number = self._known, parse_epoch(seen)
         if number < max(known, 1) and (not isinstance(seen, Refusal) or seen.code == _NOT_OURS):
-            only_new = [b"NX"] if there == 0 else []  # another process may begin at this very moment
+            only_new = [b"NX"] if there == 0 else []  # another process may write its own right now
             write = command(b"SET", self._key, format_epoch(known or time.time_ns() // 1000), *only_new)
             answer, seen = self._batches.ask(self._key, [write, get], deadline)
             number = parse_epoch(seen)
@@ -86,19 +95,19 @@ class Epoch(SharedEpoch):
             self._take(number)
 
 
-_LOCATE_WINDOW: Final = 512  # keys asked for at once
-_NAME_LIFETIME: Final = 300.0  # seconds a name is believed: servers evict without telling
-_GONE: Final = (Outcome.ABSENT, Outcome.CHECKSUM, Outcome.KEY_MISMATCH)
+_LOCATE_WINDOW: Final = 512  # keys looked up at once
+_NAME_LIFETIME: Final = 300.0  # seconds until a known name expires: servers evict without notice
+_MISSING: Final = (Outcome.ABSENT, Outcome.CHECKSUM, Outcome.KEY_MISMATCH)
 _BAD: Final = (Outcome.CHECKSUM, Outcome.KEY_MISMATCH)
-_warned: Final[set[tuple[str, str]]] = set()  # (server, what was said of it)
+_warned: Final[set[tuple[str, str]]] = set()  # (server, warning)
 
 
 class RedisStore(SharedTier):
-    """Over one server or a cluster.
+    """A `SharedTier` over one server or a cluster.
 
-    What it knows to be there are names: of blocks it wrote, read or located. A batch is one pipeline per server, all
-    servers in parallel, so a slow or dead server costs its own keys only. No store is tried twice. What a reset leaves
-    behind goes when its time is up.
+    It knows the names of blocks that it wrote, read or located. A batch is one pipeline per server, all servers in
+    parallel, so a slow or dead server costs its own keys only. No store is tried twice. Blocks from before a reset
+    stay until they expire.
     """
 
     def __init__(self, config: RedisConfig, space: Keyspace, nodes: Nodes, max_value: int = MAX_VALUE) -> None:
@@ -117,7 +126,7 @@ class RedisStore(SharedTier):
     def open(cls, config: RedisConfig, fingerprint: bytes, *, slot_bytes: int, block_size: int) -> "RedisStore":
         """Reach the servers of `config.url` for the blocks of `fingerprint` (32 bytes).
 
-        ConfigError for what the user has to fix; TierUnavailable if no server answers in time: try again later.
+        ConfigError for mistakes to fix; TierUnavailable if no server answers in time: try again later.
         """
         require_space(fingerprint, slot_bytes, block_size)
         form = form_of("redis", config, fingerprint, slot_bytes, block_size)
@@ -128,7 +137,7 @@ class RedisStore(SharedTier):
             )
         servers = parse(config)
         client = connect(config, servers)
-        max_value = _survey_all(client, servers.label, space.value_bytes, by_expiry=config.expiry == "learned")
+        max_value = _check_settings(client, servers.label, space.value_bytes, by_expiry=config.expiry == "learned")
         nodes = (
             ClusterNodes(client, config.connect_timeout)
             if isinstance(client, RedisCluster)
@@ -165,28 +174,26 @@ class RedisStore(SharedTier):
                 answer = answers[there]
                 self._names.forget(window[there : there + 1])
                 if answer is False or answer is Outcome.ABSENT:
-                    self.announcer.missed(window[there : there + 1])
+                    self.change_feed.missed(window[there : there + 1])
                 failure = answer if isinstance(answer, Outcome) and answer is not Outcome.ABSENT else None
                 self._counts.add("locate", [failure or Outcome.OK])
                 return failure if failure is not None and not found else found
         self._counts.add("locate", [Outcome.OK])
         return found
 
-    # Blocks.
-
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
         require_buffers(len(hashes), into, self.space.slot_bytes)
         deadline = self._deadline(len(hashes))
-        answers = self._batch(hashes, deadline, lambda lane, own, settle: lane.get(hashes, into, own, settle))
+        answers = self._batch(hashes, deadline, lambda lane, own, report: lane.get(hashes, into, own, report))
         if set(map(type, answers)) == {BlockRecord}:
             return self._all_read(hashes, cast("list[BlockRecord]", answers))
         results = [answer if isinstance(answer, BlockRecord | Outcome) else Outcome.IO_ERROR for answer in answers]
         self._names.add([h for h, result in zip(hashes, results, strict=True) if isinstance(result, BlockRecord)], True)
-        self.announcer.seen(result for result in results if isinstance(result, BlockRecord))
-        gone = [position for position, result in enumerate(results) if result in _GONE]
-        known = self._names.forget(hashes[position] for position in gone)
-        self.announcer.missed(hashes[position] for position in gone)
-        for position, was_known in zip(gone, known, strict=True):
+        self.change_feed.seen(result for result in results if isinstance(result, BlockRecord))
+        missing = [position for position, result in enumerate(results) if result in _MISSING]
+        known = self._names.forget(hashes[position] for position in missing)
+        self.change_feed.missed(hashes[position] for position in missing)
+        for position, was_known in zip(missing, known, strict=True):
             if was_known and results[position] is Outcome.ABSENT:
                 results[position] = Outcome.EVICTED
         self._counts.add("read", results)
@@ -202,11 +209,13 @@ class RedisStore(SharedTier):
         answers: Sequence[BlockResult | None] = [Outcome.UNSUPPORTED] * len(records)
         deadline = self._deadline(len(records))
         if not self._oversized:
-            answers = self._batch(hashes, deadline, lambda lane, own, settle: lane.set(records, payloads, own, settle))
+            answers = self._batch(hashes, deadline, lambda lane, own, report: lane.set(records, payloads, own, report))
         outcomes = cut_off([answer if isinstance(answer, Outcome) else Outcome.PARENT_FAILED for answer in answers])
         self._names.add([h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK], True)
         self._names.forget(h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is not Outcome.OK)
-        self.announcer.seen(record for record, outcome in zip(records, outcomes, strict=True) if outcome is Outcome.OK)
+        self.change_feed.seen(
+            record for record, outcome in zip(records, outcomes, strict=True) if outcome is Outcome.OK
+        )
         self._counts.add("write", outcomes)
         if self._expiries is not None:
             self._expiries.stored(h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK)
@@ -214,28 +223,26 @@ class RedisStore(SharedTier):
         return outcomes
 
     def ended(self, end: ClassifiedEnd) -> None:
-        """The servers are told with the next writes: nobody waits for those."""
+        """The expiries are sent with the next writes, so that no call waits for them."""
         if self._expiries is not None:
             self._expiries.ended(end, self.holds(end.names))
 
     def discard(self, hashes: Sequence[ChainHash]) -> None:
-        """Delete blocks (found bad, or asked to), for everybody. What a server does not hear of is forgotten here."""
+        """Delete blocks (bad or by request) for all processes. Without a server's reply they are forgotten here."""
         answers = self._discard(hashes, self._deadline(0))
         if unsure := sum(answer is not Outcome.OK for answer in answers) * (not self._is_closed):
             _log.warning("[redis] %d blocks may be there still: no server confirmed that it deleted them", unsure)
 
-    # Looking after it.
-
     def kv_probe(self) -> bytes | None:
-        """Each epoch has its own: nothing stored before it counts."""
-        reply = self._ask_kv_probe(b"GETRANGE", b"0", b"%d" % (PROBE_BYTES - 1))  # whatever stands there
+        """Each epoch has its own probe: none stored before counts."""
+        reply = self._kv_probe_command(b"GETRANGE", b"0", b"%d" % (PROBE_BYTES - 1))  # any value in that key
         return reply if isinstance(reply, bytes) and reply else None
 
     def keep_kv_probe(self, packed: bytes) -> None:
         """The server keeps it without an expiry."""
-        self._ask_kv_probe(b"SET", packed, b"NX")
+        self._kv_probe_command(b"SET", packed, b"NX")
 
-    def _ask_kv_probe(self, verb: bytes, *arguments: bytes) -> RedisReply:
+    def _kv_probe_command(self, verb: bytes, *arguments: bytes) -> RedisReply:
         deadline = self._deadline(0)
         failure, epoch = self._epoch.settle(deadline), self._epoch.value
         if failure is not None or epoch is None:
@@ -249,7 +256,7 @@ class RedisStore(SharedTier):
         return reply
 
     def probe(self, direction: Direction) -> bool:
-        """Whether a server answers and, of a single one, whether it takes writes (a full one does, in principle)."""
+        """Whether a server answers and, if there is one alone, takes writes (a full one does, in principle)."""
         endpoints = self._batches.nodes.endpoints()
         deadline = self._deadline(0)
         if len(endpoints) > 1 or direction == "read":
@@ -267,7 +274,7 @@ class RedisStore(SharedTier):
 
     def room(self) -> Sequence[StoragePlace]:
         """The memory of each server."""
-        return () if self._is_closed else self._room.told()
+        return () if self._is_closed else self._room.latest()
 
     def check(self) -> None:
         self._names.check()
@@ -275,14 +282,12 @@ class RedisStore(SharedTier):
             endpoint.check()
 
     def close(self) -> None:
-        """Refuse new calls; a reset still to be told is told first, within its deadline. Idempotent."""
+        """Refuse new calls; a reset that is not stored yet is stored first, within its deadline. Idempotent."""
         if self._close(self._config.connect_timeout + self._config.deadline):
             self._batches.close()
 
-    # Inside.
-
     def _batch(self, hashes: Sequence[ChainHash], deadline: float, work: LaneWork) -> list[BlockResult | None]:
-        """What became of each block under `work`, in the epoch all processes are in now. None: stopped before it."""
+        """Each block's result of `work`, in the epoch of all processes. None: stopped before it."""
         if self._is_closed:
             return [Outcome.CLOSED] * len(hashes)
         if not hashes:
@@ -290,44 +295,44 @@ class RedisStore(SharedTier):
         if (failure := self._epoch.settle(deadline)) is not None:
             return [failure.outcome] * len(hashes)
         epoch = self._epoch.value
-        if epoch is None:  # reset at this very moment
+        if epoch is None:  # reset just now
             return [Outcome.EPOCH] * len(hashes)
         answers, seen = self._batches.run(hashes, epoch, deadline, work)
         return answers if self._epoch.learn(epoch, seen) else [Outcome.EPOCH] * len(hashes)
 
     def _discard(self, hashes: Sequence[ChainHash], deadline: float) -> Sequence[BlockResult | None]:
-        """`discard` before `deadline`; servers are told nothing once it has passed, which is no fault of theirs."""
+        """`discard` before `deadline`. After it no command is sent, and no failure of a server counted."""
         self._names.forget(hashes)
-        self.announcer.missed(hashes)
+        self.change_feed.missed(hashes)
         return self._batch(hashes, deadline, Lane.unlink) if time.monotonic() < deadline else []
 
     def _set_expiries(self, expiries: LearnedExpiries, deadline: float) -> None:
-        """Tell the servers what is due, before `deadline`. What one is not told keeps the expiry it has."""
+        """Send expiries that are due, before `deadline`. A block without a reply keeps the expiry it has."""
         if time.monotonic() >= deadline or not (due := expiries.take(_LOCATE_WINDOW)):
             return
         names, milliseconds = list(due), list(due.values())
-        answers = self._batch(names, deadline, lambda lane, own, settle: lane.expire(milliseconds, own, settle))
-        gone = [name for name, answer in zip(names, answers, strict=True) if answer is Outcome.ABSENT]
-        self._names.forget(gone)
-        self.announcer.missed(gone)
+        answers = self._batch(names, deadline, lambda lane, own, report: lane.expire(milliseconds, own, report))
+        missing = [name for name, answer in zip(names, answers, strict=True) if answer is Outcome.ABSENT]
+        self._names.forget(missing)
+        self.change_feed.missed(missing)
         self._counts.add("expire", [each if isinstance(each, Outcome) else Outcome.IO_ERROR for each in answers])
 
     def _all_read(self, hashes: Sequence[ChainHash], records: list[BlockRecord]) -> list[BlockRecord | Outcome]:
-        """As nearly every batch ends: what `read` does then, in few steps."""
+        """`read`'s end if all records are whole, as in nearly every batch: few steps."""
         self._names.add(hashes, True)
-        self.announcer.seen(records)
+        self.change_feed.seen(records)
         self._counts.count("read_ok", len(records))
         return list(records)
 
     def _forget_all(self) -> None:
         """Another epoch has begun."""
         self._names.clear()
-        self.announcer.clear()
+        self.change_feed.clear()
         if self._expiries is not None:
             self._expiries.clear()
 
 
-def _survey_all(client: RedisClient, label: str, value_bytes: int, *, by_expiry: bool) -> int:
+def _check_settings(client: RedisClient, label: str, value_bytes: int, *, by_expiry: bool) -> int:
     """Warn, once, of settings that hurt; returns the longest value every server takes. ConfigError."""
     servers: list[tuple[str, redis.Redis]] = [(label, client)] if isinstance(client, redis.Redis) else []
     if isinstance(client, RedisCluster):
@@ -335,13 +340,13 @@ def _survey_all(client: RedisClient, label: str, value_bytes: int, *, by_expiry:
     max_value = MAX_VALUE
     warnings: dict[str, str] = {}
     for where, server in servers:
-        found = survey(server)
+        found = read_settings(server)
         max_value = min(max_value, found.max_value)
         for warning in judge(found, where, value_bytes, cluster=isinstance(client, RedisCluster), by_expiry=by_expiry):
             warnings.setdefault(warning, where)
-        server.connection_pool.disconnect()  # nothing of ours stays open there but payload connections
+        server.connection_pool.disconnect()  # only payload connections stay open
     for warning, where in warnings.items():
-        if (where, warning) not in _warned:  # a tier that attaches again and again says it once
+        if (where, warning) not in _warned:  # a tier that attaches repeatedly logs it once
             _warned.add((where, warning))
             _log.warning("[redis] %s: %s", where, warning)
     return max_value

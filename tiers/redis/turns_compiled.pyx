@@ -29,10 +29,10 @@ cdef enum:
 
 
 cdef class Turns:
-    """`asks`: the buffers of each command; `places`: where each reply goes; as many of each for every one.
+    """`commands`: the buffers of each command; `places`: where each reply goes; as many of each for every one.
 
     A reply is as usual if it begins with `opening` and ends with CRLF. Of each that is, the second place is hashed.
-    `asked` commands were sent already, and `part` bytes of the first reply are in their places.
+    `num_sent` commands were sent already, and `part` bytes of the first reply are in their places.
     """
 
     cdef Py_buffer* buffers
@@ -41,26 +41,26 @@ cdef class Turns:
     cdef uint64_t* hashes
     cdef readonly Py_ssize_t whole  # replies received and as usual
     cdef readonly Py_ssize_t part  # bytes of the next one
-    cdef readonly Py_ssize_t asked  # commands sent
+    cdef readonly Py_ssize_t num_sent  # commands sent
     cdef readonly Py_ssize_t sent  # bytes of the next one
 
     def __cinit__(
-        self, list asks, list places, bytes opening, Py_ssize_t asked, Py_ssize_t part
+        self, list commands, list places, bytes opening, Py_ssize_t num_sent, Py_ssize_t part
     ):
         cdef Py_ssize_t i
         cdef Py_buffer* first
-        self.count = len(asks)
-        if self.count < 1 or len(places) != self.count or not 0 <= asked <= self.count or part < 0:
-            raise ValueError(f"{len(asks)} commands, {len(places)} replies, {asked} sent; give one reply a command")
-        self.parts, self.pieces = len(asks[0]), len(places[0])
+        self.count = len(commands)
+        if self.count < 1 or len(places) != self.count or not 0 <= num_sent <= self.count or part < 0:
+            raise ValueError(f"{self.count} commands, {len(places)} replies, {num_sent} sent; give one reply a command")
+        self.parts, self.pieces = len(commands[0]), len(places[0])
         if not (1 <= self.parts <= MOST and 1 <= self.pieces <= MOST):
             raise ValueError(f"{self.parts} buffers a command, {self.pieces} places a reply; give 1 to {MOST}")
-        self.opening, self.asked = opening, asked
+        self.opening, self.num_sent = opening, num_sent
         self.buffers = <Py_buffer*>calloc(self.count * (self.parts + self.pieces), sizeof(Py_buffer))
         self.hashes = <uint64_t*>calloc(self.count, sizeof(uint64_t))
         if self.buffers == NULL or self.hashes == NULL:
             raise MemoryError()
-        self.hold(asks, self.parts, PyBUF_SIMPLE)
+        self.hold(commands, self.parts, PyBUF_SIMPLE)
         self.hold(places, self.pieces, PyBUF_WRITABLE)
         for i in range(self.count):
             first = &self.buffers[self.count * self.parts + i * self.pieces]
@@ -102,21 +102,21 @@ cdef class Turns:
         cdef Py_ssize_t opens = len(self.opening)
         with nogil:
             while self.whole < self.count and not passed(deadline):
-                while self.asked < self.count and self.asked < self.whole + depth:
+                while self.num_sent < self.count and self.num_sent < self.whole + depth:
                     if not self.send_one(fd):
                         break
-                if self.asked <= self.whole or not self.receive_one(fd, opening, opens):
+                if self.num_sent <= self.whole or not self.receive_one(fd, opening, opens):
                     break
 
     cdef bint send_one(self, int fd) noexcept nogil:
-        cdef Py_buffer* first = &self.buffers[self.asked * self.parts]
+        cdef Py_buffer* first = &self.buffers[self.num_sent * self.parts]
         cdef Py_ssize_t size, done = moved(fd, first, self.parts, self.sent, &size, False)
         if done > 0:
             self.sent += done
         if self.sent < size:
             return False
         self.sent = 0
-        self.asked += 1
+        self.num_sent += 1
         return True
 
     cdef bint receive_one(self, int fd, const char* opening, Py_ssize_t opens) noexcept nogil:

@@ -1,9 +1,9 @@
 """One payload connection to a Redis server: RESP by hand, so that payloads go straight between socket and host slots.
 
-redis-py opens the socket (address, TLS, login) and hands it over in `socket_of`, the one place that reaches into it.
-From then on only this file uses it. A payload never becomes a Python object: it is sent from the caller's memory and
-received into it. One call moves many payloads and gives up the GIL once. It takes every value to be as long as ours
-are. If the server answers otherwise, the payloads of one call at most are taken back from there, and read one by one.
+redis-py opens the socket (address, TLS, login). `socket_of` takes it over, the one place that uses redis-py's private
+parts. From then on only this file uses it. A payload never becomes a Python object: it is sent from the caller's
+memory and received into it. One call moves many payloads and releases the GIL once. It expects every value to have
+our records' length. If a reply differs, the payloads of at most one call are unread from there, and read one by one.
 """
 
 import socket
@@ -23,35 +23,35 @@ from kvtier.tiers.shared import StorageFailed
 
 _TWIN: Final = "kvtier.tiers.redis.turns_compiled"
 _LEAST: Final = 64 << 10  # bytes of a block; below, many of them go by one call
-_UNDER_WAY: Final = 512 << 10  # bytes; with more answers at hand a server is slower
-_BYTES_PER_SECOND: Final = 2e9  # more than one connection brings: so much must be under way for a round trip's length
+_UNDER_WAY: Final = 512 << 10  # bytes; with more replies ready a server is slower
+_BYTES_PER_SECOND: Final = 2e9  # more than one connection moves: times the round trip, the bytes to keep under way
 
 
 class Turns(Protocol):
-    """Commands and replies of one shape, as far as they went; of `turns_compiled.pyx`."""
+    """Commands and replies of one shape, and how many have been moved; from `turns_compiled.pyx`."""
 
     whole: int
-    """Replies received that are as usual."""
+    """Replies received as expected."""
     part: int
     """Bytes of the next one that are in their places."""
-    asked: int
+    num_sent: int
     """Commands sent."""
     sent: int
     """Bytes of the next one that were sent."""
 
     def run(self, fd: int, depth: int, deadline: float) -> None:
-        """Go on, at most `depth` commands under way, until `deadline` (time.monotonic) or what is not as usual."""
+        """Go on, at most `depth` commands under way, until `deadline` (time.monotonic) or an unexpected reply."""
 
     def hash_at(self, i: int) -> int | None:
         """xxh3-64 of a whole reply's payload; None if the reply has none."""
 
 
 MakeTurns = Callable[[list[Sequence[bytes | memoryview]], list[Sequence[memoryview]], bytes, int, int], Turns]
-"""Given commands, the places of their replies, what a usual one begins with, and what was done: `asked`, `part`."""
+"""Arguments: commands, places of their replies, the start of an expected one, and the progress: `num_sent`, `part`."""
 
 
 def make_turns(payload_bytes: int) -> MakeTurns | None:
-    """What makes `Turns`; None where the twin was not built, or blocks are too small for it."""
+    """The constructor of `Turns`; None if it was not built, or blocks are too small for it."""
     module = extension(_TWIN) if payload_bytes >= _LEAST else None
     made: MakeTurns | None = module.Turns if module is not None else None
     return made
@@ -65,17 +65,17 @@ def depth_of(payload_bytes: int, window: int, round_trip: float) -> int:
 
 SendBuffer = bytes | memoryview
 
-PATIENCE: Final = 0.05  # seconds a call waits at most before somebody looks at what has come
+PATIENCE: Final = 0.05  # seconds a call waits at most before received bytes are checked
 _SEND_PARTS: Final = 1024  # per sendmsg; the kernel takes no more
 _TLS_BYTES: Final = 256 << 10  # per call of a TLS socket
 
 
 class WireError(StorageFailed):
-    """A connection is of no use: it failed (IO_ERROR), kept silent (TIMEOUT) or talks nonsense (CHECKSUM)."""
+    """A connection is unusable: it failed (IO_ERROR), sent nothing (TIMEOUT) or broke the protocol (CHECKSUM)."""
 
 
 class TooLongError(WireError):
-    """A value is longer than ours are: it costs the connection, and only itself, for the rest can be asked for anew."""
+    """A value is longer than ours: that costs the connection. The blocks behind it can be read anew."""
 
     def __init__(self, size: int) -> None:
         super().__init__(Outcome.CHECKSUM, f"a value of {size} bytes, not one of ours")
@@ -84,8 +84,8 @@ class TooLongError(WireError):
 class ByteStream:
     """A plain socket's bytes in and out before `deadline` (time.monotonic); WireError otherwise.
 
-    It is blocking, and the kernel ends its calls in time: after `PATIENCE` at the latest, so that nearly no call has to
-    tell it anew. One with a Python timeout polls and receives piece by piece, and takes the GIL back each time.
+    It is blocking, and the kernel limits its calls to `PATIENCE`, so that the timeout is rarely set anew. A socket
+    with a Python timeout polls and receives piece by piece, and takes the GIL back each time.
     """
 
     takes_turns = True  # whether `take_turns` may be called: the extension module knows no TLS
@@ -112,17 +112,16 @@ class ByteStream:
             rest = cut([memoryview(part) for part in rest], sent)[1]
 
     def receive(self, into: memoryview, deadline: float) -> int:
-        """Whatever there is, at least one byte."""
+        """Receive at least one byte."""
         return self._received(into, 0, deadline)
 
     def receive_all(self, into: memoryview, deadline: float) -> None:
-        """As many bytes as there is room for."""
+        """Fill the buffer."""
         while into.nbytes:
             into = into[self._received(into, socket.MSG_WAITALL, deadline) :]
 
     def receive_run(self, into: Sequence[memoryview], deadline: float) -> int:
-        """As many bytes as there is room for, or what had come of them, nothing even, when `PATIENCE` or the
-        connection ended. Never raises: if something is wrong, the next `receive` tells."""
+        """Fill the buffers, until `PATIENCE` or the connection ends; returns the bytes. Only `receive` raises."""
         left = deadline - time.monotonic()
         if left <= 0:
             return 0
@@ -133,7 +132,7 @@ class ByteStream:
             return 0
 
     def take_turns(self, run: Turns, depth: int, deadline: float) -> None:
-        """Go on with `run` as far as it goes. Never raises: if something is wrong, the next `receive` tells."""
+        """Run `run` as far as possible. Never raises: if the connection failed, the next `receive` raises."""
         left = deadline - time.monotonic()
         if left > 0:
             with suppress(OSError):  # closed meanwhile
@@ -142,7 +141,7 @@ class ByteStream:
                 run.run(self._sock.fileno(), depth, deadline)
 
     def is_quiet(self) -> bool:
-        """Whether the peer is there and has said nothing unasked. Does not wait."""
+        """Whether the peer is connected and has sent nothing unexpected. Does not wait."""
         try:
             self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -163,7 +162,7 @@ class ByteStream:
             return received or _closed()
 
     def _arm(self, option: int, left: float) -> None:
-        """The kernel counts all waits of one call against these seconds, of which 0 would mean to wait forever."""
+        """Set the kernel's timeout for all waits of one call. 0 would mean to wait forever."""
         seconds = max(0.001, min(left, PATIENCE))
         if seconds != self._armed[option]:
             self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, int(seconds * 1e6)))
@@ -213,7 +212,7 @@ class _TlsStream(ByteStream):
     def is_quiet(self) -> bool:
         self._sock.settimeout(0)
         try:
-            self._sock.recv(1)  # takes in session tickets, which are no data
+            self._sock.recv(1)  # consumes session tickets, which are no data
         except ssl.SSLWantReadError:
             return True
         except OSError:
@@ -254,14 +253,14 @@ def _closed() -> int:
 
 
 _BUFFER: Final = 16 << 10
-_GLANCE: Final = 64  # bytes looked at for the end of a line
+_GLANCE: Final = 64  # bytes searched for the end of a line
 _MAX_RUNS: Final = 4  # shapes of runs kept ready
 _MAX_LINE: Final = 4096  # bytes of an error message
 _MAX_SMALL: Final = 4096  # bytes of a reply that is no payload
 
 
 class Refusal(str):
-    """An error reply: what the server said, without its leading "-"."""
+    """An error reply of the server, without its leading "-"."""
 
     @property
     def code(self) -> str:
@@ -272,11 +271,11 @@ class Refusal(str):
 RedisReply = int | bytes | None | Refusal
 StoredBytes = Callable[[bytes], int]
 Head = bytes | Outcome | Refusal | None
-"""What a GET brought: a record's first bytes, or why there is none (None for nil)."""
+"""A GET's result: a record's first bytes, or why there is none (None for nil)."""
 
 
 def socket_of(connection: AbstractConnection) -> socket.socket:
-    """The socket of a connected redis-py connection, for our use alone; tested against the installed redis-py."""
+    """The socket of a connected redis-py connection, for our use alone; tested with the installed redis-py."""
     sock = getattr(connection, "_sock", None)  # there is no public way; this one held from redis-py 6.0 to 8.1
     if not isinstance(sock, socket.socket):
         raise WireError(Outcome.IO_ERROR, "redis-py gave no socket: this version of it is not known to kvtier")
@@ -284,7 +283,7 @@ def socket_of(connection: AbstractConnection) -> socket.socket:
 
 
 class _ValueRun:
-    """What `count` values of one length look like on the wire, and memory for all of them but the payloads."""
+    """The wire format of `count` values of one length, and memory for all but the payloads."""
 
     def __init__(self, head_bytes: int, payload_bytes: int, count: int) -> None:
         self.line = b"$%d\r\n" % (head_bytes + payload_bytes)
@@ -313,7 +312,7 @@ class _ValueRun:
         return heads if len(heads) == self.count else []
 
     def is_promised(self, received: int) -> bool:
-        """Whether so many bytes are the beginning of values of the right length."""
+        """Whether these bytes begin values of the right length."""
         number, part = divmod(received, self.value_bytes)
         begins = [self._around[i * self.each :][: len(self.line)] == self.line for i in range(number)]
         begun = min(part, len(self.line))
@@ -321,20 +320,20 @@ class _ValueRun:
 
 
 class Wire:
-    """Commands out, replies in, in order. Not thread-safe: borrowed by one thread at a time.
+    """Commands out, replies in, in order. Not thread-safe: one thread at a time has it.
 
     `begin` sets the deadline for everything until the next `begin`. `num_expected` counts the replies still due.
-    Others may use a connection only if it is 0 (`is_clean`): else the next command would get the last one's answer.
+    Others may use a connection only if it is 0 (`is_clean`): else the next command would get the last one's reply.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._stream = _TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else ByteStream(sock)
         self._buffer = self._view = memoryview(bytearray(_BUFFER))
-        self._start = self._end = 0  # what was received and not yet consumed, in `_view`
+        self._start = self._end = 0  # received bytes that were not consumed, in `_view`
         self._deadline = 0.0
         self._runs: dict[tuple[int, int, int], _ValueRun] = {}
         self.num_expected = 0
-        self.round_trip = 0.0  # seconds, as `time_reply` saw them; 0: it never did
+        self.round_trip = 0.0  # seconds, from `time_reply`; 0: not measured
 
     def begin(self, deadline: float) -> None:
         self._deadline = deadline
@@ -348,23 +347,23 @@ class Wire:
         return not self.num_expected and self._start == self._end
 
     def is_quiet(self) -> bool:
-        """Whether an idle connection still stands and has said nothing unasked."""
+        """Whether an idle connection is open and has received nothing unexpected."""
         return self._stream.is_quiet()
 
     def reply(self) -> RedisReply:
-        """The next reply, of a command that answers briefly. None for nil."""
+        """The next reply, of a command with a short one. None for nil."""
         line = self._line()
         if not _opens_bulk(line):
             return self._simple(line)
         size = _length(line)
         if size > _MAX_SMALL:
-            raise WireError(Outcome.CHECKSUM, f"{size} bytes where a short answer was due")
+            raise WireError(Outcome.CHECKSUM, f"{size} bytes where a short reply was due")
         body = self._take(size + 2)
         self.num_expected -= 1
         return body[:-2]
 
     def all_are(self, usual: bytes, count: int) -> bool:
-        """Whether the next `count` replies are all `usual` (one short reply, CRLF and all); if so, they are read."""
+        """Whether the next `count` replies are all `usual` (one short reply, with its CRLF). If so, they are read."""
         wanted = usual * count
         assert len(wanted) <= _BUFFER, f"{count} replies at once"
         while (have := self._end - self._start) < len(wanted):
@@ -380,15 +379,15 @@ class Wire:
     def value(self, head_bytes: int, into: memoryview, stored_bytes: StoredBytes | None = None) -> Head:
         """The next reply, of a GET: a record whose payload fills `into`; returns its first `head_bytes` bytes.
 
-        CHECKSUM if it has another length: a shorter one is read past, into `into`. TooLongError if it is longer.
-        `stored_bytes`: tells from a head how much of `into` its payload fills; what it says is the right length then.
+        CHECKSUM if it has another length: a shorter one is skipped, into `into`. TooLongError if it is longer.
+        `stored_bytes`: from a head, how much of `into` its payload fills: that is the right length then.
         """
         line = self._line()
         if not _opens_bulk(line):
             simple = self._simple(line)
             if isinstance(simple, Refusal) or simple is None:
                 return simple
-            raise WireError(Outcome.CHECKSUM, f"no answer to GET: {line[:32]!r}")
+            raise WireError(Outcome.CHECKSUM, f"no reply to GET: {line[:32]!r}")
         size = _length(line)
         most = head_bytes + into.nbytes
         if size < head_bytes or (size != most and stored_bytes is None) or size > most:
@@ -404,21 +403,21 @@ class Wire:
         return head if is_whole else Outcome.CHECKSUM
 
     def values(self, head_bytes: int, into: Sequence[memoryview]) -> Iterable[Head]:
-        """`value` for buffers of one size, received together: a list if all were there, else read anew, one by one."""
+        """`value` for buffers of one size, received together: a list if all came, else read one by one."""
         return self._run(head_bytes, into) or self.one_by_one(head_bytes, into)
 
     def one_by_one(
         self, head_bytes: int, into: Sequence[memoryview], stored_bytes: StoredBytes | None = None
     ) -> Iterator[Head]:
-        """`value` for each buffer, when the caller asks for it."""
+        """`value` for each buffer, when the caller takes it."""
         for buffer in into:
             yield self.value(head_bytes, buffer, stored_bytes)
 
-    def time_reply(self, asked_at: float) -> None:
-        """Wait for the next reply, and learn the round trip since `asked_at`: at most twice the last."""
+    def time_reply(self, sent_at: float) -> None:
+        """Wait for the next reply, and measure the round trip since `sent_at`: at most twice the last."""
         if self._start == self._end:
             self._receive_more(1)
-        took = time.monotonic() - asked_at
+        took = time.monotonic() - sent_at
         self.round_trip = min(took, 2 * self.round_trip) if self.round_trip else took
 
     @property
@@ -426,7 +425,7 @@ class Wire:
         return self._stream.takes_turns
 
     def value_places(self, head_bytes: int, into: Sequence[memoryview]) -> tuple[bytes, list[Sequence[memoryview]]]:
-        """What a value begins with, and where each goes: its line and head, its payload, its end."""
+        """The start of a value, and where its parts go: its line and head, its payload, its end."""
         line = b"$%d\r\n" % (head_bytes + into[0].nbytes)
         before = len(line) + head_bytes
         around = memoryview(bytearray(len(into) * (before + 2)))
@@ -439,39 +438,42 @@ class Wire:
     def in_turn(
         self,
         make: MakeTurns,
-        asks: list[Sequence[SendBuffer]],
+        commands: list[Sequence[SendBuffer]],
         places: list[Sequence[memoryview]],
         opening: bytes,
-        asked: int,
+        num_sent: int,
         depth: int,
     ) -> tuple[Turns, int]:
-        """Commands, each when fewer than `depth` are under way, and their replies in their places, as long as these are
-        as usual. `asked` commands were sent before. Returns how far it went, and how many commands are sent by then,
-        none in part. What else came is unread.
+        """Send commands, at most `depth` under way, and receive replies into their places while these are as expected.
+
+        `num_sent` commands were sent before. Returns the progress, and how many commands are now sent whole.
+        Unexpected replies are unread.
         """
         first = places[0]
         here = self._end - self._start
         part = self._give_all(first)
-        run = make(asks, places, opening, asked, part)
-        self.num_expected += len(asks) - asked
+        run = make(commands, places, opening, num_sent, part)
+        self.num_expected += len(commands) - num_sent
         state = None
-        while here == part and run.whole < len(asks) and state != (state := (run.whole, run.part, run.asked, run.sent)):
+        while (
+            here == part
+            and run.whole < len(commands)
+            and state != (state := (run.whole, run.part, run.num_sent, run.sent))
+        ):
             self._stream.take_turns(run, depth, self._deadline)
             if run.part and not _is_begun(places[run.whole], run.part, opening):
-                break  # another answer; of one that has begun the rest is sure to come
+                break  # another reply; the rest of one that has begun is sure to come
         if run.sent:
-            rest = cut([memoryview(part) for part in asks[run.asked]], run.sent)[1]
+            rest = cut([memoryview(part) for part in commands[run.num_sent]], run.sent)[1]
             self._stream.send(rest, self._deadline)
-        begun = run.asked + bool(run.sent)
-        self.num_expected -= run.whole + len(asks) - begun
+        begun = run.num_sent + bool(run.sent)
+        self.num_expected -= run.whole + len(commands) - begun
         if run.part:
             self._take_back(places[run.whole], run.part)
         return run, begun
 
-    # inside
-
     def _run(self, head_bytes: int, into: Sequence[memoryview]) -> list[bytes]:
-        """Every value's head; [] if the replies are not all there and all of the right length: then all are unread."""
+        """Every value's head; [] if the replies are not all there and of the right length: then all are unread."""
         key = head_bytes, into[0].nbytes, len(into)
         if (run := self._runs.get(key)) is None:
             if len(self._runs) >= _MAX_RUNS:
@@ -485,7 +487,7 @@ class Wire:
             came = self._stream.receive_run(rest, self._deadline)
             received += came
             if received < size and not (came and run.is_promised(received)):
-                break  # silence, the end, or another answer; of a value that has begun the rest is sure to come
+                break  # silence, the end, or another reply; the rest of a value that has begun is sure to come
         else:
             if heads := run.heads():
                 self.num_expected -= run.count
@@ -499,7 +501,7 @@ class Wire:
         self._view, self._start, self._end = memoryview(back), 0, len(back)
 
     def _simple(self, line: bytes) -> RedisReply:
-        """The reply that one line is."""
+        """The reply in one line."""
         kind, rest = line[:1], line[1:]
         reply: RedisReply
         if line == b"$-1":
@@ -544,20 +546,20 @@ class Wire:
         return bytes(taken)
 
     def _fill(self, into: memoryview) -> None:
-        """The next bytes, as many as there is room for: what is there already, the rest straight from the socket."""
+        """Fill the buffer: received bytes first, the rest straight from the socket."""
         here = self._give(into)
         if here < into.nbytes:
             self._stream.receive_all(into[here:], self._deadline)
 
     def _give(self, into: memoryview) -> int:
-        """As many of the buffer's bytes as it has and there is room for; how many."""
+        """Copy received bytes to the buffer, as many as there are and fit; returns how many."""
         here = min(into.nbytes, self._end - self._start)
         into[:here] = self._view[self._start : self._start + here]
         self._start += here
         return here
 
     def _give_all(self, places: Sequence[memoryview]) -> int:
-        """The places filled in turn with what is there already; how many bytes."""
+        """Fill the places in turn from received bytes; returns how many bytes."""
         given = 0
         for place in places:
             given += (here := self._give(place))
@@ -566,7 +568,7 @@ class Wire:
         return given
 
     def _receive_more(self, count: int) -> None:
-        """Up to `count` bytes, one at least, behind the few that are there."""
+        """Receive up to `count` more bytes, at least one."""
         here = bytes(self._view[self._start : self._end])
         self._view, self._start, self._end = self._buffer, 0, len(here)
         self._view[: len(here)] = here
@@ -576,7 +578,7 @@ class Wire:
 
 
 def _is_begun(places: Sequence[memoryview], part: int, opening: bytes) -> bool:
-    """Whether so many bytes of a reply are the beginning of a usual one, and not all of one."""
+    """Whether so many bytes are the start of an expected reply, and not all of one."""
     begun = min(part, len(opening))
     return part < sum(place.nbytes for place in places) and places[0][:begun] == opening[:begun]
 

@@ -1,4 +1,4 @@
-"""How requests return: what their ends tell, and the order of eviction that is learned from it."""
+"""How requests return: the report of a request's end, and the order of eviction that is learned from it."""
 
 import lazy_loader
 

@@ -5,6 +5,6 @@ from .ends import hint_of as hint_of
 from .lru_shadow import LruShadow as LruShadow
 from .predictor import EDGES as EDGES
 from .predictor import MOST_AHEAD as MOST_AHEAD
-from .predictor import UNTOLD as UNTOLD
+from .predictor import NO_CLASS as NO_CLASS
 from .predictor import ReusePredictor as ReusePredictor
 from .recent_requests import MATCH_NAMES as MATCH_NAMES

@@ -1,4 +1,4 @@
-"""What the end of a request tells about its return: its blocks, how long its answer was, and what its client says."""
+"""The report of a request's end, from which returns are learned: blocks, length of the answer, the client's hint."""
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -11,7 +11,7 @@ from kvtier.tiers import ChainHash, RequestError
 
 
 class Hint(StrEnum):
-    """What a client says of its conversation when it asks. It counts for as much as such hints proved right."""
+    """A client's statement about its conversation, in its request. It counts for as much as such hints proved right."""
 
     GOES_ON = "goes_on"  # another turn is coming
     TOOL = "tool"  # it waits for a tool's answer, and then goes on
@@ -22,11 +22,11 @@ class RequestEnd(NamedTuple):
     """One request has ended. Its leases may outlive it."""
 
     names: Sequence[ChainHash]  # its full blocks in chain order, the prompt's and then the answer's
-    num_prompt: int  # so many of `names` are the prompt's
+    num_prompt: int  # blocks of `names` that are the prompt's
     num_output_tokens: int
     hint: Hint | None = None
-    client: int = 0  # whose hint it is: trust is kept by client; 0 is the process's own
-    is_derived: bool = False  # the hint was read from the answer, not said
+    client: int = 0  # the hint's client, by which trust is kept; 0 is the process's own
+    is_derived: bool = False  # the hint was derived from the answer, not given
     seconds: float = 0.0  # from the request's arrival to now; 0: not known
     request: str = ""  # its id, for people; "": it has none
     num_prompt_tokens: int = 0  # 0: not known
@@ -34,25 +34,25 @@ class RequestEnd(NamedTuple):
 
 
 class ReturnOrder(Protocol):
-    """What was learned of how requests return, as tiers use it. It may be asked on any thread."""
+    """The learned order of eviction, as tiers use it. Its methods may be called on any thread."""
 
     def places(self, kinds: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Where blocks of requests of these classes stand that ended so long ago: lower goes earlier."""
+        """Ranks of blocks whose request had this class and ended so long ago: lower is evicted earlier."""
 
     def ahead(self, kind: int) -> float:
         """Seconds by which blocks of a request of this class that ends now outlive an average one's.
 
-        Negative if they go earlier; between -MOST_AHEAD and MOST_AHEAD (`predictor.py`).
+        Negative if they are evicted earlier; between -MOST_AHEAD and MOST_AHEAD (`predictor.py`).
         """
 
 
 class ClassifiedEnd(NamedTuple):
-    """What was found out about a request that has ended: for the tiers below."""
+    """A request's end with its class and predecessor, for the tiers below."""
 
     names: Sequence[ChainHash]  # as of `RequestEnd`
     num_prompt: int
     kind: int  # its class
-    number: int  # of the request; 0: nothing tells its next turn, and it has none
+    number: int  # of the request; 0: its next turn cannot be recognised, and it has none
     continued: int  # the number of the request that it continues; 0 for none
     num_common: int  # leading blocks that it has in common with that one
     ended_at: float  # by `clock`, seconds

@@ -1,8 +1,8 @@
-"""LruShadow: what LRU would have hit of the same requests, kept by request, and whether a learned order does worse.
+"""LruShadow: how many hits LRU would have had for the same requests, and whether the learned order does worse.
 
 LRU holds the blocks that were used last, as many as there are slots. So it holds a request's blocks if fewer other
 blocks were used since. Each request counts the blocks of which it was the last user. A line moves on over the requests
-while those behind it have more blocks than there are slots: what lies before the line LRU has lost.
+while those behind it have more blocks than slots: LRU has lost the blocks before the line.
 """
 
 from typing import Final
@@ -11,28 +11,28 @@ import numpy as np
 
 from kvtier.tiers.reuse.recent_requests import NUM_REQUESTS
 
-_TOLERANCE: Final = 0.007  # of a window's blocks: so far behind LRU, the learned order gives way
-_TURNS: Final = 8  # how often the slots are asked for until what was seen has faded to a third,
-_LEAST: Final = 16384  # or at least so many blocks
+_TOLERANCE: Final = 0.007  # of a window's blocks: if it is so far behind LRU, the learned order is not used
+_TURNS: Final = 8  # a window: lookups of so many times the slots, in which observations fade to a third,
+_LEAST: Final = 16384  # or of at least so many blocks
 _SHORTEST: Final = 2  # LRU's first stay, in windows: each in a row is twice the one before,
 _LONGEST: Final = 16  # up to so many
 
 
 class LruShadow:
-    """LRU's hits beside one's own; `leads` while the order should be LRU's. Bounded memory, O(1) a request."""
+    """LRU's hits beside our own; `leads` while the order should be LRU's. Bounded memory, O(1) a request."""
 
     def __init__(self, num_slots: int, first_stay: float = 0.0) -> None:
-        """`first_stay`: blocks that are asked for before the learned order is tried at all."""
+        """`first_stay`: blocks looked up before the learned order is tried at all."""
         self._num_slots = num_slots
         self._blocks = np.zeros(NUM_REQUESTS, np.int32)  # of which this request was the last user
         self._heir = np.zeros(NUM_REQUESTS, np.int64)  # the number of the last request that continued it, or its own
         self._block, self._last_user = memoryview(self._blocks), memoryview(self._heir)
         self._line = 1  # the number of the oldest request that LRU still holds blocks of
         self._held = 0  # blocks behind the line
-        self._window = float(max(_TURNS * num_slots, _LEAST))  # blocks asked for
+        self._window = float(max(_TURNS * num_slots, _LEAST))  # blocks looked up
         self.leads = first_stay > 0
         self.num_takeovers = 0
-        self._asked = 0.0  # blocks, fading
+        self._lookups = 0.0  # blocks, fading
         self._ahead = 0.0  # own hits less LRU's, fading
         self._stay = first_stay  # blocks until the learned order is tried again
         self._longer = float(_SHORTEST)  # windows that the next stay takes
@@ -40,8 +40,8 @@ class LruShadow:
     def ended(self, number: int, num_blocks: int, continued: int, num_common: int, num_prompt: int, own: int) -> None:
         """Request `number` has ended. It had `num_blocks`, of which the first `num_common` are those of `continued`.
 
-        `continued` is that request's number, 0 for none. `own`: blocks of the prompt that were still here, as far as
-        it was known who used them; of those in common, where there are any.
+        `continued` is that request's number, 0 for none. `own`: blocks of the prompt that were still here, with a known
+        user; of those in common, if there are any.
         """
         block, last_user, row = self._block, self._last_user, number % NUM_REQUESTS
         if self._line <= number - NUM_REQUESTS:  # the row is taken again
@@ -69,15 +69,15 @@ class LruShadow:
         self._held, self._line = held, line
         self._judge(num_prompt, own - rival)
 
-    def _judge(self, num_asked: int, lead: int) -> None:
+    def _judge(self, num_prompt: int, lead: int) -> None:
         if self.leads:
-            self._stay -= num_asked
+            self._stay -= num_prompt
             if self._stay <= 0:
-                self.leads, self._asked, self._ahead = False, 0.0, 0.0
+                self.leads, self._lookups, self._ahead = False, 0.0, 0.0
             return
-        kept = 1.0 - min(0.5, num_asked / self._window)
-        self._asked = kept * self._asked + num_asked
-        # What was won long ago is no reason to lose now: it counts for as much as may be lost.
+        kept = 1.0 - min(0.5, num_prompt / self._window)
+        self._lookups = kept * self._lookups + num_prompt
+        # Old hits are no reason to lose now: they count for as much as may be lost.
         most = _TOLERANCE * self._window
         self._ahead = min(kept * self._ahead + lead, most)
         if self._ahead < -most:
@@ -85,5 +85,5 @@ class LruShadow:
             self.num_takeovers += 1
             self._stay = self._longer * self._window
             self._longer = min(2.0 * self._longer, _LONGEST)
-        elif self._asked > 0.8 * self._window and self._ahead > 0:
+        elif self._lookups > 0.8 * self._window and self._ahead > 0:
             self._longer = float(_SHORTEST)

@@ -1,4 +1,4 @@
-"""ReusePredictor: takes in the ends of requests, and says which idle blocks are needed least."""
+"""ReusePredictor: records the ends of requests, and ranks idle blocks by how likely they are needed again."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvtier.tiers.reuse.ends import ClassifiedEnd, Hint, RequestEnd
 from kvtier.tiers.reuse.lru_shadow import LruShadow
-from kvtier.tiers.reuse.recent_requests import NOBODY, FoundRequest, RecentRequests
+from kvtier.tiers.reuse.recent_requests import NO_ROW, FoundRequest, RecentRequests
 
 # --- how likely each class of requests returns at each age -----------------------------------------------------------
 
@@ -18,12 +18,12 @@ NUM_TURNS: Final = 4  # first, second, third or fourth, later
 NUM_ANSWERS: Final = 4  # by length
 NUM_HINTS: Final = 4  # none, and those of `Hint`
 NUM_CLASSES: Final = NUM_TURNS * NUM_ANSWERS * NUM_HINTS
-UNTOLD: Final = NUM_CLASSES  # the row of blocks whose request has told no end: as all requests are
+NO_CLASS: Final = NUM_CLASSES  # the row of blocks without a recorded end: as all requests are
 
 _ANSWER_TOKENS: Final = (48, 160, 512)
-_HALF_LIFE: Final = 7200.0  # seconds in which what was seen counts half
+_HALF_LIFE: Final = 7200.0  # seconds after which an observation counts half
 _OLDEST: Final = 4000.0  # seconds that the last, open age counts as
-_BELIEF: Final = 3.0  # returns that a class, a group or all need before they are half what was seen of them
+_BELIEF: Final = 3.0  # returns after which a class, a group or all requests weigh as much as their prior
 
 EDGES: Final[NDArray[np.float64]] = np.concatenate([[0.0], 2.0 * 1.36 ** np.arange(NUM_AGES - 1)])  # s, to about 2 h
 MOST_AHEAD: Final = float(EDGES[-1])  # seconds
@@ -41,12 +41,12 @@ def class_of(turn: int, num_output_tokens: int, hint: int) -> int:
 
 
 def age_of(seconds: NDArray[np.float64]) -> NDArray[np.intp]:
-    """The number of the age that each of these lies in."""
+    """The number of the age in which each of these lies."""
     return np.searchsorted(EDGES, seconds, "right").clip(1) - 1
 
 
 def expected(hazard: NDArray[np.float64], start: NDArray[np.float64], end: NDArray[np.float64]) -> NDArray[np.float64]:
-    """`[n]`: the returns that a hazard by age has from one age to another, both in seconds."""
+    """`[n]`: the returns that a hazard by age predicts from one age to another, both in seconds."""
     until = np.append(0.0, np.cumsum(hazard[:-1] * np.diff(EDGES)))
     at_start, at_end = age_of(start), age_of(end)
     before = until[at_start] + hazard[at_start] * (start - EDGES[at_start])
@@ -54,18 +54,18 @@ def expected(hazard: NDArray[np.float64], start: NDArray[np.float64], end: NDArr
 
 
 class Hazards:
-    """Returns seen and seconds waited, by class and age; and `places`, the order in which idle blocks go.
+    """Returns and seconds waited, by class and age; and `places`, the order of eviction of idle blocks.
 
-    A class that was seen little is drawn towards its group, a group towards all requests, and all of them towards a
-    hazard that falls as one over the age. Under that last one alone the order is LRU's.
+    A class with few observations is drawn towards its group, a group towards all requests. All of them are drawn
+    towards a hazard that falls as one over the age. Under that last one alone the order is LRU's.
     """
 
     def __init__(self) -> None:
         self._returns = np.zeros((NUM_CLASSES, NUM_AGES))
         self._waited = np.zeros((NUM_CLASSES, NUM_AGES))  # request-seconds
         self.all = _PRIOR  # of all requests, returns a second
-        self.unhinted = _PRIOR  # of those that came without a hint: what a promise has to exceed
-        self.places = np.zeros((NUM_CLASSES + 1, NUM_AGES), np.int64)  # lower goes earlier
+        self.unhinted = _PRIOR  # of requests without a hint: a promise has to exceed it
+        self.places = np.zeros((NUM_CLASSES + 1, NUM_AGES), np.int64)  # lower is evicted earlier
         self.learn()
 
     def returned(self, kinds: NDArray[np.int64], seconds: NDArray[np.float64]) -> None:
@@ -75,8 +75,8 @@ class Hazards:
     def waited(self, kinds: NDArray[np.int64], start: NDArray[np.float64], end: NDArray[np.float64]) -> None:
         """Requests of these classes waited from one age to another more, in seconds.
 
-        Of each class only the sums by age are made, as 65,536 may wait: what ends in an age, less what begins there,
-        and the whole age for each that goes beyond it.
+        Only sums by class and age are made, as 65,536 may wait. Each age gets the waits that end in it, less those that
+        begin in it, and its whole length for each wait that spans it.
         """
         ends, parts_of_ends = _sums_by_age(kinds, end)
         starts, parts_of_starts = _sums_by_age(kinds, start)
@@ -91,7 +91,7 @@ class Hazards:
 
     def ahead(self, kind: int) -> float:
         """As `ReturnOrder.ahead`."""
-        mine, average = self.places[kind], self.places[UNTOLD]
+        mine, average = self.places[kind], self.places[NO_CLASS]
         if mine[0] >= average[0]:
             is_below = mine < average[0]
             return float(EDGES[is_below.argmax()]) if is_below.any() else MOST_AHEAD
@@ -99,13 +99,13 @@ class Hazards:
         return -float(EDGES[is_below.argmax()]) if is_below.any() else -MOST_AHEAD
 
     def fade(self, seconds: float) -> None:
-        """What was seen so far counts less."""
+        """Observations so far count less."""
         faded = 0.5 ** (seconds / _HALF_LIFE)
         self._returns *= faded
         self._waited *= faded
 
     def learn(self) -> None:
-        """The order, from what was seen."""
+        """Compute the order from the observations."""
         hazards = np.vstack([self._shrunk(), self.all])
         index = _gittins(hazards)
         order = np.argsort(index, axis=None, kind="stable")
@@ -143,7 +143,7 @@ def _drawn_to(mean: NDArray[np.float64], seen: NDArray[np.float64], waited: NDAr
 
 
 def _gittins(hazards: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Gittins' index (1979): the best chance of a return per second held, over all times to give up at.
+    """Gittins' index (1979): the best chance of a return per second held, over all times at which to evict.
 
     `hazards` and the result are `[classes, ages]`, returns a second.
     """
@@ -159,44 +159,44 @@ def _gittins(hazards: NDArray[np.float64]) -> NDArray[np.float64]:
     return index
 
 
-# --- whose hints count -----------------------------------------------------------------------------------------------
+# --- which hints count -----------------------------------------------------------------------------------------------
 
-NUM_CLIENTS: Final = 1024  # clients beyond share an account by their number
-NUM_ACCOUNTS: Final = 2 * NUM_CLIENTS  # for what was said, then for what was derived
+NUM_CLIENTS: Final = 1024  # further clients share accounts, by their number
+NUM_ACCOUNTS: Final = 2 * NUM_CLIENTS  # for hints of clients, then for derived ones
 _PROOF: Final = 4.0  # returns that would have come by now, before a client is judged
-_TRUST_HALF_LIFE: Final = 1800.0  # seconds in which what a client said counts half: nobody is judged for ever
+_TRUST_HALF_LIFE: Final = 1800.0  # seconds after which a client's hint counts half: no judgement is for ever
 
 
 def account_of(client: int, *, is_derived: bool) -> int:
-    """Where the client's hints of this kind are counted."""
+    """The account of this client's hints of this kind."""
     return client % NUM_CLIENTS + NUM_CLIENTS * is_derived
 
 
 class HintTrust:
-    """Whose hints count: a client whose "goes on" proved empty is not heard, until its requests return again.
+    """Which hints count: a client whose "goes on" proved empty is ignored, until its requests return again.
 
-    What a client says and what was derived from its answers are judged apart, an account each: the returns of requests
-    that it said would go on, and how many requests without a hint would have had.
+    A client's hints and those derived from its answers have an account each. It counts the returns of requests that
+    should go on, and those expected without a hint.
     """
 
     def __init__(self) -> None:
         self._returned = np.zeros(NUM_ACCOUNTS)
         self._expected = np.zeros(NUM_ACCOUNTS)
 
-    def is_heard(self, account: int) -> bool:
-        """Whether its promises hold more than no promise does."""
+    def is_trusted(self, account: int) -> bool:
+        """Whether requests with its promises return more than those without a hint."""
         return bool(self._expected[account] < _PROOF or self._returned[account] >= self._expected[account])
 
     def returned(self, account: int) -> None:
-        """A request came back of which it had said so."""
+        """A request with such a promise returned."""
         self._returned[account] += 1
 
     def waited(self, accounts: NDArray[np.int64], expected: NDArray[np.float64]) -> None:
-        """Such requests waited: so many returns each would have been usual."""
+        """Such requests waited, in which `expected` returns each would have been usual."""
         self._expected += np.bincount(accounts, expected, NUM_ACCOUNTS)
 
     def fade(self, seconds: float) -> None:
-        """What was seen so far counts less."""
+        """Observations so far count less."""
         faded = 0.5 ** (seconds / _TRUST_HALF_LIFE)
         self._returned *= faded
         self._expected *= faded
@@ -208,22 +208,22 @@ Kinds = NDArray[np.int64]
 Seconds = NDArray[np.float64]
 
 _HINTS: Final = {None: 0, Hint.GOES_ON: 1, Hint.TOOL: 2, Hint.FINISHED: 3}
-_PROMISES: Final = (Hint.GOES_ON, Hint.TOOL)  # what keeps blocks longer, so that others' go earlier
-_FIRST_LEARN, _LAST_LEARN = 64, 1024  # ends between two lessons: more and more, as one more end tells less and less
-_LONGEST: Final = 3600.0  # seconds after which a request counts as gone for good
+_PROMISES: Final = (Hint.GOES_ON, Hint.TOOL)  # keep blocks longer, so that others' are evicted earlier
+_FIRST_LEARN, _LAST_LEARN = 64, 1024  # ends between two updates: more and more, as one more end adds less and less
+_LONGEST: Final = 3600.0  # seconds after which a request counts as finished
 
 
 class ReusePredictor:
     """What was learned of how requests return. Bounded memory, no object for each request. Takes no lock."""
 
     def __init__(self, rival: LruShadow | None = None) -> None:
-        """`rival`: hears of every end, too."""
+        """`rival` gets every end, too."""
         self._rival = rival
         self.tails = RecentRequests()
         self._hazards = Hazards()
         self._trust = HintTrust()
-        self._back: list[tuple[int, float, float, int]] = []  # since the last lesson: class, end, return, account
-        self._since = 0  # ends since the last lesson
+        self._back: list[tuple[int, float, float, int]] = []  # since the last update: class, end, return, account
+        self._since = 0  # ends since the last update
         self._lesson = _FIRST_LEARN
         self._learned_at: float | None = None
 
@@ -233,14 +233,14 @@ class ReusePredictor:
         found: FoundRequest,
         own: int,
         num_blocks: int | None,
-        num_asked: int,
+        num_prompt: int,
         last_tags: Sequence[int],
         now: float,
         clock: Callable[[], float],
     ) -> ClassifiedEnd:
-        """A request has ended whose prompt of `num_asked` full blocks is known by `found`; `now` is by `clock`.
+        """A request has ended whose prompt of `num_prompt` full blocks was recognised as `found`; `now` is by `clock`.
 
-        `own`: its blocks that were here, as `LruShadow.ended` has them, of `num_blocks`; None: nobody knows.
+        `own`: its blocks that were here, as `LruShadow.ended` has them, of `num_blocks`; None: not known.
         `last_tags`: of the prompt's last MATCH_NAMES names, or the answer's if no block of the prompt is full.
         """
         if self._learned_at is None:
@@ -248,18 +248,18 @@ class ReusePredictor:
         tails, turn, (row, user, num_common) = self.tails, 0, found
         number = tails.next_number if last_tags else 0
         if self._rival is not None and num_blocks is not None and number:
-            self._rival.ended(number, num_blocks, user, num_common, num_asked, own)
-        if row != NOBODY:
+            self._rival.ended(number, num_blocks, user, num_common, num_prompt, own)
+        if row != NO_ROW:
             turn, is_next = tails.turn_of(row, now - end.seconds, last_tags)
             if is_next:
                 self._came_back(row, now)
         hint, promises = end.hint, end.hint in _PROMISES
         account = account_of(end.client, is_derived=end.is_derived)
-        if promises and not self._trust.is_heard(account):
+        if promises and not self._trust.is_trusted(account):
             hint = None
         kind = class_of(turn, end.num_output_tokens, _HINTS[hint])
         if number:
-            judged = account + 1 if promises else 0  # 0: nobody is judged for it
+            judged = account + 1 if promises else 0  # 0: no account is judged for it
             tails.add(last_tags, now, kind=kind, turn=turn, account=judged)
         self._since += 1
         if self._since >= self._lesson:
@@ -267,7 +267,7 @@ class ReusePredictor:
         return ClassifiedEnd(end.names, end.num_prompt, kind, number, user, num_common, now, self, clock)
 
     def places(self, kinds: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Where blocks of these classes (UNTOLD is one) stand that are so old: lower goes earlier."""
+        """Ranks of blocks of these classes (NO_CLASS is one) and ages in seconds: lower is evicted earlier."""
         places: NDArray[np.int64] = self._hazards.places[kinds, age_of(seconds)]
         return places
 
@@ -276,7 +276,7 @@ class ReusePredictor:
         return self._hazards.ahead(kind)
 
     def gaps(self) -> NDArray[np.float64]:
-        """`[ages]`: requests that returned after so long, as `Hazards.gaps`; those since the last lesson, too."""
+        """`[ages]`: requests that returned after so long, as `Hazards.gaps`; those since the last update, too."""
         lately = np.array([until - ended for _, ended, until, _ in list(self._back)])
         seen: NDArray[np.float64] = self._hazards.gaps() + np.bincount(age_of(lately), minlength=NUM_AGES)
         return seen
@@ -309,12 +309,12 @@ class ReusePredictor:
         self._since, self._lesson = 0, min(2 * self._lesson, _LAST_LEARN)
 
     def _waits(self, kinds: Kinds, ended: Seconds, until: Seconds, accounts: Kinds) -> None:
-        """Count what these requests waited since the last lesson. `accounts`: 0, or one more than the account."""
+        """Count how long these requests waited since the last update. `accounts`: 0, or one more than the account."""
         assert self._learned_at is not None
         since = np.maximum(ended, self._learned_at)
         start, end = since - ended, np.maximum(since, until) - ended
         self._hazards.waited(kinds, start, end)
-        said = accounts > 0
-        if said.any():
-            promised = expected(self._hazards.unhinted, start[said], end[said])
-            self._trust.waited(accounts[said] - 1, promised)
+        judged = accounts > 0
+        if judged.any():
+            promised = expected(self._hazards.unhinted, start[judged], end[judged])
+            self._trust.waited(accounts[judged] - 1, promised)

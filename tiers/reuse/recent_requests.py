@@ -1,4 +1,4 @@
-"""RecentRequests: the ends of the last requests, by which a prompt that continues one is known, evicted or not."""
+"""RecentRequests: the ends of the last requests, by which a prompt that continues one is recognised."""
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -8,23 +8,23 @@ from numpy.typing import NDArray
 
 Tags = NDArray[np.uint64]
 
-NUM_REQUESTS: Final = 65536  # the last so many are known
-MATCH_NAMES: Final = 2  # of a request: the last block may be edited, the one before knows it, too
-_NUM_PLACES: Final = 4 * NUM_REQUESTS  # of the table; two tags that share one push each other out
+NUM_REQUESTS: Final = 65536  # in the ring
+MATCH_NAMES: Final = 2  # of a request: if its last block was edited, the one before still matches
+_NUM_PLACES: Final = 4 * NUM_REQUESTS  # of the table; two tags with one place replace each other
 _MASK: Final = np.uint64(_NUM_PLACES - 1)
-_SHARED: Final = 3  # continued so often, a tail is a shared beginning and no conversation
-NOBODY: Final = -1
+_SHARED: Final = 3  # continued so often, a request is a shared beginning and no conversation
+NO_ROW: Final = -1
 
 
 class FoundRequest(NamedTuple):
-    """What a prompt is known by."""
+    """The result of recognising a prompt."""
 
-    continued: int  # the row of the newest request that it continues as a conversation, or NOBODY
+    continued: int  # the row of the newest request that it continues as a conversation, or NO_ROW
     user: int  # the number of that request, or else of one whose blocks many begin with; 0 for none
     num_common: int  # leading blocks that it has in common with `user`
 
 
-_UNKNOWN: Final = FoundRequest(NOBODY, 0, 0)
+_UNKNOWN: Final = FoundRequest(NO_ROW, 0, 0)
 
 
 class RecentRequests:
@@ -37,17 +37,17 @@ class RecentRequests:
     def __init__(self) -> None:
         self.ended_at = np.zeros(NUM_REQUESTS)  # seconds
         self.kind = np.zeros(NUM_REQUESTS, np.int16)
-        self.account = np.zeros(NUM_REQUESTS, np.int16)  # whose promise it was, from 1; 0: nobody's
+        self.account = np.zeros(NUM_REQUESTS, np.int16)  # the promise's account, from 1; 0: no promise
         self.is_open = np.zeros(NUM_REQUESTS, np.bool_)  # it may still return
         self.turn = np.zeros(NUM_REQUESTS, np.int32)
         self._uses = np.zeros(NUM_REQUESTS, np.uint8)
         self._last_tag = np.zeros(NUM_REQUESTS, np.uint64)
         self._tags = np.zeros(_NUM_PLACES, np.uint64)
-        self._owner = np.full(_NUM_PLACES, NOBODY, np.int32)
+        self._owner = np.full(_NUM_PLACES, NO_ROW, np.int32)
         self._serial = np.zeros(_NUM_PLACES, np.int64)  # of the request that wrote the place
         self._number = np.zeros(NUM_REQUESTS, np.int64)  # of the request in each row of the ring
         self._next = 1
-        # For one at a time: an item of a memoryview costs a third of an array's.
+        # Memoryviews for access to single items: that costs a third of an array's.
         self._own, self._serial_of = memoryview(self._owner), memoryview(self._serial)
         self._number_of, self._use, self._tag = memoryview(self._number), memoryview(self._uses), memoryview(self._tags)
         self._end = memoryview(self.ended_at).cast("B").cast("d")
@@ -78,7 +78,7 @@ class RecentRequests:
             if self._use[row] < _SHARED:
                 self._use[row] += bool(self.ended_at[row] <= arrived)
                 return FoundRequest(row, user, num_common)
-        return FoundRequest(NOBODY, user, num_common)
+        return FoundRequest(NO_ROW, user, num_common)
 
     def turn_of(self, row: int, arrived: float, last_tags: Sequence[int]) -> tuple[int, bool]:
         """The turn of a request that continues that one, and whether it came after its end.

@@ -1,4 +1,4 @@
-"""What tiers have in common that nodes share: how a record is written and verified, and what is told of it."""
+"""The common parts of tiers that nodes share: how records are written and verified, and which changes are reported."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""What this process knows of a shared tier: names with an expiry, and what came and went. No I/O."""
+"""What this process knows of a shared tier: names with an expiry, and the log of changes. No I/O."""
 
 import time
 from collections import OrderedDict
@@ -15,10 +15,10 @@ Where = TypeVar("Where", bound=Hashable)
 
 
 class KnownNames(Generic[Where]):
-    """Names, where each is and until when that is believed, the least recently confirmed dropped first. Thread-safe."""
+    """Names, each with its place and expiry; the least recently confirmed is dropped first. Thread-safe."""
 
     def __init__(self, lifetime: float, limit: int = MAX_NAMES, clock: Callable[[], float] = time.monotonic) -> None:
-        """`lifetime`: seconds that a name is believed."""
+        """`lifetime`: seconds until a known name expires."""
         self._lifetime = lifetime
         self._limit = limit
         self._clock = clock
@@ -29,7 +29,7 @@ class KnownNames(Generic[Where]):
         return len(self._known)
 
     def add(self, hashes: Iterable[ChainHash], where: Where) -> None:
-        """They are there, as of now."""
+        """These were found there just now."""
         with self._lock:
             found = self._clock() + self._lifetime, where
             for chain_hash in hashes:
@@ -39,12 +39,12 @@ class KnownNames(Generic[Where]):
                 self._known.popitem(last=False)
 
     def forget(self, hashes: Iterable[ChainHash]) -> list[bool]:
-        """They are not there; returns which of them were known."""
+        """These are not there; returns which of them were known."""
         with self._lock:
             return [self._known.pop(chain_hash, None) is not None for chain_hash in hashes]
 
     def forget_all(self, where: Where) -> None:
-        """Nothing is there, as far as is to be believed."""
+        """Forget all names of this place."""
         with self._lock:
             for chain_hash in [chain_hash for chain_hash, (_, there) in self._known.items() if there == where]:
                 del self._known[chain_hash]
@@ -62,7 +62,7 @@ class KnownNames(Generic[Where]):
             )
 
     def of(self, hashes: Sequence[ChainHash]) -> list[Where | None]:
-        """Where each is."""
+        """The place of each; None: not known."""
         with self._lock:
             now, known = self._clock(), self._known
             return [each[1] if (each := known.get(name)) is not None and each[0] > now else None for name in hashes]
@@ -75,9 +75,9 @@ class KnownNames(Generic[Where]):
 
 
 class SharedChanges:
-    """An `Announcer` of blocks that this process wrote or read. Thread-safe.
+    """A `ChangeFeed` of blocks that this process wrote or read. Thread-safe.
 
-    They are gone once missed, or after a server's expiry; beyond `limit` the one confirmed longest ago is told as gone.
+    A block is removed after a miss or its expiry on the server. Beyond `limit` the oldest confirmed one is removed.
     """
 
     def __init__(self, lifetime: float, limit: int = MAX_NAMES, clock: Callable[[], float] = time.monotonic) -> None:
@@ -86,12 +86,12 @@ class SharedChanges:
         self._clock = clock
         self._lock = Lock()  # guards what follows
         self._listens = False
-        self._told: OrderedDict[ChainHash, float] = OrderedDict()  # blocks the reader knows → when they expire
-        self._fresh: OrderedDict[ChainHash, BlockRecord] = OrderedDict()  # blocks it is to learn of
-        self._gone: dict[ChainHash, None] = {}
+        self._known: OrderedDict[ChainHash, float] = OrderedDict()  # blocks the reader knows → when they expire
+        self._added: OrderedDict[ChainHash, BlockRecord] = OrderedDict()  # blocks the reader will learn
+        self._removed: dict[ChainHash, None] = {}
         self._cleared = False
 
-    # what the store saw
+    # Called by the store.
 
     def seen(self, records: Iterable[BlockRecord]) -> None:
         if not self._listens:
@@ -99,69 +99,69 @@ class SharedChanges:
         with self._lock:
             until = self._clock() + self._lifetime
             for record in records:
-                if record.chain_hash in self._told:
-                    self._told[record.chain_hash] = until
-                    self._told.move_to_end(record.chain_hash)
+                if record.chain_hash in self._known:
+                    self._known[record.chain_hash] = until
+                    self._known.move_to_end(record.chain_hash)
                 else:
-                    self._fresh[record.chain_hash] = record
-            while len(self._told) + len(self._fresh) > self._limit:
-                if self._told:
-                    self._gone[self._told.popitem(last=False)[0]] = None
+                    self._added[record.chain_hash] = record
+            while len(self._known) + len(self._added) > self._limit:
+                if self._known:
+                    self._removed[self._known.popitem(last=False)[0]] = None
                 else:
-                    self._fresh.popitem(last=False)
+                    self._added.popitem(last=False)
 
     def missed(self, hashes: Iterable[ChainHash]) -> None:
-        """These are not there, or not as they should be."""
+        """These are missing, or damaged."""
         if not self._listens:
             return
         with self._lock:
             for chain_hash in hashes:
-                self._fresh.pop(chain_hash, None)
-                if self._told.pop(chain_hash, None) is not None:
-                    self._gone[chain_hash] = None
+                self._added.pop(chain_hash, None)
+                if self._known.pop(chain_hash, None) is not None:
+                    self._removed[chain_hash] = None
 
     def clear(self) -> None:
         with self._lock:
-            self._cleared |= bool(self._told or self._gone)
-            self._gone.update(dict.fromkeys(self._told))
-            self._told.clear()
-            self._fresh.clear()
+            self._cleared |= bool(self._known or self._removed)
+            self._removed.update(dict.fromkeys(self._known))
+            self._known.clear()
+            self._added.clear()
 
-    # what the reader asks
+    # Called by the reader.
 
     def listen(self) -> None:
-        """Keep a log from now on: of what was there before, nobody here knows more than the name."""
+        """Keep a log from now on. Of blocks from before, only the name would be known."""
         with self._lock:
             self._forget()
             self._listens = True
 
     @property
     def waiting(self) -> bool:
-        with self._lock:  # lanes change what is looked at
+        with self._lock:  # lanes change both on their threads
             now = self._clock()
-            return bool(self._gone or self._fresh) or next(iter(self._told.values()), now + 1) <= now
+            return bool(self._removed or self._added) or next(iter(self._known.values()), now + 1) <= now
 
     def take(self, limit: int) -> Changes:
         with self._lock:
             now = self._clock()
-            while self._told and next(iter(self._told.values())) <= now:
-                self._gone[self._told.popitem(last=False)[0]] = None
-            gone, self._gone = list(self._gone), {}
+            while self._known and next(iter(self._known.values())) <= now:
+                self._removed[self._known.popitem(last=False)[0]] = None
+            removed, self._removed = list(self._removed), {}
             cleared, self._cleared = self._cleared, False
-            stored = [self._fresh.popitem(last=False)[1] for _ in range(min(limit, len(self._fresh)))]
-            self._told.update((record.chain_hash, now + self._lifetime) for record in stored)
-            return Changes(gone, stored, cleared)
+            stored = [self._added.popitem(last=False)[1] for _ in range(min(limit, len(self._added)))]
+            self._known.update((record.chain_hash, now + self._lifetime) for record in stored)
+            return Changes(removed, stored, cleared)
 
     def stop_listening(self) -> list[ChainHash]:
-        """Keep no log any more; returns what the reader knows."""
+        """Keep no log any more; returns the names of blocks that the reader knows."""
         with self._lock:
-            known = [*self._gone, *self._told]
+            known = [*self._removed, *self._known]
             self._forget()
             self._listens = False
             return known
 
     def _forget(self) -> None:
-        self._told.clear()
-        self._fresh.clear()
-        self._gone.clear()
+        self._known.clear()
+        self._added.clear()
+        self._removed.clear()
         self._cleared = False

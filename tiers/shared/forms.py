@@ -1,4 +1,4 @@
-"""Records of blocks where nodes share them: in the clear, sealed by a secret, or encrypted (docs/format.md)."""
+"""Records of blocks in tiers that nodes share: in the clear, sealed by a secret, or encrypted (docs/format.md)."""
 
 import hmac
 from abc import ABC, abstractmethod
@@ -34,18 +34,18 @@ _PREFIX_BYTES: Final = 4  # u32: length of the header behind it
 
 
 def layout(fields: Mapping[str, int | str | bytes]) -> tuple[bytes, dict[str, slice]]:
-    """The head with zeros for what differs from block to block, and where in it each of its values lies."""
+    """The head with zeros in fields that differ between blocks, and where in it each field lies."""
     header = msgpack.packb(fields)
     places, so_far = {}, {}
     for name, value in fields.items():
         so_far[name] = value
-        end = _PREFIX_BYTES + len(msgpack.packb(so_far))  # up to 15 fields, a map's own mark is one byte
+        end = _PREFIX_BYTES + len(msgpack.packb(so_far))  # up to 15 fields a map's own mark is one byte
         places[name] = slice(end - len(value) if isinstance(value, bytes) else end, end)
     return len(header).to_bytes(_PREFIX_BYTES, "little") + header, places
 
 
 def packer(blank: bytes, at: Mapping[str, slice], codes: Mapping[str, str]) -> tuple[Struct, list[bytes]]:
-    """What packs the fields of `codes`, each at its place, and what is equal in all heads: around them, and between."""
+    """A packer of the fields of `codes`, each at its place, and the constant bytes around and between them."""
     shape, between, end = "<", [], 0
     for name, code in codes.items():
         between.append(blank[end : at[name].start])
@@ -55,8 +55,8 @@ def packer(blank: bytes, at: Mapping[str, slice], codes: Mapping[str, str]) -> t
 
 
 class HeadSeal:
-    """What ends a head in the clear: xxh3 of all before it, which tells accidents. A secret seals all, which tells
-    forgeries too: HMAC-SHA256 over head and payload, by a key made from the secret for one `purpose`.
+    """The end of a head in the clear: xxh3 of all before it, which detects accidents. A secret's seal also detects
+    forgeries: HMAC-SHA256 over head and payload, by a key made from the secret for one `purpose`.
     """
 
     def __init__(self, secret: str | None, purpose: bytes) -> None:
@@ -68,12 +68,12 @@ class HeadSeal:
             return checksum(memoryview(unsealed)).to_bytes(_CHECKSUM_BYTES, "little")
         mac = self._mac.copy()
         mac.update(unsealed)
-        mac.update(payload)  # lets go of the GIL
+        mac.update(payload)  # releases the GIL
         return mac.digest()
 
 
 def derived(secret: str, purpose: bytes) -> bytes:
-    """What stands for a secret in one use."""
+    """The key made from a secret for one purpose."""
     return hmac.digest(secret.encode("utf-8", "surrogatepass"), purpose, _MAC)
 
 
@@ -91,12 +91,12 @@ class SavedBytes:
         self._sent = self._received = 0
 
     def sent(self, num_stored: int) -> None:
-        """A block is going to be stored in so many bytes, whatever becomes of that."""
+        """A block is about to be stored in so many bytes, whatever the outcome."""
         with self._lock:
             self._sent += self._slot_bytes - num_stored
 
     def received(self, num_stored: int) -> None:
-        """A block came whole in so many bytes."""
+        """A block was received whole in so many bytes."""
         with self._lock:
             self._received += self._slot_bytes - num_stored
 
@@ -109,13 +109,13 @@ class SavedBytes:
 class RecordForm(ABC):
     """How the blocks of one model are named and written. Immutable.
 
-    A record is `head_bytes` longer than a slot. With a `codec` of slots, what stands behind the head is what that made
-    of the payload, and the head says how long that is. Such records have names of their own: who does not compress
-    never finds one, and so never deletes it as damaged.
+    A record is `head_bytes` longer than a slot. With a `codec` the compressed payload stands behind the head, which
+    has its length. Such records have other names: a process that does not compress never finds one, and so never
+    deletes it as damaged.
     """
 
     name: str
-    """Sixteen hexadecimal digits that stand for the model, and for secret or key, in every key."""
+    """Sixteen hexadecimal digits for the model, and for secret or key, in every key."""
     head_bytes: int
     _at: Mapping[str, slice]  # where in the head each field lies
 
@@ -123,16 +123,16 @@ class RecordForm(ABC):
         self._slot_bytes = slot_bytes
         self._codec = codec
         self.saved = None if codec is None else SavedBytes(slot_bytes)
-        # How many bytes a head says to stand behind it; None if it is a slot's length, always.
+        # The bytes behind a head, by that head; None if it is a slot's length, always.
         self.stored_bytes: Callable[[bytes], int] | None = None if codec is None else self._stored_bytes
 
     @abstractmethod
     def names(self, hashes: Iterable[ChainHash]) -> list[bytes]:
-        """What stands for each block in its key: 64 hexadecimal digits."""
+        """The name of each block in its key: 64 hexadecimal digits."""
 
     @abstractmethod
     def encode(self, record: BlockRecord, payload: memoryview, epoch: int) -> tuple[bytes, memoryview]:
-        """The head, and what is stored behind it: the payload's own memory, or bytes that stand for it, no more."""
+        """The head, and the bytes stored behind it: the payload's own memory, or at most as many encoded bytes."""
 
     @abstractmethod
     def decode(
@@ -140,24 +140,24 @@ class RecordForm(ABC):
     ) -> BlockRecord | Outcome:
         """The record, if head and payload are whole and this very block's; `payload` then holds the block's bytes.
 
-        `payload` is a slot that begins with what stood behind the head, and is decrypted and decompressed there.
+        `payload` is a slot that begins with the bytes behind the head, and is decrypted and decompressed there.
 
         KEY_MISMATCH if they are another block's, model's or version's; CHECKSUM if they are no record of ours,
-        and `payload` may then hold anything. A head counts only if writing its record anew gives the same bytes, so
-        nothing in it goes unchecked. `seen` is xxh3-64 of a payload in the clear, if that was computed already.
+        and `payload` may then hold anything. A head counts only if encoding its record again gives the same bytes, so
+        every field is checked. `seen` is xxh3-64 of a payload in the clear, if that was computed already.
         """
 
     def _stored_bytes(self, head: bytes) -> int:
-        """Whatever is there, if it is no head of ours."""
+        """Any number, if it is no head of ours."""
         return int.from_bytes(head[self._at["stored_len"]], "little")
 
 
 class ClearForm(RecordForm):
-    """Tokens and payload as they are, with a `HeadSeal`. Each tier has its own key of a secret: a record of one is none
-    in another.
+    """Tokens and payload in the clear, with a `HeadSeal`. Each tier derives its own key from a secret: a record of one
+    is invalid in another.
 
-    With a `codec` the head's checksum is that of the payload itself, and the HMAC of a secret covers the stored bytes:
-    nothing is decompressed that nobody sealed.
+    With a `codec` the head's checksum is that of the payload itself. A secret's HMAC covers the stored bytes: only
+    sealed bytes are decompressed.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class ClearForm(RecordForm):
         return [chain_hash.hex().encode() for chain_hash in hashes]
 
     def encode(self, record: BlockRecord, payload: memoryview, epoch: int) -> tuple[bytes, memoryview]:
-        """What is shorter has memory of its own; any other payload is sent from where it lies."""
+        """A shorter form has memory of its own; any other payload is sent from where it lies."""
         split = 0
         if self._codec is not None and self.saved is not None:
             split, payload = self._codec.shrink(payload)
@@ -235,7 +235,7 @@ class ClearForm(RecordForm):
         return record if (checksum(payload) if seen is None else seen) == xxh3 else Outcome.CHECKSUM
 
     def _unsealed(self, record: BlockRecord, epoch: int, split: int, num_stored: int) -> bytes:
-        """The head but for its seal."""
+        """The head without its seal."""
         c, count = self._between, len(record.tokens) // 4
         first = (c[0], epoch, c[1], record.chain_hash, c[2], record.parent, c[3], count, c[4], record.tokens, c[5])
         if self._codec is None:
@@ -243,16 +243,16 @@ class ClearForm(RecordForm):
         return self._fields.pack(*first, split, c[6], num_stored, c[7], record.checksum, c[8])
 
 
-_STORED: Final = Struct("<BI")  # of what is compressed: its split, and its length
-_LENGTHS: Final = 16  # what is compressed is as long as one of so many parts of a slot: lengths are not hidden
+_STORED: Final = Struct("<BI")  # of a compressed payload: its split, and its length
+_LENGTHS: Final = 16  # a compressed payload is padded to one of so many parts of a slot: lengths are not hidden
 
 
 class EncryptedForm(RecordForm):
-    """Tokens, payload and the blocks' names hidden by a key of KEY_BYTES; see `RecordCipher`.
+    """Tokens, payload and the blocks' names encrypted by a key of KEY_BYTES; see `RecordCipher`.
 
-    Head and payload are sealed each by itself, for they lie apart: a payload is received into its slot and decrypted
-    there. What the head hides is associated with the payload, so the two cannot be parted. With a `codec` the payload
-    is compressed first, and padded; keys are others then, too.
+    Head and payload are sealed separately, for they lie apart: a payload is received into its slot and decrypted
+    there. The head's hidden part is associated with the payload, so the two cannot be parted. With a `codec` the
+    payload is compressed first, and padded; keys are others then, too.
     """
 
     def __init__(
@@ -284,12 +284,12 @@ class EncryptedForm(RecordForm):
         self.head_bytes = len(self._blank)
 
     def names(self, hashes: Iterable[ChainHash]) -> list[bytes]:
-        """Keyed digests: from a chain hash, who guesses the tokens could tell that he is right."""
+        """Keyed digests: an attacker who guesses the tokens could confirm it by a chain hash."""
         key = self._name_key
         return [blake2b(chain_hash, key=key, digest_size=32).hexdigest().encode() for chain_hash in hashes]
 
     def encode(self, record: BlockRecord, payload: memoryview, epoch: int) -> tuple[bytes, memoryview]:
-        """The payload is encrypted into memory of its own, for others may be reading it."""
+        """The payload is encrypted into memory of its own, as others may be reading it."""
         more, into = b"", memoryview(np.empty(self._slot_bytes, np.uint8))
         if self._codec is not None:
             split, stored = self._codec.shrink(payload)
@@ -345,7 +345,7 @@ class EncryptedForm(RecordForm):
 
 
 def _named(part: bytes, chain_hash: ChainHash, epoch: int, hidden: bytes = b"") -> bytes:
-    """What one part of a record is called, for its cipher."""
+    """The name of one part of a record, for its cipher."""
     return part.ljust(8, b"\0") + epoch.to_bytes(8, "little") + chain_hash + hidden
 
 
@@ -353,12 +353,12 @@ _EPOCH_END: Final = 1 << 62  # beyond it a reset could not raise it any more
 
 
 def format_epoch(epoch: int) -> bytes:
-    """Sixteen hexadecimal digits, as in keys and in the epoch's own."""
+    """Sixteen hexadecimal digits, as in keys and in the epoch's own key."""
     return b"%016x" % epoch
 
 
 def parse_epoch(value: object) -> int:
-    """What `format_epoch` made such digits from; 0 for anything else, which no epoch is."""
+    """Inverse of `format_epoch`; 0, which is no epoch, for any other value."""
     if not isinstance(value, bytes) or len(value) != 16 or not set(value) <= set(b"0123456789abcdef"):
         return 0
     epoch = int(value, 16)
@@ -368,7 +368,7 @@ def parse_epoch(value: object) -> int:
 def form_of(
     tier: str, config: RedisConfig | ObjectsConfig, fingerprint: bytes, slot_bytes: int, block_size: int
 ) -> RecordForm:
-    """As [`tier`] secret, key_file and compression ask. ConfigError if the key file or a package cannot be used."""
+    """The form that [`tier`] secret, key_file and compression configure. ConfigError if key or package is missing."""
     codec = None
     if config.compression == "zstd":
         require_compression(f"[{tier}] compression")

@@ -1,4 +1,4 @@
-"""What every tier that nodes share has: an epoch, counts of outcomes, and a closing that loses no reset."""
+"""The common parts of every tier that nodes share: an epoch, counts of outcomes, and a close that loses no reset."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ from kvtier.tiers.shared.forms import RecordForm
 
 
 class StorageFailed(Exception):
-    """The storage gave no answer, or none that is of use; `code` says more where there is a word for it."""
+    """The storage gave no valid reply; `code` has the storage's own word, if there is one."""
 
     def __init__(self, outcome: Outcome, why: str, code: str = "") -> None:
         super().__init__(why)
@@ -25,35 +25,35 @@ class StorageFailed(Exception):
 class SharedEpoch(ABC):
     """A number that is part of the key of every block stored under it. Thread-safe.
 
-    It is the time somebody began the namespace or last reset it, in microseconds; the highest one counts. A reset
-    raises it: nothing stored before is found any more, by anybody. Nobody goes back: whoever knows a higher one than
-    stands in the storage writes it again. `forget` is called whenever it changes.
+    It is the time when the namespace was begun or last reset, in microseconds; the highest one counts. A reset
+    raises it: then no process finds a block stored before. It never falls: a process that knows a higher one than the
+    storage writes it again. `forget` is called whenever it changes.
     """
 
     serves_on: ClassVar[bool]
-    """Whether what was agreed on once serves until another is known, even if the storage cannot be asked."""
+    """Whether an agreed epoch stays valid until another is known, even if the storage cannot be reached."""
 
     def __init__(self, forget: Callable[[], None]) -> None:
         self._forget = forget
-        self._asking = threading.Lock()  # held while the storage is asked, by one thread
+        self._asking = threading.Lock()  # held by the one thread that reads or writes the stored epoch
         self._lock = threading.Lock()  # guards what follows; never held across I/O
         self._known = 0  # the highest seen, or wanted by a reset
-        self._agreed = False  # the storage has heard of it
+        self._agreed = False  # the storage has it
 
     @property
     def value(self) -> int | None:
-        """What blocks are stored and looked for under; None until it is agreed on."""
+        """The epoch for keys; None until it is agreed on."""
         with self._lock:
             return self._known if self._agreed else None
 
     def reset(self) -> None:
-        """From now on nothing stored before counts here; `settle` tells the others."""
+        """From now on blocks stored before are misses here; `settle` stores the new epoch for other processes."""
         with self._lock:
             self._known, self._agreed = max(time.time_ns() // 1000, self._known + 1), False
             self._forget()
 
     def settle(self, deadline: float) -> StorageFailed | None:
-        """Have a value by `deadline` (time.monotonic), asking the storage if need be. None, or why there is none."""
+        """Have a value by `deadline` (time.monotonic), from the storage if need be. None, or why there is none."""
         if self._is_settled():
             return None
         if not self._asking.acquire(timeout=max(0.0, deadline - time.monotonic())):
@@ -69,14 +69,14 @@ class SharedEpoch(ABC):
 
     @abstractmethod
     def _is_settled(self) -> bool:
-        """Whether the storage need not be asked now."""
+        """Whether the stored epoch need not be read now."""
 
     @abstractmethod
     def _agree(self, deadline: float) -> None:
-        """Look what stands there, write ours if it is higher, and `_take` what stands there then. StorageFailed."""
+        """Read the stored epoch, write ours if it is higher, and `_take` the one stored then. StorageFailed."""
 
     def _take(self, number: int) -> None:
-        """The storage has this one now; one that is lower than a reset's meanwhile does not count. Under `_lock`."""
+        """The storage has this epoch now. It does not count if a reset has raised ours meanwhile. Under `_lock`."""
         if number >= self._known:
             if number > self._known:
                 self._forget()
@@ -91,7 +91,7 @@ class OutcomeCounts:
         self._counts: Counter[str] = Counter()
 
     def add(self, verb: str, results: Sequence[BlockRecord | Outcome]) -> None:
-        """A record is OK."""
+        """Count the results of one call; a record is OK."""
         outcomes = [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]
         with self._lock:
             self._counts.update(f"{verb}_{outcome}" for outcome in outcomes)
@@ -102,7 +102,7 @@ class OutcomeCounts:
             self._counts[name] += number
 
     def counts(self) -> Mapping[str, int]:
-        """Since the start: `{verb}_{outcome}`, and `evicted`, what was gone when it was read."""
+        """Since the start: `{verb}_{outcome}`, and `evicted`: blocks missing when they were read."""
         with self._lock:
             return {**self._counts, "evicted": self._counts[f"read_{Outcome.EVICTED}"]}
 
@@ -114,8 +114,8 @@ class SharedTier(Tier):
     _epoch: SharedEpoch
 
     def __init__(self, name: str, config: RedisConfig | ObjectsConfig, form: RecordForm, record_bytes: int) -> None:
-        """`record_bytes`: those of a record at the most."""
-        self.announcer: SharedChanges = SharedChanges(config.ttl)
+        """`record_bytes`: the length of the longest record."""
+        self.change_feed: SharedChanges = SharedChanges(config.ttl)
         self._is_closed = False
         self._counts = OutcomeCounts()
         self._saved = form.saved
@@ -125,7 +125,7 @@ class SharedTier(Tier):
         self._resetting: threading.Thread | None = None
 
     def reset(self) -> None:
-        """Forget every block, in all processes. Returns at once: until the storage knows, everything is a miss here."""
+        """Forget every block, in all processes. Returns at once: all is a miss here until the epoch is stored."""
         self._epoch.reset()
         with self._closing:
             if not self._is_closed:
@@ -152,7 +152,7 @@ class SharedTier(Tier):
 
 
 def cut_off(outcomes: list[Outcome]) -> list[Outcome]:
-    """Behind the first failure nobody could reach a block."""
+    """Blocks behind the first failure cannot be reached."""
     first = next((i for i, outcome in enumerate(outcomes) if outcome is not Outcome.OK), len(outcomes))
     if first == len(outcomes) or outcomes[first] in (Outcome.EPOCH, Outcome.CLOSED):
         return outcomes

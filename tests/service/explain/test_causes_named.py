@@ -263,10 +263,10 @@ def test_another_models_fingerprint_field_by_field() -> None:
     )  # fmt: skip
     theirs = replace(mine, kv_dtype="float16", layers=(0, 1, 2, 5, 7, 9), window=None, epoch=1)
     model, other = opened(mine.fingerprint()), opened(theirs.fingerprint())
-    model.about, other.about = mine.told(), theirs.told()
+    model.about, other.about = mine.shown(), theirs.shown()
     hold(other, TEXT)
     lines = told(model, TEXT, others=[other])
-    told_layers = theirs.told()["layers"]
+    told_layers = theirs.shown()["layers"]
     assert lines[-4:-1] == [
         "  kv_dtype: bfloat16 here, float16 there",
         f"  layers: 0 to 11 here, {told_layers} there",
@@ -284,7 +284,7 @@ def test_an_engine_that_keeps_kv_with_loss() -> None:
     theirs = with_lossy(mine, "fp8", SLOT_BYTES)
     for here, there in ((mine, theirs), (theirs, mine)):
         model, other = opened(here.fingerprint()), opened(there.fingerprint())
-        model.about, other.about = here.told(), there.told()
+        model.about, other.about = here.shown(), there.shown()
         hold(other, TEXT)
         lines = told(model, TEXT, others=[other])
         assert lines[-2] == f"  lossy: {here.lossy or 'none'} here, {there.lossy or 'none'} there"

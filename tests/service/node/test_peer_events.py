@@ -36,7 +36,7 @@ CHAIN = chain_of(8)
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers are asked where their events are four times a second."""
-    monkeypatch.setattr(following_module, "_ASK_EVERY", 0.2)
+    monkeypatch.setattr(following_module, "_EVENTS_EVERY", 0.2)
 
 
 @pytest.fixture

@@ -192,7 +192,7 @@ def test_a_question_that_was_recorded_is_worth_nothing_on_another_connection(nod
     link._connection.sendall(question)
     link._session.number += 1
     results: dict[int, BlockRecord | Outcome] = {}
-    link.hear_blocks(chain.hashes, buffers(2), results.__setitem__, time.monotonic() + 60)
+    link.read_blocks(chain.hashes, buffers(2), results.__setitem__, time.monotonic() + 60)
     assert len(results) == 2
     link._connection.sendall(question)
     assert ends(link._connection)
@@ -339,7 +339,7 @@ def test_without_a_spare_thread_a_caller_is_sent_away(node: Node, key: Path, mon
     store_in(node.hierarchy, chain_of(2))
     link = linked(node, key)
     link.ask(wire.PeerVerb.HELD, chain_of(2).hashes, time.monotonic() + PATIENCE)
-    assert link.hear_held(2, time.monotonic() + PATIENCE) == [True, True]
+    assert link.read_held(2, time.monotonic() + PATIENCE) == [True, True]
     link.close()
 
 

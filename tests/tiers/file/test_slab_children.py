@@ -98,7 +98,7 @@ def test_what_lay_in_an_end_that_was_given_up_is_told_no_more(open_store: OpenSt
     num_slots = store.superblock.num_slots
     family = {child(key, hash_of(5_000_000 + key)).chain_hash: key for key in range(1, num_slots)}
     keep(store, *(child(key, hash_of(5_000_000 + key)) for key in family.values()))
-    assert store._tail.give(SIZE // 2)
+    assert store._shrinker.shrink(SIZE // 2)
     assert store.superblock.num_slots < num_slots
     for name, number in family.items():
         if not store.holds([name])[0]:

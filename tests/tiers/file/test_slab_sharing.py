@@ -158,7 +158,7 @@ def test_a_read_under_way_in_the_tail_ends_well_before_the_tail_goes(open_store:
     outcomes: list[Outcome] = []
     reader = threading.Thread(target=lambda: outcomes.extend(get(first, range(had - 4, had))))
     reader.start()
-    gives = threading.Thread(target=lambda: first._tail.give(SIZE // 2))
+    gives = threading.Thread(target=lambda: first._shrinker.shrink(SIZE // 2))
     gives.start()
     # The blocks are promised to nobody any more, and their bytes are still there.
     wait_until(lambda: first.lookup([hash_of(had - 1)]) == 0)
@@ -182,7 +182,7 @@ def test_a_write_into_the_tail_that_is_overtaken_says_so_and_is_not_found_later(
     writer = threading.Thread(target=lambda: outcomes.extend(put(first, last)))
     writer.start()
     wait_until(lambda: first.stats()["slots_unused"] == 0)  # it has its slots, the last there are
-    gives = threading.Thread(target=lambda: first._tail.give(SIZE // 2))
+    gives = threading.Thread(target=lambda: first._shrinker.shrink(SIZE // 2))
     gives.start()
     wait_until(lambda: first.lookup([hash_of(had - 5)]) == 0)
     io.gate.set()
@@ -206,7 +206,7 @@ def test_a_store_closed_while_it_waits_for_a_hung_read_closes_at_once_and_loses_
     reader = threading.Thread(target=get, args=(first, range(had - 4, had)))
     reader.start()
     answers: list[bool] = []
-    gives = threading.Thread(target=lambda: answers.append(first._tail.give(SIZE // 2)))
+    gives = threading.Thread(target=lambda: answers.append(first._shrinker.shrink(SIZE // 2)))
     gives.start()
     wait_until(lambda: first.lookup([hash_of(had - 1)]) == 0)
     first.close()
@@ -229,7 +229,7 @@ def test_a_disk_that_refuses_the_cut_costs_the_tail_and_nothing_else(
         fill(first)
         io.fails = lambda called, count, name=name: called == name
         with pytest.raises(OSError, match="Input/output"):
-            first._tail.give(SIZE // 2)
+            first._shrinker.shrink(SIZE // 2)
         io.fails = lambda called, count: False
         left = first.superblock.num_slots
         first.check()
@@ -308,7 +308,7 @@ def test_killed_at_every_write_of_a_cut(tmp_path: Path, when: str) -> None:
                 io = DyingIO(n, when)
                 store = open_in(directory, io=io)
                 io.armed = True
-                os._exit(0 if store._tail.give(SIZE // 3) else 1)
+                os._exit(0 if store._shrinker.shrink(SIZE // 3) else 1)
             finally:
                 os._exit(1)
         status = os.waitpid(pid, 0)[1]
@@ -369,12 +369,12 @@ def test_an_owner_that_does_not_answer_keeps_what_it_has(
     monkeypatch.setattr("kvtier.tiers.file.slab_file._ANSWER_SECONDS", 0.5)
     first = open_store(0)
     had = fill(first)
-    first._tail.stop()  # as an owner that is stopped, or a kvtier that knew no such question
-    with pytest.raises(TierUnavailable, match="were asked to make room for this model's, and have not yet"):
+    first._shrinker.stop()  # as an owner that is stopped, or a kvtier that knew no such question
+    with pytest.raises(TierUnavailable, match="were requested to shrink for this model's, and have not yet"):
         open_store(1)  # its port tries again; a slab of a few blocks would stay so small until it is opened anew
     assert get(first, range(had)) == [Outcome.OK] * had
     # With more than half of its share left, a slab is made of that, and it is said.
-    first._tail.give(SIZE * 3 // 5)
+    first._shrinker.shrink(SIZE * 3 // 5)
     caplog.clear()
     second = open_store(1)
     assert SIZE // 4 < second.superblock.file_bytes < SIZE // 2
@@ -395,7 +395,7 @@ def test_rubbish_where_room_is_asked_for_is_no_request(open_store: OpenStore) ->
     had = fill(first)
     fd = os.open(first.path, os.O_RDWR)
     for rubbish in (b"\xff" * 16, (SIZE // 2).to_bytes(8, "little") + bytes(8), os.urandom(16)):
-        os.pwrite(fd, rubbish, slab.ASKED_OFFSET)
+        os.pwrite(fd, rubbish, slab.SHRINK_OFFSET)
         time.sleep(0.3)
     os.close(fd)
     assert get(first, range(had)) == [Outcome.OK] * had

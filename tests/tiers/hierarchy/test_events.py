@@ -89,9 +89,9 @@ def test_without_a_listener_nothing_is_logged(tiers_of: Tiered) -> None:
     assert isinstance(slab, FileStore)
     assert pool._core.changes is None
     assert not pool.has_changes
-    assert not slab.announcer.waiting
-    assert pool.changes(hierarchy.host.records, 9) == slab.announcer.take(9)
-    assert slab.announcer.stop_listening() == []
+    assert not slab.change_feed.waiting
+    assert pool.changes(hierarchy.host.records, 9) == slab.change_feed.take(9)
+    assert slab.change_feed.stop_listening() == []
     # Whoever comes later hears parents before children, whatever slots they lie in.
     pool.evict(chain.hashes[::-1])
     store(hierarchy, chain)

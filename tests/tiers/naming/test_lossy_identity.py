@@ -20,7 +20,7 @@ def test_it_is_another_identity_and_off_it_is_the_same() -> None:
     lossy = with_lossy(IDENTITY, "fp8", BLOCK_BYTES)
     assert lossy == replace(IDENTITY, lossy="fp8-e4m3/bfloat16/32")
     assert lossy.fingerprint() != IDENTITY.fingerprint()
-    assert (lossy.told()["lossy"], "lossy" in IDENTITY.told()) == ("fp8-e4m3/bfloat16/32", False)
+    assert (lossy.shown()["lossy"], "lossy" in IDENTITY.shown()) == ("fp8-e4m3/bfloat16/32", False)
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(8, 8), (80, 16), (64, 64), (128, 128), (512, 128), (576, 64)])

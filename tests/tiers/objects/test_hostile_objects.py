@@ -81,7 +81,7 @@ def test_a_web_server_that_knows_nothing_of_s3_is_named() -> None:
     with scripted_s3(lambda connection, *_: reply(connection, "404 Not Found", b"<html>not found</html>")) as server:
         (found,) = answers(Config(objects=options(server.endpoint, **QUICK)))
         assert (found.status.value, found.fix) == ("error", "set endpoint to the address of one")
-        assert found.found == f"[objects] {server.endpoint}: no S3 (404 without a word of S3's)"
+        assert found.found == f"[objects] {server.endpoint}: no S3 (404 without an S3 error code)"
         with pytest.raises(TierUnavailable, match="no S3"):
             store_at(server)
 

@@ -192,17 +192,17 @@ def test_reset_while_nobody_answers_is_told_later(server: ObjectServer) -> None:
 
 def test_it_tells_what_it_wrote_and_read_and_what_is_gone(server: ObjectServer) -> None:
     with opened(server.endpoint) as writer, opened(server.endpoint) as reader:
-        writer.announcer.listen()
-        reader.announcer.listen()
+        writer.change_feed.listen()
+        reader.change_feed.listen()
         written(writer, LONG, 0, 8)
-        assert {r.chain_hash for r in writer.announcer.take(100).stored} == set(LONG.hashes[:8])
-        assert not reader.announcer.waiting
+        assert {r.chain_hash for r in writer.change_feed.take(100).stored} == set(LONG.hashes[:8])
+        assert not reader.change_feed.waiting
         reader.locate(LONG.hashes)
         read(reader, LONG, LONG.hashes[:8])
-        assert len(reader.announcer.take(100).stored) == 8
+        assert len(reader.change_feed.take(100).stored) == 8
         server.empty()
         read(reader, LONG, LONG.hashes[:8])
-        assert set(reader.announcer.take(100).gone) == set(LONG.hashes[:8])
+        assert set(reader.change_feed.take(100).gone) == set(LONG.hashes[:8])
 
 
 def test_after_close_everything_is_refused(server: ObjectServer) -> None:

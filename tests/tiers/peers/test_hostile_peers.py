@@ -89,7 +89,7 @@ def test_peers_that_hang_when_asked_for_new_connections_cost_one_deadline(
         assert tier.locate(chain.hashes) == 12
         for peer in peers:
             peer.hangs = over
-        in_use = [each.borrow(time.monotonic() + 60.0) for each in tier._peers.values()]  # as by another thread
+        in_use = [each.connection(time.monotonic() + 60.0) for each in tier._peers.values()]  # as by another thread
         began = time.monotonic()
         results = tier.read(chain.hashes, buffers(12))
         assert time.monotonic() - began < 5.0  # not ten seconds for each
@@ -129,7 +129,7 @@ def test_an_address_that_becomes_this_processs_own_is_a_failure_and_no_exception
 
     node = OtherNode(("127.0.0.1", 1), connect, Breaker(5, 1.0, time.monotonic))
     with pytest.raises(PeerFailed):
-        node.borrow(time.monotonic() + 60.0)
+        node.connection(time.monotonic() + 60.0)
     node.tend()
     assert node.is_myself
     assert not node.counts

@@ -119,7 +119,7 @@ def test_a_node_whose_model_computes_otherwise_lends_nothing(
     store(node.hierarchy, chain)
     store(node.hierarchy, later)
     with borrowing(key, node.address) as tier:
-        tier.tell_kv_probe(probe_of(1.0).packed())
+        tier.set_kv_probe(probe_of(1.0).packed())
         # The node's engine has not said what its model computes: nothing to compare with.
         wait_until(lambda: tier.locate(chain.hashes) == 4)
         assert read(tier, chain.hashes) == [record(chain, i) for i in range(4)]
@@ -131,7 +131,7 @@ def test_a_node_whose_model_computes_otherwise_lends_nothing(
         assert read(tier, chain.hashes) == [Outcome.EVICTED] * 4
         assert tier.locate(chain.hashes) == 0
     with borrowing(key, node.address, retry_after="50ms") as tier:
-        tier.tell_kv_probe(probe_of(1.0).packed())
+        tier.set_kv_probe(probe_of(1.0).packed())
         wait_until(lambda: tier.stats().get("failed_other_kv", 0) > 1)
         assert tier.locate(chain.hashes) == 0
         told = [line for line in caplog.messages if "computes other KV under this model's name" in line]
@@ -151,7 +151,7 @@ def test_a_node_that_knows_no_probes_lends_all_the_same(key: Path) -> None:
     peer = ScriptedPeer(key, script)
     try:
         with borrowing(key, peer.address) as tier:
-            tier.tell_kv_probe(probe_of(1.0).packed())
+            tier.set_kv_probe(probe_of(1.0).packed())
             wait_until(lambda: tier.locate(chain_of(4).hashes) == 4)
             assert not [name for name in tier.stats() if name.startswith("failed")]
     finally:

@@ -80,7 +80,7 @@ def test_a_strict_reader_meets_no_contradiction() -> None:
 
 def test_two_nodes_tell_what_each_wrote_or_read(redis_server: RedisServer) -> None:
     with opened(redis_server.url) as one, opened(redis_server.url) as two:
-        ours, theirs = TierEvents("redis", one.announcer), TierEvents("redis", two.announcer)
+        ours, theirs = TierEvents("redis", one.change_feed), TierEvents("redis", two.change_feed)
         here, there = Shelf(), Shelf()
         written(one, CHAIN)
         here.read(ours)
