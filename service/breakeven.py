@@ -106,7 +106,7 @@ def _write(path: Path, data: bytes) -> None:
         raise KVTierError(f"{path}: {error.strerror}; choose another file") from None
 
 
-# --- loading against computing ----------------------------------------------------------------------------------------
+# --- loading against computing ---------------------------------------------------------------------------------------
 
 FORM: Final = 1  # of the JSON: `kvtier_worth`
 _PROMPTS: Final = 1000  # that prices are given for

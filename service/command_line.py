@@ -91,7 +91,7 @@ def log_to_stderr(level: LogLevel, form: LogFormat) -> None:
     logging.captureWarnings(True)  # else Python's own would be plain lines
 
 
-# --- JSON from outside ------------------------------------------------------------------------------------------------
+# --- JSON from outside -----------------------------------------------------------------------------------------------
 
 # Control characters, those that turn the direction of text, and halves of surrogates.
 _OBEYED: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -153,7 +153,7 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
-# --- which client is dropped ------------------------------------------------------------------------------------------
+# --- which client is dropped -----------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""A cluster of plain processes, read from a compose file: started, watched, stopped; its state is one directory."""
+"""A cluster of plain processes from a compose file: started, watched and stopped; its state is one directory."""
 
 import fcntl
 import os
@@ -42,7 +42,7 @@ class _Entry(BaseModel):
 
 
 class Ready(_Entry):
-    """How to tell that a service is ready, and still is: one of three ways."""
+    """How to check that a service is ready, and stays so: one of three ways."""
 
     http: str | None = None  # this URL answers with a status below 400
     command: list[str] | None = None  # this command ends with status 0
@@ -303,7 +303,7 @@ _LOOK: Final = 0.25  # seconds between two looks at what was added
 
 
 def show_logs(logs: Sequence[tuple[str, Path]], num_lines: int, tell: Callable[[str], None], *, follow: bool) -> None:
-    """Tell the last lines of each log, its service's name before each, and with `follow` those added, until Ctrl-C."""
+    """Print the last lines of each log behind its service's name, and with `follow` new ones, until Ctrl-C."""
     width = max((len(name) for name, _ in logs), default=0)
     ends = {name: _show(f"{name:<{width}} | ", path, None, num_lines, tell) for name, path in logs}
     while follow:
@@ -313,14 +313,14 @@ def show_logs(logs: Sequence[tuple[str, Path]], num_lines: int, tell: Callable[[
 
 
 def _show(prefix: str, path: Path, start: int | None, num_lines: int | None, tell: Callable[[str], None]) -> int:
-    """Tell whole lines from `start`, None for near the end, or the last of them; returns where they end."""
+    """Print whole lines from `start`, None for near the end, or the last of them; returns where they end."""
     try:
         with path.open("rb") as log:
             size = os.fstat(log.fileno()).st_size
             begin = max(0, size - _TAIL_BYTES) if start is None else start if start <= size else 0
             log.seek(begin)
             data = log.read(size - begin)
-    except FileNotFoundError:  # it has said nothing yet
+    except FileNotFoundError:  # it has logged nothing yet
         return 0
     whole = data[: data.rfind(b"\n") + 1] if num_lines is None else data
     lines = whole.decode(errors="replace").splitlines()
@@ -342,11 +342,11 @@ _LAST_LINES: Final = 20  # lines shown of the log of a service that failed
 
 
 class _Recorded(BaseModel):
-    model_config = ConfigDict(extra="forbid")  # another program's file is not ours: `down` removes what it names
+    model_config = ConfigDict(extra="forbid")  # refuse another program's file: `down` removes what it names
 
 
 class StartedService(_Recorded):
-    """What is recorded of a started service. `process` is None if it has ended, as a one-time job does."""
+    """The record of a started service. `process` is None if it has ended, as a one-time job does."""
 
     process: Process | None
     ready: Ready
@@ -401,14 +401,14 @@ class Cluster:
         return self.state / "logs" / f"{name}.log"
 
     def up(self, topology: Topology, first_port: int, tell: Print, stopping: Event) -> bool:
-        """Start what does not run yet, and return once all of it is ready. False if everything ran already.
+        """Start the services that do not run yet, and wait until all are ready. False if everything ran already.
 
         Raises ConfigError for a port in use, or for another cluster's directory. If a service fails, or `stopping` is
         set meanwhile, everything that this call started is stopped, and KVTierError has the end of the log.
         """
         with self.locked(make=True):
             record = self.read()
-            if not record.is_up:  # what an earlier cluster has left would not fit
+            if not record.is_up:  # the rest of an earlier cluster does not apply
                 self._clear(record)
             elif record.first_port != first_port:
                 raise ConfigError(
@@ -426,11 +426,11 @@ class Cluster:
             return bool(missing)
 
     def start(self, record: ClusterRecord, services: Mapping[str, Service], tell: Print, stopping: Event) -> None:
-        """Start services in order, and wait until they are ready. If one fails all of them are stopped: KVTierError."""
+        """Start services in order, and wait until they are ready. If one fails, all are stopped: KVTierError."""
         _Start(self, record, services, tell, stopping).run()
 
     def _until_well(self, record: ClusterRecord, tell: Print, stopping: Event) -> None:
-        """Wait for services that ran already: what the keeper has just started again is not ready yet."""
+        """Wait for services that ran already: one that the keeper has just restarted is not ready yet."""
         end = time.monotonic() + _DEADLINE
         for name, member in record.members.items():
             while _status_of(name, member).state == "running" and not is_well(member.ready):
@@ -441,7 +441,7 @@ class Cluster:
                     break
 
     def status(self) -> list[ServiceStatus]:
-        """The status of every started service; each is probed now. Raises ConfigError if there is no cluster."""
+        """The status of every started service, each probed now. Raises ConfigError if there is no cluster."""
         record = self.read()
         if not record.members:
             raise self._none
@@ -449,7 +449,7 @@ class Cluster:
             return list(threads.map(_status_of, record.members, record.members.values()))
 
     def down(self, tell: Print, *, purge: bool) -> bool:
-        """End every process, dependents first, and remove the state; slabs and models only with `purge`."""
+        """Stop every process, dependents first, and remove the state; slabs and models only with `purge`."""
         if not self._file.exists():
             return False
         with self.locked():
@@ -487,7 +487,7 @@ class Cluster:
         return ConfigError(f'--state "{self.state}": no cluster is up there; start one with `kvtier cluster up`')
 
     def _clear(self, record: ClusterRecord) -> None:
-        """Forget services, none of which runs, end their keeper, and remove their directories that are not kept."""
+        """Remove stopped services from the record, stop the keeper, and remove their directories that are not kept."""
         if record.keeper is not None:
             record.keeper.stop(GRACE)
         for directory in (*record.directories, "logs"):
@@ -510,7 +510,7 @@ class Cluster:
 
     @contextmanager
     def locked(self, *, make: bool = False, wait: float | None = None) -> Iterator[None]:
-        """Alone with the state. StoreLocked if somebody else still is after `wait` seconds; ConfigError: not ours."""
+        """Lock the state. StoreLocked if another command holds it for `wait` s; ConfigError: not a cluster's."""
         lock = self.state / "lock"
         try:
             if make:
@@ -611,7 +611,7 @@ class _Start:
             self._cluster.write(self._record)
             self._tell(f"{name} done after {waited:.1f} s")
             for line in self._last_lines(name):
-                if line.startswith(_WARNING):  # it did what it could, and warns of the rest
+                if line.startswith(_WARNING):  # it has done its work in part, and warns of the rest
                     self._tell(f"{_WARNING}{name}: {line.removeprefix(_WARNING)}")
             return True
         if status is not None:
@@ -647,7 +647,7 @@ def _missing(record: ClusterRecord, topology: Topology) -> dict[str, Service]:
 
 
 def end(name: str, member: StartedService) -> str | None:
-    """End a service's process. What to print about it; None: it does not run."""
+    """Stop a service's process. Returns the line to print; None: it does not run."""
     if member.process is None or not member.process.runs:
         return None
     in_time = member.process.stop(GRACE)

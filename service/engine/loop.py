@@ -23,7 +23,7 @@ from kvtier.service.explain import UNSALTED, LoggedRequest, Recent, RequestLog, 
 from kvtier.service.openai import OpenAIError, busy, stopping_error
 from kvtier.tiers import TIERS, ChainHash, RequestError
 
-# --- unknown request fields ------------------------------------------------------------------------------------
+# --- unknown request fields ------------------------------------------------------------------------------------------
 
 _log = logging.getLogger(__name__)
 

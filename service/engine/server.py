@@ -132,7 +132,7 @@ def _other_cut(tokens: list[int], other: Sequence[int] | None) -> Json | None:
     return {"token": at, "tokens": tokens[at : at + 4], "other_tokens": list(other[at : at + 4])}
 
 
-# --- what it reports --------------------------------------------------------------------------------------------------
+# --- what it reports -------------------------------------------------------------------------------------------------
 
 _STARTED: Final = int(time.time())
 _STATES: Final = ("waiting", "loading", "running")
@@ -242,7 +242,7 @@ def _own(loop: EngineLoop) -> Iterator[Metric]:
         yield histogram("kvtier_engine_segment_deviation", about, counts.deviations, counts.deviation_sum)
 
 
-# --- the routes -------------------------------------------------------------------------------------------------------
+# --- the routes ------------------------------------------------------------------------------------------------------
 
 MAX_BODY: Final = 8 << 20  # bytes
 _READING: Final = 4  # bodies tokenized at once: a tokenizer takes about 100 bytes of memory for each byte of a body
@@ -393,7 +393,7 @@ def _readiness(loop: EngineLoop) -> Response:
     return JSONResponse(page, 503 if missing else 200)
 
 
-# --- the process ------------------------------------------------------------------------------------------------------
+# --- the process -----------------------------------------------------------------------------------------------------
 
 _log = logging.getLogger(__name__)
 

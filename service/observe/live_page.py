@@ -21,7 +21,7 @@ from kvtier.service import Json
 from kvtier.service.web import page
 from kvtier.tiers import KVTierError
 
-# --- the past hour ----------------------------------------------------------------------------------------------------
+# --- the past hour ---------------------------------------------------------------------------------------------------
 
 PERIOD: Final = 5.0  # seconds between two samples
 _KEPT: Final = 720  # samples: an hour
@@ -108,7 +108,7 @@ def _plain(value: float) -> int | float | None:
     return int(value) if value == int(value) else round(value, 6)
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
+# --- the page --------------------------------------------------------------------------------------------------------
 
 StatusSource = Callable[[], Awaitable[Json]]
 

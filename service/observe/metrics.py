@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from kvtier.service.observe.statuses import BlockFigures
 from kvtier.tiers import Metrics, lookup_results
 
-# --- figures of a model's blocks --------------------------------------------------------------------------------------
+# --- figures of a model's blocks -------------------------------------------------------------------------------------
 
 
 def figures(metrics: Metrics) -> BlockFigures:
@@ -47,7 +47,7 @@ class MetricValues:
         return {each.labels[1]: int(each.value) for each in mine if each.value}
 
 
-# --- Prometheus' text format ------------------------------------------------------------------------------------------
+# --- Prometheus' text format -----------------------------------------------------------------------------------------
 
 EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"  # the media type of the text format
 

@@ -49,7 +49,7 @@ class BlockFigures(StatusPart):
     ages: dict[str, list[int]] = {}  # by tier: evicted blocks by their age, below 1 s, 2 s, 4 s …, and any
 
 
-# --- a daemon ---------------------------------------------------------------------------------------------------------
+# --- a daemon --------------------------------------------------------------------------------------------------------
 
 
 class WantingPart(StatusPart):
@@ -245,7 +245,7 @@ class MemoryStatus(StatusPart):
     models: list[ModelMemory]
 
 
-# --- an engine's server -----------------------------------------------------------------------------------------------
+# --- an engine's server ----------------------------------------------------------------------------------------------
 
 
 class SequenceCounts(StatusPart):
@@ -303,7 +303,7 @@ class EngineStatus(StatusPart):
     tiers: BlockFigures | None = None  # if the engine has its own tiers
 
 
-# --- a router ---------------------------------------------------------------------------------------------------------
+# --- a router --------------------------------------------------------------------------------------------------------
 
 
 class FeedStatus(StatusPart):

@@ -16,7 +16,7 @@ from kvtier.tiers.config import show_size
 if TYPE_CHECKING:
     from rich.table import Table
 
-# --- a daemon ---------------------------------------------------------------------------------------------------------
+# --- a daemon --------------------------------------------------------------------------------------------------------
 
 _MAX_CLIENTS: Final = 64  # listed
 _STATES: Final = ("ready", "leased", "dirty", "tails", "filling", "quarantined", "free")  # of slots
@@ -120,7 +120,7 @@ def brief_time(seconds: float) -> str:
     return f"{whole} s"
 
 
-# --- an engine --------------------------------------------------------------------------------------------------------
+# --- an engine -------------------------------------------------------------------------------------------------------
 
 
 def engine_lines(status: statuses.EngineStatus) -> Iterable[str]:
@@ -141,7 +141,7 @@ def engine_lines(status: statuses.EngineStatus) -> Iterable[str]:
         yield from _figures(status.tiers)
 
 
-# --- a router ---------------------------------------------------------------------------------------------------------
+# --- a router --------------------------------------------------------------------------------------------------------
 
 _SHOWN: Final = 12  # decisions shown
 _DECISION: Final = "{:<10} {:>7}  {:<22} {:<8} {}"
@@ -174,7 +174,7 @@ def router_lines(status: statuses.RouterStatus) -> Iterable[str]:
         yield _DECISION.format(at, decision.prompt_blocks, decision.chosen or "none", decision.reason, scores)
 
 
-# --- what changed between two looks -----------------------------------------------------------------------------------
+# --- what changed between two looks ----------------------------------------------------------------------------------
 
 _HEADER_EVERY: Final = 20  # lines, and rows of a table
 

@@ -103,7 +103,7 @@ Ignored = Annotated[None, BeforeValidator(lambda value: None)]  # any value: the
 Off = Annotated[None, must_be(False)]
 
 
-# --- kvtier's own fields of a request, under kvtier -------------------------------------------------------------------
+# --- kvtier's own fields of a request, under kvtier ------------------------------------------------------------------
 
 
 def _shape(value: object) -> str:
@@ -171,7 +171,7 @@ class CompletionReuse(Strict):
     ) = None
 
 
-# --- tools, the choice among them, and calls of earlier turns ---------------------------------------------------------
+# --- tools, the choice among them, and calls of earlier turns --------------------------------------------------------
 
 _MAX_TOOLS: Final = 1024
 
@@ -230,7 +230,7 @@ ToolChoice = Annotated[
 ]
 
 
-# --- messages: turns of roles, with a text or parts of type text ------------------------------------------------------
+# --- messages: turns of roles, with a text or parts of type text -----------------------------------------------------
 
 
 class PartOptions(Strict):
@@ -322,7 +322,7 @@ Messages = Annotated[
 ]
 
 
-# --- response_format: a text, or JSON, maybe of a schema --------------------------------------------------------------
+# --- response_format: a text, or JSON, maybe of a schema -------------------------------------------------------------
 
 
 class _TextFormat(Tolerant):
@@ -366,7 +366,7 @@ def schema_of(wanted: "ResponseFormat | None") -> tuple[Json, str] | None:
     return ({"type": "object"}, "response_format") if isinstance(wanted, _ObjectFormat) else None
 
 
-# --- how to answer ----------------------------------------------------------------------------------------------------
+# --- how to answer ---------------------------------------------------------------------------------------------------
 
 _MAX_CHOICES: Final = 128
 _MAX_STOPS: Final = 16
@@ -455,7 +455,7 @@ class Sampling(Tolerant):
         return self
 
 
-# --- the bodies -------------------------------------------------------------------------------------------------------
+# --- the bodies ------------------------------------------------------------------------------------------------------
 
 MOST_LOGPROBS: Final = 20  # OpenAI's limit of a chat, and vLLM's default for both
 

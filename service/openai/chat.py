@@ -171,7 +171,7 @@ def _list(param: str, value: object) -> list[Any]:
     return value
 
 
-# --- prompts in pieces ------------------------------------------------------------------------------------------------
+# --- prompts in pieces -----------------------------------------------------------------------------------------------
 
 _LEFT_OUT: Final = "leaves this text out, or changes it; do not mark it"
 _REPEATED: Final = "writes this text several times; do not mark it"
@@ -261,7 +261,7 @@ def _bad_segment(chat: Chat, place: tuple[int, int], what: str) -> OpenAIError:
     return OpenAIError(400, f"{field} {shown(_text(chat, place))}: {why}", param=field, code="invalid_value")
 
 
-# --- templates --------------------------------------------------------------------------------------------------------
+# --- templates -------------------------------------------------------------------------------------------------------
 
 _CPU: Final = 2.0  # CPU seconds for one chat; a million tokens in a thousand turns take a tenth of it
 _ROUNDS: Final = 256  # loop rounds between two looks at the clock

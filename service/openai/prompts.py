@@ -199,7 +199,7 @@ def _no_json(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-# --- single tokens as texts -------------------------------------------------------------------------------------------
+# --- single tokens as texts ------------------------------------------------------------------------------------------
 
 _UNKNOWN: Final = "\ufffd"  # what decoding makes of bytes that are no character
 _BYTE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte by its number, in vocabularies of SentencePiece
@@ -234,7 +234,7 @@ def _letters() -> dict[str, int]:
     return found
 
 
-# --- prompts ----------------------------------------------------------------------------------------------------------
+# --- prompts ---------------------------------------------------------------------------------------------------------
 
 _CHARACTER: Final = 4  # most tokens of one character: its bytes
 _RUBBISH: Final = 16  # after so many tokens without a whole character, the bytes are invalid

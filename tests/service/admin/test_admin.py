@@ -116,7 +116,7 @@ def test_an_evicted_prompt_leaves_every_tier_and_no_other_does(daemon: DaemonPro
     assert tiers.drain(60)
     tokens = json.dumps(list(range(16)))
     shown = says(daemon, "purge", "--blocks", "-", "--cache-salt", "alice", stdin=tokens)
-    assert shown == "evicted 4 from l2, 4 from file; 0 pins let go\n"
+    assert shown == "evicted 4 from l2, 4 from file; 0 pins removed\n"
     assert where(tiers, secret).miss == 4
     assert load(tiers, other) == 4
 
@@ -137,7 +137,7 @@ def test_a_prompt_is_named_by_its_text_as_well(daemon: DaemonProcess, tiers: Rem
         "exported 4 of 4 blocks"
     )
     shown = says(daemon, "purge", "--text", "-", *named, stdin=text.read_text())
-    assert shown == "evicted 4 from l2, 4 from file; 1 pins let go\n"
+    assert shown == "evicted 4 from l2, 4 from file; 1 pins removed\n"
 
 
 def test_blocks_evicted_while_an_engine_loads_them_stay_right(daemon: DaemonProcess, tiers: RemoteTiers) -> None:
@@ -197,12 +197,12 @@ def test_quotas_by_command_hold_for_models_to_come(
     }
     assert "alice" not in httpx2.get(f"http://{daemon.http}/summary").text  # a salt is not for everybody
     assert "alice" not in httpx2.get(f"http://{daemon.http}/metrics").text
-    assert says(daemon, "quota", "alice", "--remove") == "alice has no quota any more\n"
+    assert says(daemon, "quota", "alice", "--remove") == "alice has no quota now\n"
     assert store(tiers, chain, 2) == 4
     again = kvtier("quota", "alice", "--remove", "--http", daemon.http)
     assert (again.returncode, again.stderr) == (
         1,
-        "kvtier: cache_salt: this tenant has no quota; `kvtier quota` lists those that have\n",
+        "kvtier: cache_salt: this tenant has no quota; `kvtier quota` lists those that have one\n",
     )
 
 
@@ -407,7 +407,7 @@ def test_a_row_is_what_changed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "mistake"),
     [
-        (["status", "--socket", "/s"], '--socket "/s": engines attach there; give --http HOST:PORT'),
+        (["status", "--socket", "/s"], '--socket "/s": only engines use it; give --http HOST:PORT'),
         (["status", "--http", "nowhere"], '--http "nowhere": not HOST:PORT; write it as in 127.0.0.1:9400'),
         (
             ["top", "--interval", "soon"],
@@ -415,7 +415,7 @@ def test_a_row_is_what_changed() -> None:
         ),
         (["quota", "alice"], 'quota "alice": give a size, as in 4GiB, or --remove'),
         (["quota", "alice", "4XB"], 'SIZE "4XB": no unit'),
-        (["purge"], "purge: say what is to be forgotten, by --blocks FILE, --text FILE, --model FINGERPRINT or --all"),
+        (["purge"], "purge: select what is to be removed, by --blocks FILE, --text FILE, --model FINGERPRINT or --all"),
         (
             ["pin", "--blocks", "/nowhere"],
             '--blocks "/nowhere": No such file or directory; name a file that can be read',
