@@ -180,15 +180,15 @@ class Breakeven:
 
     @property
     def verdict(self) -> str:
-        said = []
+        parts = []
         for tier, times in self.by_tier.items():
             what = "it did not have the prompts; give it more room"
             if times:
                 least = self.wins_from(tier)
                 what = f"computing is faster up to {max(times)} tokens"
                 what = what if least is None else f"loading wins from {least} tokens on"
-            said.append(f"{tier}: {what}")
-        return "; ".join(said)
+            parts.append(f"{tier}: {what}")
+        return "; ".join(parts)
 
     @property
     def charts(self) -> list[Chart]:

@@ -585,7 +585,7 @@ async def _require_vacant(path: Path, force: bool) -> None:
 def _require_key(header: Header, key: bytes | None, path: Path, *, unsealed: bool) -> None:
     if header.encryption is None and key is not None and not unsealed:
         raise tiers.ConfigError(
-            f"{path}: not encrypted, and [file] key_file is set: anybody may have made it; import it by --unsealed"
+            f"{path}: not encrypted, and [file] key_file is set: its origin is unknown; import it by --unsealed"
         )
     if header.encryption is None or (key is not None and tiers.key_id(key) == header.encryption.key_id):
         return

@@ -220,12 +220,12 @@ class Server:
             raise ConfigError(f"{self.url}/v1/models: not an OpenAI server's answer; check the URL")
         self.model = names[0]
 
-    async def ask(self, system: str, said: Sequence[str], max_tokens: int) -> Answer:
-        """Send one request; `said`: the user's texts and the answers, alternating. Raises only a cancellation."""
+    async def ask(self, system: str, texts: Sequence[str], max_tokens: int) -> Answer:
+        """Send one request; `texts`: the user's texts and the answers, alternating. Raises only a cancellation."""
         answer, began = Answer(), time.perf_counter()
         try:
             async with asyncio.timeout(self._deadline):
-                await self._stream(self._body(system, said, max_tokens), answer, began)
+                await self._stream(self._body(system, texts, max_tokens), answer, began)
         except TimeoutError:
             answer.error = f"no end within {self._deadline:g} s"
         except httpx2.ConnectError:
@@ -242,16 +242,16 @@ class Server:
     async def close(self) -> None:
         await self._client.aclose()
 
-    def _body(self, system: str, said: Sequence[str], max_tokens: int) -> dict[str, Any]:
+    def _body(self, system: str, texts: Sequence[str], max_tokens: int) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "stream": True}
         if self._tells_usage:
             body["stream_options"] = {"include_usage": True}
         if self._api == "chat":
             roles = ("user", "assistant")
-            turns = [{"role": roles[i % 2], "content": text or " "} for i, text in enumerate(said)]
+            turns = [{"role": roles[i % 2], "content": text or " "} for i, text in enumerate(texts)]
             first = [{"role": "system", "content": system}] if system else []
             return {**body, "messages": [*first, *turns]}
-        return {**body, "prompt": "\n".join((system, *said) if system else said)}
+        return {**body, "prompt": "\n".join((system, *texts) if system else texts)}
 
     async def _stream(self, body: Mapping[str, Any], answer: Answer, began: float) -> None:
         path = "/v1/chat/completions" if self._api == "chat" else "/v1/completions"
@@ -414,21 +414,21 @@ class _Driver:
 
     async def _run(self, number: int, session: ScriptedSession) -> None:
         """A session's turns. A failed one ends it: the next turn would lack its answer."""
-        said: list[str] = []
+        texts: list[str] = []
         for turn in session.turns:
-            if said and turn.wait:
+            if texts and turn.wait:
                 await asyncio.sleep(turn.wait)
-            said.append(turn.text)
+            texts.append(turn.text)
             began = time.perf_counter() - self._measured.began
             self.in_flight += 1
-            answer = await self._servers[number].ask(session.system, said, turn.max_tokens)
+            answer = await self._servers[number].ask(session.system, texts, turn.max_tokens)
             self.in_flight -= 1
             answer.began = began
             self._measured.answers[number].append(answer)
             self._done(answer)
             if answer.error is not None:
                 return
-            said.append(answer.text)
+            texts.append(answer.text)
 
 
 # --- figures of the answers ------------------------------------------------------------------------------------------
@@ -489,11 +489,11 @@ class LoadFigures:
         )
 
 
-def as_json(measured: MeasuredLoad, figures: Sequence[LoadFigures], asked: dict[str, Any]) -> dict[str, Any]:
+def as_json(measured: MeasuredLoad, figures: Sequence[LoadFigures], settings: dict[str, Any]) -> dict[str, Any]:
     servers = [{**asdict(each), "cached_share": each.cached_share} for each in figures]
     return {
         "kvtier_bench": FORM,
-        "asked": asked,
+        "asked": settings,
         "seconds": measured.seconds,
         "is_whole": measured.is_whole,
         "in_flight": measured.in_flight,
@@ -547,11 +547,11 @@ class BenchOptions:
 class BenchResult:
     measured: MeasuredLoad
     figures: list[LoadFigures]
-    asked: dict[str, Any]
+    settings: dict[str, Any]
 
     @property
     def json(self) -> dict[str, Any]:
-        return as_json(self.measured, self.figures, self.asked)
+        return as_json(self.measured, self.figures, self.settings)
 
     @property
     def table(self) -> Table:

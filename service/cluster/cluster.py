@@ -299,20 +299,20 @@ def _has_ended(process: int, timeout: float) -> bool:
 # --- their logs ------------------------------------------------------------------------------------------------------
 
 _TAIL_BYTES: Final = 1 << 20  # of a log, searched for its last lines
-_LOOK: Final = 0.25  # seconds between two looks at what was added
+_LOOK: Final = 0.25  # seconds between two reads of new lines
 
 
-def show_logs(logs: Sequence[tuple[str, Path]], num_lines: int, tell: Callable[[str], None], *, follow: bool) -> None:
+def show_logs(logs: Sequence[tuple[str, Path]], num_lines: int, report: Callable[[str], None], *, follow: bool) -> None:
     """Print the last lines of each log behind its service's name, and with `follow` new ones, until Ctrl-C."""
     width = max((len(name) for name, _ in logs), default=0)
-    ends = {name: _show(f"{name:<{width}} | ", path, None, num_lines, tell) for name, path in logs}
+    ends = {name: _show(f"{name:<{width}} | ", path, None, num_lines, report) for name, path in logs}
     while follow:
         time.sleep(_LOOK)
         for name, path in logs:
-            ends[name] = _show(f"{name:<{width}} | ", path, ends[name], None, tell)
+            ends[name] = _show(f"{name:<{width}} | ", path, ends[name], None, report)
 
 
-def _show(prefix: str, path: Path, start: int | None, num_lines: int | None, tell: Callable[[str], None]) -> int:
+def _show(prefix: str, path: Path, start: int | None, num_lines: int | None, report: Callable[[str], None]) -> int:
     """Print whole lines from `start`, None for near the end, or the last of them; returns where they end."""
     try:
         with path.open("rb") as log:
@@ -325,7 +325,7 @@ def _show(prefix: str, path: Path, start: int | None, num_lines: int | None, tel
     whole = data[: data.rfind(b"\n") + 1] if num_lines is None else data
     lines = whole.decode(errors="replace").splitlines()
     for line in lines if num_lines is None else lines[max(0, len(lines) - num_lines) :]:
-        tell(harmless(prefix + line))
+        report(harmless(prefix + line))
     return begin + len(whole)
 
 
@@ -353,7 +353,7 @@ class StartedService(_Recorded):
     after: list[str]
     address: str | None
     started: float  # Unix time
-    service: Service | None = None  # what was started; None: an older kvtier has started it
+    service: Service | None = None  # as it was started; None: started by an older kvtier
     stopped: bool = False  # by an operator
     restarts: int = 0  # since `up`: it had ended by itself
     failures: int = 0  # in a row
@@ -368,7 +368,7 @@ class ClusterRecord(_Recorded):
     members: dict[str, StartedService] = {}
     directories: list[str] = []
     kept: list[str] = []
-    keeper: Process | None = None  # starts again what ended by itself
+    keeper: Process | None = None  # restarts services that ended by themselves
 
     @property
     def is_up(self) -> bool:
@@ -400,7 +400,7 @@ class Cluster:
     def log_of(self, name: str) -> Path:
         return self.state / "logs" / f"{name}.log"
 
-    def up(self, topology: Topology, first_port: int, tell: Print, stopping: Event) -> bool:
+    def up(self, topology: Topology, first_port: int, report: Print, stopping: Event) -> bool:
         """Start the services that do not run yet, and wait until all are ready. False if everything ran already.
 
         Raises ConfigError for a port in use, or for another cluster's directory. If a service fails, or `stopping` is
@@ -421,15 +421,15 @@ class Cluster:
                     if not is_free(port):
                         raise ConfigError(f"--port {first_port}: {name}'s port {port} is in use; choose another")
             record.first_port = first_port
-            self.start(record, missing, tell, stopping)
-            self._until_well(record, tell, stopping)
+            self.start(record, missing, report, stopping)
+            self._until_well(record, report, stopping)
             return bool(missing)
 
-    def start(self, record: ClusterRecord, services: Mapping[str, Service], tell: Print, stopping: Event) -> None:
+    def start(self, record: ClusterRecord, services: Mapping[str, Service], report: Print, stopping: Event) -> None:
         """Start services in order, and wait until they are ready. If one fails, all are stopped: KVTierError."""
-        _Start(self, record, services, tell, stopping).run()
+        _Start(self, record, services, report, stopping).run()
 
-    def _until_well(self, record: ClusterRecord, tell: Print, stopping: Event) -> None:
+    def _until_well(self, record: ClusterRecord, report: Print, stopping: Event) -> None:
         """Wait for services that ran already: one that the keeper has just restarted is not ready yet."""
         end = time.monotonic() + _DEADLINE
         for name, member in record.members.items():
@@ -437,7 +437,7 @@ class Cluster:
                 if stopping.wait(_PAUSE):
                     raise KVTierError("interrupted: what runs goes on running")
                 if time.monotonic() > end:
-                    tell(f"{_WARNING}{name} runs, and was not well within {_DEADLINE:g} s; see {self.log_of(name)}")
+                    report(f"{_WARNING}{name} runs, and was not well within {_DEADLINE:g} s; see {self.log_of(name)}")
                     break
 
     def status(self) -> list[ServiceStatus]:
@@ -448,13 +448,13 @@ class Cluster:
         with ThreadPoolExecutor(len(record.members)) as threads:
             return list(threads.map(_status_of, record.members, record.members.values()))
 
-    def down(self, tell: Print, *, purge: bool) -> bool:
+    def down(self, report: Print, *, purge: bool) -> bool:
         """Stop every process, dependents first, and remove the state; slabs and models only with `purge`."""
         if not self._file.exists():
             return False
         with self.locked():
             record = self.read()
-            self.stop(record, list(record.members), tell)
+            self.stop(record, list(record.members), report)
             self._clear(record)
             for directory in record.kept if purge else ():
                 shutil.rmtree(self.state / directory, ignore_errors=True)
@@ -464,7 +464,7 @@ class Cluster:
                 self._file.unlink()
         return True
 
-    def stop(self, record: ClusterRecord, names: Sequence[str], tell: Print) -> None:
+    def stop(self, record: ClusterRecord, names: Sequence[str], report: Print) -> None:
         left = list(names)
         while left:
             wave = [name for name in left if not any(name in record.members[other].after for other in left)]
@@ -472,7 +472,7 @@ class Cluster:
                 lines = threads.map(end, wave, [record.members[name] for name in wave])
                 for name, line in zip(wave, lines, strict=True):
                     if line is not None:
-                        tell(line)
+                        report(line)
                     del record.members[name]
                     left.remove(name)
                     self.write(record)
@@ -548,9 +548,9 @@ class _Start:
     """One `up` under way: each service is started as soon as those it depends on are ready."""
 
     def __init__(
-        self, cluster: Cluster, record: ClusterRecord, services: Mapping[str, Service], tell: Print, stopping: Event
+        self, cluster: Cluster, record: ClusterRecord, services: Mapping[str, Service], report: Print, stopping: Event
     ) -> None:
-        self._cluster, self._record, self._tell, self._stopping = cluster, record, tell, stopping
+        self._cluster, self._record, self._report, self._stopping = cluster, record, report, stopping
         self._waiting = dict(services)
         self._starting: dict[str, tuple[Service, Popen[bytes], float]] = {}
         self._started: list[str] = []
@@ -567,7 +567,7 @@ class _Start:
                 if self._stopping.wait(_PAUSE):
                     raise KVTierError("interrupted: the services that were started are stopped")
         except BaseException:
-            self._cluster.stop(self._record, self._started, self._tell)
+            self._cluster.stop(self._record, self._started, self._report)
             raise
 
     def _launch(self, name: str, service: Service) -> None:
@@ -609,16 +609,16 @@ class _Start:
         if status == 0 and service.ready.exits:
             self._record.members[name].process = None
             self._cluster.write(self._record)
-            self._tell(f"{name} done after {waited:.1f} s")
+            self._report(f"{name} done after {waited:.1f} s")
             for line in self._last_lines(name):
                 if line.startswith(_WARNING):  # it has done its work in part, and warns of the rest
-                    self._tell(f"{_WARNING}{name}: {line.removeprefix(_WARNING)}")
+                    self._report(f"{_WARNING}{name}: {line.removeprefix(_WARNING)}")
             return True
         if status is not None:
             return self._failed(name, service, f"ended with status {status} before it was ready")
         if is_well(service.ready):
             at = "" if service.address is None else f", {service.address}"
-            self._tell(f"{name} ready after {waited:.1f} s{at}")
+            self._report(f"{name} ready after {waited:.1f} s{at}")
             return True
         if waited > _DEADLINE:
             return self._failed(name, service, f"was not ready within {_DEADLINE:g} s")
@@ -629,7 +629,7 @@ class _Start:
         log, lines = self._cluster.log_of(name), self._last_lines(name)
         if service.optional:
             last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
-            self._tell(f'{_WARNING}without {name}: it {why}; its last line in {log} is "{last}"')
+            self._report(f'{_WARNING}without {name}: it {why}; its last line in {log} is "{last}"')
             return True
         raise KVTierError("\n".join([f"{name} {why}; the end of {log}:", *(f"  {line}" for line in lines)]))
 

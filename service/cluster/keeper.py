@@ -21,17 +21,17 @@ _LAST_WAIT: Final = 60.0  # up to this
 _IS_WELL: Final = 60.0  # seconds after which a running service counts as well again
 
 
-def stop_service(cluster: Cluster, name: str, tell: Print) -> None:
+def stop_service(cluster: Cluster, name: str, report: Print) -> None:
     """Stop one service until `up` or `restart`. ConfigError if the cluster has none of that name."""
     with cluster.locked():
         record = cluster.read()
         member = _member(cluster, record, name)
         member.stopped = True
         cluster.write(record)  # first: if this is interrupted, the keeper must not restart it
-        tell(end(name, member) or f"{name} does not run")
+        report(end(name, member) or f"{name} does not run")
 
 
-def restart_service(cluster: Cluster, name: str, tell: Print, stopping: Event) -> None:
+def restart_service(cluster: Cluster, name: str, report: Print, stopping: Event) -> None:
     """Stop one service if it runs, start it, and wait until it is ready. ConfigError; KVTierError ends with its log."""
     with cluster.locked():
         record = cluster.read()
@@ -39,9 +39,9 @@ def restart_service(cluster: Cluster, name: str, tell: Print, stopping: Event) -
         if member.service is None:
             raise ConfigError(f'"{name}": an older kvtier started it; take the cluster down, and up again')
         if (line := end(name, member)) is not None:
-            tell(line)
+            report(line)
         try:
-            cluster.start(record, {name: member.service}, tell, stopping)
+            cluster.start(record, {name: member.service}, report, stopping)
         except BaseException:
             record.members[name] = member  # it is there, and dead
             cluster.write(record)

@@ -361,10 +361,10 @@ def check_compiled() -> Finding:
     found = compiled.status()
     loaded = sum(each.state == "loaded" for each in found)
     reasons = dict.fromkeys(each.reason for each in found if each.reason)
-    said = "; ".join((f"{loaded} of {len(found)} extension modules in use", *reasons))
+    state = "; ".join((f"{loaded} of {len(found)} extension modules in use", *reasons))
     if all(each.state in ("loaded", "off") for each in found):
-        return ok("compiled", said)
-    return warning("compiled", f"degraded: {said}", "install a C compiler, then kvtier anew (docs/commands.md)")
+        return ok("compiled", state)
+    return warning("compiled", f"degraded: {state}", "install a C compiler, then kvtier anew (docs/commands.md)")
 
 
 def check_lossy(config: Config) -> Finding:

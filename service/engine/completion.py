@@ -173,7 +173,7 @@ class Echo:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """What the client asked for. Lists have one entry for each input; `num_choices` inputs share a prompt."""
+    """What the client requested. Lists have one entry for each input; `num_choices` inputs share a prompt."""
 
     model: str
     fingerprint: str

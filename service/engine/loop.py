@@ -27,7 +27,7 @@ from kvtier.tiers import TIERS, ChainHash, RequestError
 
 _log = logging.getLogger(__name__)
 
-OTHER: Final = "other"  # what the rest counts as
+OTHER: Final = "other"  # the label of the rest
 _MOST: Final = 32  # names counted one by one: clients choose them, and a metric keeps them for ever
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}", re.ASCII)
 
@@ -39,7 +39,7 @@ class IgnoredFields:
         self._counts: Counter[str] = Counter()
         self._lock = Lock()
 
-    def note(self, names: Iterable[str]) -> None:
+    def record(self, names: Iterable[str]) -> None:
         with self._lock:
             for name in sorted({name if _NAME.fullmatch(name) else OTHER for name in names}):
                 if name not in self._counts and len(self._counts) >= _MOST:
@@ -67,7 +67,7 @@ class FinishedPrompt:
 
 
 class FinishedSequences:
-    """Records each sequence that has ended. `note` on the engine's thread, the rest on any."""
+    """Records each sequence that has ended. `record` on the engine's thread, the rest on any."""
 
     def __init__(self, engine: Engine, log: RequestLog | None) -> None:
         self.recent: Recent[FinishedPrompt] = Recent()
@@ -75,13 +75,13 @@ class FinishedSequences:
         self._names_blocks = engine.config.enable_prefix_caching
         self._engine = engine
 
-    def note(self, sequence: Sequence, end: str) -> None:
+    def record(self, sequence: Sequence, end: str) -> None:
         client = None
         if self._names_blocks:
             root = sequence.chain.root
             client = client_of(root)
             prompt = array("I", sequence.token_ids[: sequence.num_prompt_tokens])
-            self.recent.note(client, sequence.request_id, FinishedPrompt(prompt, root))
+            self.recent.record(client, sequence.request_id, FinishedPrompt(prompt, root))
         if self.log is not None:
             self.log.write(
                 LoggedRequest(
@@ -374,7 +374,7 @@ class EngineLoop:
         for index in request.unfinished.intersection(abort.indices):
             if (request_id := request.request_ids[index]) is not None:
                 if (live := self._sequences.pop(request_id, None)) is not None:
-                    self.ended.note(live.sequence, abort.outcome)
+                    self.ended.record(live.sequence, abort.outcome)
                 self.engine.abort(request_id)
             self._end(request, index, abort.outcome)
 
@@ -406,7 +406,7 @@ class EngineLoop:
             updates.setdefault(live.request, []).append(update)
             if output.finish_reason is not None:
                 del self._sequences[output.request_id]
-                self.ended.note(live.sequence, output.finish_reason)
+                self.ended.record(live.sequence, output.finish_reason)
                 self._end(live.request, live.index, output.finish_reason)
         for request, items in updates.items():
             request.push(items)

@@ -402,7 +402,7 @@ def _parsed(served: Served, body_type: type[B], data: bytes) -> B:
     unknown: set[str] = set()
     body = parse(body_type, data, unknown)
     if unknown:
-        served.loop.tally.ignored.note(unknown)
+        served.loop.tally.ignored.record(unknown)
     return body
 
 

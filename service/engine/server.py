@@ -49,7 +49,7 @@ def explain_prompt(loop: EngineLoop, prompts: Prompts, data: bytes) -> Json:
     if not engine.config.enable_prefix_caching:
         raise OpenAIError(400, "[l1] enable_prefix_caching: off, so that nothing is ever held; turn it on")
     if body.request is not None:
-        asked, cut = _of_request(loop, body.request, salt), None
+        prompt, cut = _of_request(loop, body.request, salt), None
     else:
         assert body.wanted_prompt is not None
         given = prompts.tokenized(body.wanted_prompt)
@@ -57,25 +57,25 @@ def explain_prompt(loop: EngineLoop, prompts: Prompts, data: bytes) -> Json:
             raise bad_field("prompt", f"{len(given)} prompts; one at a time is explained")
         tokens = given[0].token_ids
         try:
-            asked = engine.prompt(tokens, salt)
+            prompt = engine.prompt(tokens, salt)
         except RequestError as error:
             raise bad_field("prompt", str(error)) from None
         cut = _other_cut(tokens, body.tokens)
-    answer = _explained(engine, asked)
+    answer = _explained(engine, prompt)
     answer["other_cut"] = cut
-    answer["lines"] = list(explain.explained(answer, prompts.text, asked.token_ids, prompts.special))
+    answer["lines"] = list(explain.explained(answer, prompts.text, prompt.token_ids, prompts.special))
     return answer
 
 
-def _explained(engine: Engine, asked: NamedPrompt) -> Json:
-    chain, fingerprint = asked.chain, engine.identity.fingerprint()
+def _explained(engine: Engine, prompt: NamedPrompt) -> Json:
+    chain, fingerprint = prompt.chain, engine.identity.fingerprint()
     assert chain is not None
     connector = engine.connector
     tiers = connector.tiers if isinstance(connector, LocalConnector) else None
     hierarchy = tiers if isinstance(tiers, Hierarchy) else None
     names = list(chain.hashes)
     where = None if tiers is None else tiers.locate(names, _LOCATE)  # looks up shared tiers
-    wanted_chain = explain.PromptChain(names, chain.root, chain.block_size, asked.token_ids)
+    wanted_chain = explain.PromptChain(names, chain.root, chain.block_size, prompt.token_ids)
     answer = explain.explain_chain(fingerprint.hex()[:16], wanted_chain, hierarchy, engine.pool)
     if where is not None and hierarchy is None:
         _add_below(answer, dict(where.by_tier))
@@ -117,11 +117,11 @@ def _of_request(loop: EngineLoop, request: str, salt: str | None) -> NamedPrompt
     own = loop.engine.config.cache_salt if salt is None else salt
     root = root_hash(loop.engine.identity.fingerprint(), cache_salt=own)
     known = loop.ended.recent.find(explain.client_of(root), request)
-    asked = None if known is None else loop.engine.prompt(known.tokens.tolist(), salt)
-    if known is None or asked is None or asked.chain is None or asked.chain.root != known.root:
+    prompt = None if known is None else loop.engine.prompt(known.tokens.tolist(), salt)
+    if known is None or prompt is None or prompt.chain is None or prompt.chain.root != known.root:
         why = f"request {request[:80]!r}: no request of this id and cache_salt ended here lately"
         raise OpenAIError(404, f"{why}; give its prompt instead", param="request", code="not_found")
-    return asked
+    return prompt
 
 
 def _other_cut(tokens: list[int], other: Sequence[int] | None) -> Json | None:
@@ -132,7 +132,7 @@ def _other_cut(tokens: list[int], other: Sequence[int] | None) -> Json | None:
     return {"token": at, "tokens": tokens[at : at + 4], "other_tokens": list(other[at : at + 4])}
 
 
-# --- what it reports -------------------------------------------------------------------------------------------------
+# --- its reports -----------------------------------------------------------------------------------------------------
 
 _STARTED: Final = int(time.time())
 _STATES: Final = ("waiting", "loading", "running")

@@ -119,13 +119,13 @@ def finding(differs: Json, decode: Decode | None, before: Sequence[int], special
             advice += ' [chat] move_lines = ["date"] moves such lines to the end of their message.'
         return Difference(f"{place}: `{own}` for `{held}`", advice)
     own, held = decode(mine[at : at + _SHOWN]), decode(theirs[at : at + _SHOWN])
-    said = f"{place}: `{own}` for `{held}`"
+    text = f"{place}: `{own}` for `{held}`"
     behind = [*before, *mine[:at]][-1:]
     if not {*mine[at : at + 1], *theirs[at : at + 1], *behind}.isdisjoint(special):
         else_another = ", or another prompt" if is_another else ""
         advice = "A special token is there: another chat template, other roles, or a system prompt that one side lacks"
-        return Difference(said, f"{advice}{else_another}.")
-    return Difference(said, _ANOTHER if is_another else _MOVE)
+        return Difference(text, f"{advice}{else_another}.")
+    return Difference(text, _ANOTHER if is_another else _MOVE)
 
 
 _REASONING: Final = re.compile(r"<think>|<thinking>|<reasoning>|\[THINK\]|<\|channel\|>analysis")

@@ -36,7 +36,7 @@ class Recent(Generic[T]):
         self._known: OrderedDict[tuple[int, str], T] = OrderedDict()
         self._num_items = 0
 
-    def note(self, client: int, request_id: str, request: T) -> None:
+    def record(self, client: int, request_id: str, request: T) -> None:
         """Record an ended request, in place of one with the same tenant and id. `client` as `client_of`."""
         key = client, request_id
         with self._lock:

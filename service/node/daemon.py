@@ -55,7 +55,9 @@ class Session:
         self._over = False
         self._corked = False  # while a batch of frames is read
         self._blocked = False  # the client's socket buffer is full
-        self._verbs: dict[type[wire.Operation], Callable[[Any], Any]] = {}  # what serves each operation, once welcomed
+        self._verbs: dict[
+            type[wire.Operation], Callable[[Any], Any]
+        ] = {}  # the handler of each operation, once welcomed
         self._busy = False  # with an operation that waits, on a thread of its own
         self._sent_epoch = 0
         self.version = wire.VERSION  # of the protocol, as the client speaks it
@@ -75,7 +77,7 @@ class Session:
     def holds_slots(self) -> bool:
         return self.counts.leases > 0 or self.counts.reservations > 0
 
-    # what the daemon calls
+    # called by the daemon
 
     def welcome(self) -> None:
         if self._socket is None or self.namespace is None:
@@ -116,7 +118,7 @@ class Session:
 
     def refuse(self, why: Exception | str, reason: str = "refused") -> None:
         is_other_kv, why = isinstance(why, KVMismatch), str(why)
-        if self._daemon.refusals.note(why, self.peer, self.hello.fingerprint if self.hello else None):
+        if self._daemon.refusals.record(why, self.peer, self.hello.fingerprint if self.hello else None):
             self._daemon.log(f"client {self.peer.pid} is refused: {why}")
         self._send_handshake_reply(wire.Refused(why[:500], is_other_kv))
         self.end_connection(reason)
@@ -150,7 +152,7 @@ class Session:
         self._output.clear()
         self._reader = FrameReader[Any](wire.MAX_HELLO)
         self._num_kept = 0
-        self._daemon.buffers.note(self, 0)
+        self._daemon.buffers.record(self, 0)
         if self.holdings is not None:
             self.holdings.drop_claims()
         if self.holdings is None or not any(self.holdings.counts) or not self.processes:
@@ -167,13 +169,13 @@ class Session:
         self._daemon.counts[reason] += 1
         self.processes.forget()
         if self.holdings is not None:
-            gone = self.holdings.release_all()
-            self._daemon.counts["leases_reclaimed"] += gone.leases
-            self._daemon.counts["reservations_reclaimed"] += gone.reservations
+            released = self.holdings.release_all()
+            self._daemon.counts["leases_reclaimed"] += released.leases
+            self._daemon.counts["reservations_reclaimed"] += released.reservations
             self.holdings = None
         self._daemon.ended(self)
 
-    # what the loop calls
+    # called by the loop
 
     def _all_ended(self) -> None:
         if self._socket is None:  # else a child it forked may live, with socket and region
@@ -287,8 +289,6 @@ class Session:
         self._busy = True
         self._daemon.aside(work, done)
 
-    # writing
-
     def _reply(self, request: int, answers: list[Any]) -> None:
         assert self.namespace is not None
         assert self.holdings is not None
@@ -328,7 +328,7 @@ class Session:
         num_kept = self._reader.num_waiting + len(self._output)
         if num_kept or self._num_kept:  # both are 0 once it has disconnected
             self._num_kept = num_kept  # `note` may cut a client off
-            self._daemon.buffers.note(self, num_kept)
+            self._daemon.buffers.record(self, num_kept)
 
 
 class _Waits(NamedTuple):
@@ -437,7 +437,7 @@ class Daemon:
         return [_client(session) for session in self._sessions.values()]
 
     def submit(self, function: Callable[[], T]) -> "Future[T]":
-        """Have `function` called on the loop's thread, where it must not wait; its result comes in the future."""
+        """Call `function` on the loop's thread, where it must not wait. The future gets its result."""
         return self.loop.submit(function)
 
     def call(self, function: Callable[[], T], timeout: float = _SUBMIT_DEADLINE) -> T:
@@ -456,7 +456,7 @@ class Daemon:
         for namespace in self.models:
             namespace.hierarchy.check(in_use=namespace.in_use)
 
-    # what sessions ask
+    # for sessions
 
     def admit(self, session: Session, hello: Hello) -> None:
         try:
@@ -527,8 +527,6 @@ class Daemon:
             return
         self._log_from = now() + _LOG_PAUSE
         logger.warning("%s", line)
-
-    # inside
 
     def _look(self) -> None:
         """Check that the socket is where engines look for it, and create it again if not. On another thread."""
@@ -605,7 +603,7 @@ class Daemon:
 
     def _turn_away(self, connection: socket.socket, peer: Peer, why: str) -> None:
         self.counts["turned_away"] += 1
-        self.refusals.note(why, peer)
+        self.refusals.record(why, peer)
         with connection:
             try:
                 connection.send(wire.pack_handshake(wire.Refused(why[: wire.MAX_TEXT])))

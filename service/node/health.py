@@ -92,7 +92,7 @@ class Refusals:
     def __init__(self) -> None:
         self._by_reason: OrderedDict[tuple[str, bytes | None], tuple[int, Peer, float]] = OrderedDict()  # count, last
 
-    def note(self, why: str, peer: Peer, model: bytes | None = None) -> bool:
+    def record(self, why: str, peer: Peer, model: bytes | None = None) -> bool:
         """True if the reason is new: a refused client tries again every few seconds."""
         why = why[:_LONGEST]
         before = self._by_reason.pop((why, model), None)

@@ -27,7 +27,7 @@ _TENANTS: Final = 16  # accounts of one client; tenants beyond share one by thei
 class Buffers(Generic[Who]):
     """The bytes that each client keeps the daemon from freeing. Lives on the loop's thread.
 
-    Past `limit`, `cut` disconnects the client with most, until the rest fits; of equals the least recently noted one.
+    Past `limit`, `cut` disconnects the client with most, until the rest fits; of equals the least recently recorded one.
     So a client within its equal share of the limit is never cut off, whatever the others do, and none waits.
     """
 
@@ -36,7 +36,7 @@ class Buffers(Generic[Who]):
         self.used = 0  # bytes
         self._kept: dict[Who, int] = {}
 
-    def note(self, who: Who, num_bytes: int) -> None:
+    def record(self, who: Who, num_bytes: int) -> None:
         """The client now keeps so many bytes; 0 removes it. May cut off any client, this one too."""
         self.used += num_bytes - self._kept.pop(who, 0)
         if num_bytes:
@@ -112,7 +112,7 @@ class Holdings:
         self._renewed: dict[int, float] = {}  # claim answered → when the client last renewed it
         self.waiting: dict[int, Claim] = {}  # those of the claims that have no answer yet
         self.news: list[wire.News] = []  # answers of claims; the sender empties it
-        self._client = next(_CLIENTS)  # whose hints they are
+        self._client = next(_CLIENTS)  # this client's number in hints' accounts
         self._leases: dict[int, Lease] = {}
         self._reservations: dict[int, Reservation] = {}
         self.sealed: list[Filled] = []  # not passed on yet
@@ -129,7 +129,7 @@ class Holdings:
             wire.Holds: lambda op: bytes(self._hierarchy.holds(wire.unpack_hashes(op.hashes))),
             wire.RequestEnded: self._request_ended,
         }
-        """What serves an operation, and returns its answer if it has one."""
+        """The handler of each operation; it returns an answer or None."""
 
     @property
     def counts(self) -> HeldCounts:
@@ -170,8 +170,6 @@ class Holdings:
         self._leases.clear()
         self._reservations.clear()
         return counts
-
-    # claims
 
     def _ask(self, op: wire.Ask) -> None:
         number, names = op.claim, wire.unpack_hashes(op.hashes)
@@ -238,8 +236,6 @@ class Holdings:
             self._renewed.pop(number, None)
             self._hierarchy.cancel(claim)
 
-    # stores
-
     def _reserve(self, op: wire.Reserve) -> wire.Grants:
         wanted = op.wanted()
         lengths = [len(each.hashes) for each in wanted]
@@ -278,8 +274,6 @@ class Holdings:
         for number in op.reservations:
             if (reservation := self._reservations.pop(number, None)) is not None:
                 self._hierarchy.abandon(reservation, op.reason)
-
-    # the rest
 
     def _request_ended(self, op: wire.RequestEnded) -> None:
         account = self._client * _TENANTS + op.client % _TENANTS  # a client's hints affect its own account alone

@@ -27,7 +27,7 @@ from kvtier.tiers.reuse import RequestEnd
 _log = logging.getLogger(__name__)
 
 _MAX_UNWRITTEN: Final = 1 << 19  # blocks of lookups not written yet
-_MAX_KNOWN: Final = 1 << 18  # blocks whose number is remembered
+_MAX_KNOWN: Final = 1 << 18  # blocks with a number
 _MAX_BYTES: Final = 4 << 30  # of one trace
 _PERIOD: Final = 0.1  # seconds between writes
 _PATIENCE: Final = 60.0  # seconds a lookup waits for its request's end: lines keep the order of lookups
@@ -277,7 +277,7 @@ class PastLookups:
         self._num_recorded += len(hashes)
         self._recorded.append((self._clock(), hashes, num_asked, num_found, num_l1))
 
-    def take_in(self) -> None:
+    def convert(self) -> None:
         """Convert recorded names to numbers, and drop what is too old or too much. On one thread, not the loop's."""
         while self._recorded:
             at, hashes, *numbers = self._recorded.popleft()
@@ -292,7 +292,7 @@ class PastLookups:
             self._num_blocks -= len(self._past.popleft().blocks)
 
     def look(self, capacity: int) -> statuses.OptimumFigures | None:
-        """Blocks found, and those the best policy could have found; None: no lookups. On the thread of `take_in`."""
+        """Blocks found, and those the best policy could have found; None: no lookups. On the thread of `convert`."""
         past = list(self._past)
         if not any(request.num_asked for request in past):
             return None
@@ -351,7 +351,7 @@ class OptimumWatch:
         """Convert what was recorded, and compute what is due. On the watch's thread, or on one that stands for it."""
         models = list(self._models())
         for fingerprint, past, capacity in models:
-            past.take_in()
+            past.convert()
             if time.monotonic() < self._due.get(fingerprint, 0.0):
                 continue
             began = time.monotonic()

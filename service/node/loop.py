@@ -69,7 +69,7 @@ class Loop:
             wait = turn()
 
     def call(self, function: Callable[[], None]) -> None:
-        """Have `function` called on the loop's thread, soon. It must not wait."""
+        """Call `function` on the loop's thread, soon. It must not wait."""
         self._calls.append(function)
         self.wake()
 

@@ -41,7 +41,7 @@ class ClosedModel(NamedTuple):
     about: dict[str, str]
 
 
-def note_model(directory: Path, fingerprint: bytes, about: Mapping[str, str]) -> None:
+def record_model(directory: Path, fingerprint: bytes, about: Mapping[str, str]) -> None:
     """Record what a slab's model was made from, and delete the records of removed slabs. A failure is logged."""
     new = directory / f"{fingerprint.hex()}{_ABOUT_SUFFIX}.new"  # overwrites one left by a killed process
     try:
@@ -192,7 +192,7 @@ class Opening(NamedTuple):
         )
         if config.file.path is not None and self.hello.about:
             args = config.file.path, fingerprint, dict(self.hello.about)
-            Thread(target=note_model, args=args, name="kvtier-note", daemon=True).start()  # its disk may hang
+            Thread(target=record_model, args=args, name="kvtier-note", daemon=True).start()  # its disk may hang
         source = EventSource(hierarchy) if config.events.publish is not None else None
         about = dict(self.hello.about)
         return Namespace(fingerprint, blocks, self.size, tiers, source, lossy=lossy, kv_probe=probe, about=about)

@@ -124,8 +124,8 @@ class Pins:
     def pin(self, model: str | None, blocks: BlockSelection, seconds: float, timeout: float) -> Json:
         """Lease the leading blocks that any tier holds in L2, for `seconds`.
 
-        Waits up to `timeout` seconds for lower tiers. ConfigError past a quarter of L2 or at too many pins, NotFound if
-        no tier holds the first block, TierUnavailable if waiting requests hold all they may.
+        Waits up to `timeout` seconds for lower tiers. ConfigError past a quarter of L2 or at too many pins. NotFound if
+        no tier holds the first block. TierUnavailable if waiting requests hold all they may.
         """
         pin = _Pin(next(self._numbers), monotonic() + seconds)
         pin.namespace = namespace = hold_open(self.daemon, model, pin)

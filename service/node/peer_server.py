@@ -157,8 +157,6 @@ class PeerServer:
             assert 0 <= self._in_flight, f"{self._in_flight} bytes in flight"
             assert len(self._strangers) <= len(self._connections) <= MAX_CONNECTIONS, "connections"
 
-    # connections
-
     def _accept(self) -> None:
         while not self._closed:
             try:
@@ -265,8 +263,6 @@ class PeerServer:
         for first in range(0, len(names), _HELD_AT_ONCE):
             flags += pool.holds(names[first : first + _HELD_AT_ONCE])
         return flags
-
-    # blocks
 
     def _lend_blocks(
         self, connection: socket.socket, session: wire.PeerSession, model: LentModel, names: Sequence[ChainHash]

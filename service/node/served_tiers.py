@@ -186,10 +186,10 @@ class _Tenant:
         """Remove blocks absent at this call and the last one: a block absent once may be being filled."""
         before, names = self._parents, self.names()
         absent = {name for name, is_held in zip(names, pool.holds(names), strict=True) if not is_held}
-        gone, self._absent = absent & self._absent, absent - self._absent
+        evicted, self._absent = absent & self._absent, absent - self._absent
         self._parents, self._children, self._leaves = {}, Counter(), OrderedDict()
         for chain_hash in names:
-            if chain_hash not in gone:
+            if chain_hash not in evicted:
                 self.add(chain_hash, before[chain_hash])
 
     def add(self, chain_hash: ChainHash, parent: ChainHash) -> None:
@@ -209,19 +209,19 @@ class _Tenant:
 
     def make_room(self, pool: SlotPool, count: int, spare: Collection[ChainHash]) -> int:
         """Evict up to `count` blocks, none of `spare` nor in use. Returns how many were evicted, now or before."""
-        gone = 0
+        evicted = 0
         if count <= 0:
-            return gone
+            return evicted
         for leaf in list(self._leaves):
-            branch = self._branch(leaf, count - gone, spare)
-            for chain_hash, is_gone in zip(branch, pool.evict_idle(branch), strict=True):
-                if not is_gone:
+            branch = self._branch(leaf, count - evicted, spare)
+            for chain_hash, is_evicted in zip(branch, pool.evict_idle(branch), strict=True):
+                if not is_evicted:
                     break
                 self._remove(chain_hash)
-                gone += 1
-            if gone == count:
+                evicted += 1
+            if evicted == count:
                 break
-        return gone
+        return evicted
 
     def _branch(self, leaf: ChainHash, count: int, spare: Collection[ChainHash]) -> list[ChainHash]:
         """The leaf and its ancestors, up to where another branch begins."""
@@ -344,7 +344,7 @@ class SeenRequests:
         claim, causes = self._take(end)
         if end.request:
             names = claim.hashes if claim is not None else end.names[: end.num_prompt]
-            self.recent.note(end.client, end.request, names)
+            self.recent.record(end.client, end.request, names)
         if self._log is not None:
             self._log.write(self._logged(end, claim, causes))
 

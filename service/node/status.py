@@ -50,7 +50,7 @@ class TenantUse(NamedTuple):
 
 class PrefixUse(NamedTuple):
     head: ChainHash  # the first of these
-    root: ChainHash | None  # whose they are
+    root: ChainHash | None  # the tenant's
     num_shared: int  # leading blocks that all chains share
     num_branches: int  # branches after these
     num_blocks: int  # all blocks below `head`, with it
@@ -263,7 +263,7 @@ def peers_series(daemon: Daemon, namespaces: Sequence[Namespace]) -> Iterator[Me
         for stats in peer_stats.values():
             total.update(stats)
         yield counter("kvtier_peer_failures", "Failures of other nodes to lend, by reason", _failures(total), "reason")
-        text = "Batches asked of a node because its KV events name their blocks; wrong: one was not there"
+        text = "Batches requested from a node because its KV events name their blocks; wrong: one was not there"
         yield counter("kvtier_peer_hints", text, {way: total[f"hints_{way}"] for way in ("right", "wrong")}, "result")
         yield counter("kvtier_peer_questions", "Questions to other nodes which blocks they hold", total["questions"])
         for name, what, text in (
@@ -428,7 +428,7 @@ def _own(
     yield gauge("kvtier_uptime_seconds", "Since the daemon started", time.monotonic() - daemon.started)
     yield gauge("kvtier_clients", "Clients connected", sum(client.connected for client in clients))
     dead = sum(not client.connected for client in clients)
-    yield gauge("kvtier_dead_clients", "Clients gone whose processes may still copy", dead)
+    yield gauge("kvtier_dead_clients", "Dead clients whose processes may still copy", dead)
     yield gauge("kvtier_budget_bytes", "Host memory there is for all models", daemon.config.host.size)
     yield wanting(each.part for each in wanting_parts(daemon, namespaces))
     sizes = {namespace.name: namespace.size for namespace in namespaces}
@@ -447,7 +447,7 @@ def _possible(namespaces: list[Namespace], watch: OptimumWatch | None) -> Iterat
     """Shares of blocks found in the last hour, and found by the best policy. For models whose lookups are kept."""
     looks = {each.name: watch.of(each.fingerprint) for each in namespaces if watch is not None}
     seen = {model: look for model, look in looks.items() if look is not None and look.asked}
-    text = "Of the blocks asked for in the last hour, the share that the best possible policy would have found"
+    text = "Of the blocks looked up in the last hour, the share that the best possible policy would have found"
     yield gauge("kvtier_optimum_share", text, {m: each.optimum / each.asked for m, each in seen.items()}, "fingerprint")
     text = "Of the same blocks, the share that was found"
     yield gauge("kvtier_found_share", text, {m: each.found / each.asked for m, each in seen.items()}, "fingerprint")

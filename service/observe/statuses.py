@@ -136,7 +136,7 @@ class SavedFigures(StatusPart):
     tokens: int  # loaded instead of computed
     untimed_tokens: int  # of these, without a known rate
     prefill_s: float  # seconds of prefill that the others would have taken
-    load_s: float  # seconds that lower tiers took to bring blocks; net of these is what was saved
+    load_s: float  # seconds of loading from lower tiers, to subtract from the saving
     tokens_per_s: float | None  # of prefill now
     assumed: bool  # by [service] prefill_rate: no engine has reported a measured rate
 

@@ -174,7 +174,7 @@ def router_lines(status: statuses.RouterStatus) -> Iterable[str]:
         yield _DECISION.format(at, decision.prompt_blocks, decision.chosen or "none", decision.reason, scores)
 
 
-# --- what changed between two looks ----------------------------------------------------------------------------------
+# --- changes between two looks ---------------------------------------------------------------------------------------
 
 _HEADER_EVERY: Final = 20  # lines, and rows of a table
 

@@ -586,8 +586,8 @@ class ChatBody(ChatPrompt, Sampling):
 
     @property
     def hint(self) -> Hint | None:
-        if said := (None if self.kvtier is None else self.kvtier.hint) or self.kv_hints:
-            return said
+        if hint := (None if self.kvtier is None else self.kvtier.hint) or self.kv_hints:
+            return hint
         tools: list[Any] = self.tools or []
         is_marked = self.cache_control or any(message.is_marked for message in self.messages)
         return Hint.GOES_ON if is_marked or any(is_cache_mark(tool.get("cache_control")) for tool in tools) else None

@@ -122,8 +122,8 @@ class LlamaReader:
         begun = self._held.lstrip()
         if not begun or begun.startswith("{") or LLAMA_MARK.startswith(begun[: len(LLAMA_MARK)]):
             return AnswerPart()
-        self._is_text, told, self._held = True, self._held, ""
-        return AnswerPart(told)
+        self._is_text, text, self._held = True, self._held, ""
+        return AnswerPart(text)
 
     def end(self) -> AnswerPart:
         whole, self._held = self._held, ""
@@ -201,7 +201,7 @@ def _no_json(name: str) -> None:
 
 # --- single tokens as texts ------------------------------------------------------------------------------------------
 
-_UNKNOWN: Final = "\ufffd"  # what decoding makes of bytes that are no character
+_UNKNOWN: Final = "\ufffd"  # decoded from bytes that are no character
 _BYTE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte by its number, in vocabularies of SentencePiece
 _MOST: Final = 1 << 16  # tokens that are remembered
 
@@ -353,9 +353,9 @@ class Prompts:
 
     def _keeps_reasoning(self, marks: tuple[str, str], turns: Sequence[Turn]) -> bool:
         """Whether the template may write the reasoning of an answer sent back before these turns."""
-        said: Turn = {"role": "assistant", "content": f"{marks[0]}\n{_THOUGHT}\n{marks[1]}\n\n4", **turns[0]}
+        answer: Turn = {"role": "assistant", "content": f"{marks[0]}\n{_THOUGHT}\n{marks[1]}\n\n4", **turns[0]}
         try:
-            pieces = self._pieces(Chat([{"role": "user", "content": "2+2"}, said, *turns[1:]]))
+            pieces = self._pieces(Chat([{"role": "user", "content": "2+2"}, answer, *turns[1:]]))
         except OpenAIError:
             return True
         return any(_THOUGHT in piece.text for piece in pieces)
@@ -435,7 +435,7 @@ class Detokenizer:
         certain = text.rstrip(_UNKNOWN)  # the next token may complete the character
         is_rubbish = certain != text and len(self._ids) - self._num_context > _RUBBISH
         if is_rubbish:
-            certain = text[:-1]  # bytes that are not a character by now never will be, except perhaps the last
+            certain = text[:-1]  # bytes that are not a character yet never will be, except perhaps the last
         piece = certain[self._num_returned :]
         self._num_returned = max(self._num_returned, len(certain))
         if is_rubbish or (piece and certain == text):  # keep the context short

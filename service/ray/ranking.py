@@ -14,7 +14,7 @@ from kvtier.service.router import Candidate, Headers, Held, Publishers, ReplicaP
 from kvtier.tiers import KVTierError
 from kvtier.tiers.config import MAX_BLOCKS
 
-# --- what ingress and replica exchange -------------------------------------------------------------------------------
+# --- between ingress and replica -------------------------------------------------------------------------------------
 
 METADATA: Final = "kvtier"  # the key of a replica's metadata for routers
 

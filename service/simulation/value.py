@@ -413,6 +413,6 @@ def charts_of_runs(values: Sequence[RunValue]) -> list[Chart]:
     sizes = sorted({each.memory_bytes / _GIB for each in values})
     times.append(Line("without", sizes, [1000 * values[0].mean_ttft_without] * len(sizes), is_dashed=True))
     return [
-        Chart("Blocks that were found", "memory, GiB", "% of blocks asked for", hits, log_x=True),
+        Chart("Blocks that were found", "memory, GiB", "% of blocks looked up", hits, log_x=True),
         Chart("Time to the first token", "memory, GiB", "mean TTFT, ms", times, log_x=True),
     ]

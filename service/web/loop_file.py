@@ -29,7 +29,7 @@ class LoopFile:
 
     @classmethod
     async def create(cls, path: Path) -> "LoopFile":
-        """Create a file that only its owner can read: it holds what users said. Raises ConfigError if it exists."""
+        """Create a file that only its owner can read: it holds users' texts. Raises ConfigError if it exists."""
         pool = ThreadPoolExecutor(1, "kvtier-create")
         made = pool.submit(_make, path)
         pool.shutdown(wait=False)

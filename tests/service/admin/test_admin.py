@@ -173,7 +173,7 @@ def test_pins_by_command(daemon: DaemonProcess, tiers: RemoteTiers, home: Path) 
     assert [(pin["pin"], pin["blocks"], pin["model"]) for pin in listed] == [(1, 4, MODEL), (2, 2, MODEL)]
     assert "seconds left" in says(daemon, "pin")
     for number in ("1", "2"):
-        assert says(daemon, "unpin", number) == f"pin {number} is gone\n"
+        assert says(daemon, "unpin", number) == f"pin {number} is removed\n"
     assert json.loads(says(daemon, "pin", "--json")) == {"pins": []}
 
 
@@ -281,7 +281,7 @@ def test_an_archive_in_the_clear_is_not_for_a_daemon_with_a_key(home: Path, disk
     refused = kvtier("import", str(file), "--http", daemon.http)
     assert refused.returncode == 2
     assert (
-        "not encrypted, and [file] key_file is set: anybody may have made it; import it by --unsealed" in refused.stderr
+        "not encrypted, and [file] key_file is set: its origin is unknown; import it by --unsealed" in refused.stderr
     )
     assert load(tiers, chain) == 0
     says(daemon, "import", str(file), "--unsealed")
@@ -427,9 +427,9 @@ def test_a_row_is_what_changed() -> None:
         (["pin", "--blocks", "-", "--tokenizer", "/m"], '--tokenizer "/m": it cuts --text, which is not given; '),
         (["purge", "--all", "--cache-salt", "bob"], '--cache-salt "bob": it belongs to a prompt; '),
         (["purge", "--model", "ab", "--cache-salt", "bob"], '--cache-salt "bob": it belongs to a prompt; '),
-        (["purge", "--all", "--blocks", "-"], "purge --all: it forgets all there is; leave it out, or --blocks, "),
-        (["purge", "--all", "--text", "-"], "purge --all: it forgets all there is; leave it out, or --blocks, "),
-        (["purge", "--all", "--model", "ab"], "purge --all: it forgets all there is; leave it out, or --blocks, "),
+        (["purge", "--all", "--blocks", "-"], "purge --all: it removes every block; leave it out, or --blocks, "),
+        (["purge", "--all", "--text", "-"], "purge --all: it removes every block; leave it out, or --blocks, "),
+        (["purge", "--all", "--model", "ab"], "purge --all: it removes every block; leave it out, or --blocks, "),
         (["export", "/f", "--tokenizer", "/m"], '--tokenizer "/m": it cuts --text, which is not given; '),
         (["purge", "--text", "-", "--blocks", "-"], '--text "-": --blocks names the prompt, too; give one of them'),
         (["status", "--url", "localhost:1"], '--url "localhost:1": not a URL; write it as in http://127.0.0.1:8000'),
