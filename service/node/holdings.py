@@ -27,7 +27,7 @@ _TENANTS: Final = 16  # accounts of one client; tenants beyond share one by thei
 class Buffers(Generic[Who]):
     """The bytes that each client keeps the daemon from freeing. Lives on the loop's thread.
 
-    Past `limit`, `cut` disconnects the client with most, until the rest fits; of equals the least recently recorded one.
+    Past `limit`, `cut` disconnects the client with most, until the rest fits; of equals the least recently recorded.
     So a client within its equal share of the limit is never cut off, whatever the others do, and none waits.
     """
 

@@ -269,7 +269,7 @@ def peers_series(daemon: Daemon, namespaces: Sequence[Namespace]) -> Iterator[Me
         for name, what, text in (
             ("answering", "answering", "Other nodes that answer"),
             ("sure", "sure", "Of these, nodes whose KV events are complete"),
-            ("peer_stats_blocks", "peer_stats", "Blocks of theirs known by events"),
+            ("told_blocks", "told", "Blocks of theirs known by events"),
         ):
             yield gauge(f"kvtier_peers_{name}", text, {m: each[what] for m, each in peer_stats.items()}, "fingerprint")
     if (peer_server := daemon.peer_server) is not None:
