@@ -305,7 +305,6 @@ def trace(
 
 
 def _server_of(context: CommandContext, url: str | None) -> "HttpClient":
-    """The server that --url names, else the daemon."""
     if url is None:
         return context.client
     if not url.startswith(("http://", "https://")):

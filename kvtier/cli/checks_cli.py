@@ -88,7 +88,6 @@ def verify(
 
 
 def _verify_all(slabs: Sequence[Path], repair: bool, key: bytes | None = None) -> "list[Verdict]":
-    """One slab after the other, with a bar on a terminal."""
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

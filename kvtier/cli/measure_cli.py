@@ -305,7 +305,6 @@ def simulate(
 
 
 def _assumed(rates: "simulation.LoadRates", token_bytes: int, measured: Path | None) -> list[str]:
-    """The assumptions of the figures, beside the trace."""
     size = configuration.show_size
     loads = f"{size(rates.l2, 1000)}/s from L2, {size(rates.file, 1000)}/s from file, {size(rates.redis, 1000)}/s"
     return [

@@ -48,9 +48,7 @@ def restart_service(cluster: Cluster, name: str, report: Print, stopping: Event)
             raise
 
 
-def restart_ended(
-    cluster: Cluster, started: "list[subprocess.Popen[bytes]]", now: Callable[[], float] = time.time
-) -> bool:
+def revive(cluster: Cluster, started: "list[subprocess.Popen[bytes]]", now: Callable[[], float] = time.time) -> bool:
     """Restart services that ended by themselves and whose wait is over. False: no cluster. StoreLocked."""
     record = cluster.read()
     if not any(_needs_a_look(member, now()) for member in record.members.values()):
@@ -118,7 +116,7 @@ def keep(state: Path) -> None:
         time.sleep(_LOOK)
         started = [process for process in started if process.poll() is None]  # else ended ones stay as zombies
         try:
-            if not restart_ended(cluster, started):
+            if not revive(cluster, started):
                 return
         except StoreLocked:  # a verb is changing the cluster
             continue

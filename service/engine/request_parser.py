@@ -338,9 +338,7 @@ def completion_of(served: Served, kind: type[AnyBody], data: bytes, deadline: fl
     inputs = [
         SequenceInput(
             prompt,
-            options
-            if options.seed is None
-            else replace(options, seed=(options.seed + choice) % _SEEDS),  # of each choice
+            options if options.seed is None else replace(options, seed=(options.seed + choice) % _SEEDS),
             some,
             repair,
         )

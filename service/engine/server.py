@@ -75,8 +75,8 @@ def _explained(engine: Engine, prompt: NamedPrompt) -> Json:
     hierarchy = tiers if isinstance(tiers, Hierarchy) else None
     names = list(chain.hashes)
     where = None if tiers is None else tiers.locate(names, _LOCATE)  # looks up shared tiers
-    wanted_chain = explain.PromptChain(names, chain.root, chain.block_size, prompt.token_ids)
-    answer = explain.explain_chain(fingerprint.hex()[:16], wanted_chain, hierarchy, engine.pool)
+    wanted = explain.PromptChain(names, chain.root, chain.block_size, prompt.token_ids)
+    answer = explain.explain_chain(fingerprint.hex()[:16], wanted, hierarchy, engine.pool)
     if where is not None and hierarchy is None:
         _add_below(answer, dict(where.by_tier))
         answer["unreachable"] = [] if tiers is None else [*tiers.wanting]
@@ -87,9 +87,7 @@ def _explained(engine: Engine, prompt: NamedPrompt) -> Json:
             return max(engine.pool.lookup(some), 0 if hierarchy is None else hierarchy.lookup(some).loadable)
 
         roots = [(unsalted, explain.tenant_name(unsalted, unsalted))]
-        answer["tenants"] = explain.held_by_tenants(
-            wanted_chain, roots, held, answer["held"], engine.config.hash_scheme
-        )
+        answer["tenants"] = explain.held_by_tenants(wanted, roots, held, answer["held"], engine.config.hash_scheme)
     return answer
 
 
@@ -263,7 +261,6 @@ def make_app(served: Served) -> Starlette:
         return JSONResponse(entry())
 
     async def read(request: Request, wanted: Callable[[bytes, float], T]) -> T:
-        """What `wanted` parses from the body, given the deadline."""
         guard.admit(request)
         began = asyncio.get_running_loop().time()
         data = await read_body(request, MAX_BODY)

@@ -77,8 +77,6 @@ class Session:
     def holds_slots(self) -> bool:
         return self.counts.leases > 0 or self.counts.reservations > 0
 
-    # called by the daemon
-
     def welcome(self) -> None:
         if self._socket is None or self.namespace is None:
             return
@@ -455,8 +453,6 @@ class Daemon:
             self.peer_server.check()
         for namespace in self.models:
             namespace.hierarchy.check(in_use=namespace.in_use)
-
-    # for sessions
 
     def admit(self, session: Session, hello: Hello) -> None:
         try:

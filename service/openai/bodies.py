@@ -60,7 +60,6 @@ def by_kind(field: str, message: str, kind: Callable[[Any], str | None] = kind_o
 
 @cache
 def _known(body_type: type[BaseModel]) -> frozenset[str]:
-    """The field names, as clients send them."""
     return frozenset(field.alias or name for name, field in body_type.model_fields.items())
 
 

@@ -30,7 +30,7 @@ class Optimum:
         self.num_asked = int(num_needed.sum())  # blocks
         request = np.repeat(np.arange(self.num_requests), lengths)
         place = np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        needed = _next_needed(flat, request, place < num_needed[request])
+        needed = _next_use(flat, request, place < num_needed[request])
         self._runs = _runs_of(request, needed)
 
     def hits(self, capacity: int) -> NDArray[np.int64]:
@@ -68,9 +68,7 @@ class Optimum:
         return float(self.hits(capacity).sum()) / self.num_asked if self.num_asked else 0.0
 
 
-def _next_needed(
-    blocks: NDArray[np.int64], request: NDArray[np.int64], is_needed: NDArray[np.bool_]
-) -> NDArray[np.int64]:
+def _next_use(blocks: NDArray[np.int64], request: NDArray[np.int64], is_needed: NDArray[np.bool_]) -> NDArray[np.int64]:
     """For each block of each request the next request that needs it; _NEVER if none does.
 
     A block that an answer stores again before it is needed need not be kept until then: _NEVER, too.

@@ -59,7 +59,6 @@ class Guard:
 
 
 async def disconnected(receive: Receive) -> None:
-    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -80,9 +80,7 @@ def read_token(file: Path) -> tuple[str, SecretStr]:
         with open(descriptor, "rb") as opened:
             about = os.fstat(opened.fileno())
             if about.st_uid not in (os.geteuid(), 0) or about.st_mode & 0o077:
-                raise ConfigError(
-                    f"\"{file}\": another user's or readable by others, so it is no daemon's; give --token"
-                )
+                raise ConfigError(f"\"{file}\": another user's, or readable by others: no daemon's token; give --token")
             content = json.loads(opened.read(_MOST))
             return str(content["http"]), SecretStr(str(content["token"]))
     except OSError as error:

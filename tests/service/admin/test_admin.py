@@ -280,9 +280,7 @@ def test_an_archive_in_the_clear_is_not_for_a_daemon_with_a_key(home: Path, disk
     assert load(tiers, chain) == 0
     refused = kvtier("import", str(file), "--http", daemon.http)
     assert refused.returncode == 2
-    assert (
-        "not encrypted, and [file] key_file is set: its origin is unknown; import it by --unsealed" in refused.stderr
-    )
+    assert "not encrypted, and [file] key_file is set: its origin is unknown; import it by --unsealed" in refused.stderr
     assert load(tiers, chain) == 0
     says(daemon, "import", str(file), "--unsealed")
     assert load(tiers, chain) == 6
