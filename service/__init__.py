@@ -1,4 +1,4 @@
-"""The same tiers behind a socket: a daemon that owns a node's host memory and slab, and looks after them by HTTP."""
+"""The same tiers behind a socket: a daemon that owns a node's host memory and slab, and its HTTP pages."""
 
 import lazy_loader
 

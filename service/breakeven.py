@@ -1,4 +1,4 @@
-"""What loading is worth beside computing, by length and tier; charts and tables as a PNG or as one HTML page."""
+"""Loading against computing a prompt, by length and tier; and charts and tables as a PNG or an HTML page."""
 
 import html
 import io
@@ -24,7 +24,7 @@ class Line(NamedTuple):
     label: str
     xs: Sequence[float]
     ys: Sequence[float]
-    is_dashed: bool = False  # what others are held against
+    is_dashed: bool = False  # the line that others are compared with
 
 
 class Chart(NamedTuple):
@@ -51,12 +51,12 @@ def draw(title: str, tables: Sequence[Table], charts: Sequence[Chart], png: Path
 
 
 def save_png(path: Path, charts: Sequence[Chart]) -> None:
-    """All charts below each other as one picture. KVTierError without matplotlib, or if the file cannot be written."""
+    """All charts below each other in one picture. KVTierError without matplotlib, or if the file cannot be written."""
     _write(path, _drawn(charts, "png"))
 
 
 def html_page(path: Path, title: str, tables: Sequence[Table], charts: Sequence[Chart]) -> None:
-    """One page with everything in it: no script, nothing from elsewhere. Errors as `save_png`."""
+    """One page that contains everything: no script, no external files. Errors as `save_png`."""
     parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"]
     parts.append(f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1>")
     parts += map(_table, tables)
@@ -94,7 +94,7 @@ def _drawn(charts: Sequence[Chart], form: str) -> bytes:
         pane.grid(visible=True, alpha=0.3)
     written = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Creating legend")  # said where the machine is busy; it is done then
+        warnings.filterwarnings("ignore", message="Creating legend")  # warns if the machine is slow
         figure.savefig(written, format=form, dpi=120)
     return written.getvalue()
 
@@ -106,10 +106,10 @@ def _write(path: Path, data: bytes) -> None:
         raise KVTierError(f"{path}: {error.strerror}; choose another file") from None
 
 
-# --- what loading is worth -------------------------------------------------------------------------------------------
+# --- loading against computing ---------------------------------------------------------------------------------------
 
 FORM: Final = 1  # of the JSON: `kvtier_worth`
-_PROMPTS: Final = 1000  # that money is told for
+_PROMPTS: Final = 1000  # that prices are given for
 _HOUR: Final = 3600.0  # seconds
 _MOST_SECONDS: Final = 1e9  # to a first token
 _MOST_PRICE: Final = 1e12
@@ -133,7 +133,7 @@ class Breakeven:
             raise ConfigError(f"--gpu-hour {self.gpu_hour:g}: use a price above 0 and below {_MOST_PRICE:g}")
 
     def wins_from(self, tier: str) -> int | None:
-        """The fewest tokens from which on loading is faster (straight lines between lengths); None: never."""
+        """The fewest tokens from which loading is faster (linear between lengths); None: never."""
         loaded = self.by_tier[tier]
         lengths = sorted(loaded)
         gains = [self.compute[length] - loaded[length] for length in lengths]
@@ -160,7 +160,7 @@ class Breakeven:
             "bytes_per_token": self.bytes_per_token,
             "gpu_hour": self.gpu_hour,
             "prefill_tokens_per_second": longest / self.compute[longest],
-            # of a request's load, its first token's compute included; the names that `kvtier simulate --from` reads
+            # rates of whole loads, with the first token's compute; `kvtier simulate --from` reads these names
             **{f"{tier}_bytes_per_second": rate for tier, rate in rates.items()},
             "wins_from_tokens": {tier: self.wins_from(tier) for tier in self.by_tier},
             "times": [
@@ -180,15 +180,15 @@ class Breakeven:
 
     @property
     def verdict(self) -> str:
-        said = []
+        parts = []
         for tier, times in self.by_tier.items():
             what = "it did not have the prompts; give it more room"
             if times:
                 least = self.wins_from(tier)
                 what = f"computing is faster up to {max(times)} tokens"
                 what = what if least is None else f"loading wins from {least} tokens on"
-            said.append(f"{tier}: {what}")
-        return "; ".join(said)
+            parts.append(f"{tier}: {what}")
+        return "; ".join(parts)
 
     @property
     def charts(self) -> list[Chart]:
@@ -210,32 +210,32 @@ class Breakeven:
 
 
 def measured_by(path: Path) -> dict[str, Any]:
-    """What `kvtier worth --json` printed, not looked at any further. ConfigError if the file is none of its."""
+    """The output of `kvtier worth --json`, not checked any further. ConfigError if the file is not its output."""
     try:
-        told: Any = json.loads(path.read_text())
+        measured: Any = json.loads(path.read_text())
     except OSError as error:
         raise _not_ours(path, f"{error.strerror}") from None
     except (ValueError, RecursionError):
         raise _not_ours(path, "not JSON") from None
-    if not isinstance(told, dict) or told.get("kvtier_worth") != FORM:
+    if not isinstance(measured, dict) or measured.get("kvtier_worth") != FORM:
         raise _not_ours(path, f'no "kvtier_worth": {FORM} there')
-    return told
+    return measured
 
 
 def breakeven_from(path: Path, gpu_hour: float | None) -> Breakeven:
-    """What `kvtier worth --json` measured, at this price, or at its own. ConfigError if the file is none of its."""
-    told = measured_by(path)
+    """What `kvtier worth --json` measured, at this price or its own. ConfigError if the file is not its output."""
+    measured = measured_by(path)
     try:
-        times = {int(each["tokens"]): each for each in told["times"]}
+        times = {int(each["tokens"]): each for each in measured["times"]}
         compute = {length: float(each["compute"]) for length, each in times.items()}
         by_tier = {
             str(tier): {length: float(each[tier]) for length, each in times.items() if tier in each}
-            for tier in told["wins_from_tokens"]
+            for tier in measured["wins_from_tokens"]
         }
-        price = told.get("gpu_hour") if gpu_hour is None else gpu_hour
+        price = measured.get("gpu_hour") if gpu_hour is None else gpu_hour
         price = None if price is None else float(price)
         found = Breakeven(
-            str(told["model"]), str(told["device"]), float(told["bytes_per_token"]), compute, by_tier, price
+            str(measured["model"]), str(measured["device"]), float(measured["bytes_per_token"]), compute, by_tier, price
         )
     except KeyError as error:
         raise _not_ours(path, f"{error.args[0]}: missing") from None

@@ -1,4 +1,4 @@
-"""What every verb and every process shares: exit statuses, log lines, JSON from outside, and who of too many goes."""
+"""Shared by all verbs and processes: exit statuses, log lines, JSON from outside, and which client is dropped."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ LogFormat = Literal["text", "json"]
 REQUEST_ID: Final = b"x-request-id"  # the header, coming in and going out
 _ID: Final = re.compile(r"[\w.:@/+=-]{1,128}", re.ASCII)
 _under_way: ContextVar[str | None] = ContextVar("request under way", default=None)
-_BREAKS: Final = str.maketrans({"\n": "\\n", "\r": "\\r"})  # a line is a record, whatever a client named
+_BREAKS: Final = str.maketrans({"\n": "\\n", "\r": "\\r"})  # a record is one line, whatever a client sends
 
 
 def request_id() -> str | None:
@@ -35,7 +35,7 @@ def request_id() -> str | None:
 
 
 def begin_request(given: str | None) -> str:
-    """Enter a request, for the rest of this task. Its id is the client's, if that is one, else a new one."""
+    """Enter a request, for the rest of this task. Its id is the client's, if valid, else a new one."""
     named = given if given is not None and _ID.fullmatch(given) else secrets.token_hex(8)
     _under_way.set(named)
     return named
@@ -61,7 +61,7 @@ class TextLine(logging.Formatter):
 
 
 class JsonLine(logging.Formatter):
-    """One object: `time` (UTC, ISO 8601), `level`, `logger`, `message`; if there are, `request_id` and `traceback`."""
+    """One object: `time` (UTC, ISO 8601), `level`, `logger`, `message`, and `request_id` and `traceback` if any."""
 
     default_time_format = "%Y-%m-%dT%H:%M:%S"
     default_msec_format = "%s.%03dZ"
@@ -71,24 +71,24 @@ class JsonLine(logging.Formatter):
         self.converter = time.gmtime
 
     def format(self, record: logging.LogRecord) -> str:
-        told = {
+        fields = {
             "time": self.formatTime(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
         if (named := request_id()) is not None:
-            told["request_id"] = named
+            fields["request_id"] = named
         if record.exc_info:
-            told["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(told)
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
 
 
 def log_to_stderr(level: LogLevel, form: LogFormat) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLine() if form == "json" else TextLine())
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    logging.captureWarnings(True)  # Python's own would be lines of no form
+    logging.captureWarnings(True)  # else Python's own would be plain lines
 
 
 # --- JSON from outside -----------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ Json = dict[str, Any]  # a JSON object, whatever it holds
 
 
 def writable(text: str) -> str:
-    """The text. ValueError if UTF-8 cannot write it, like a lone surrogate from JSON's escapes."""
+    """The text. ValueError if UTF-8 cannot write it, as with a lone surrogate from JSON's escapes."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -112,19 +112,19 @@ def writable(text: str) -> str:
 
 
 def harmless(text: str) -> str:
-    """The text for a terminal: what one would obey, or could not write, as Python's escapes. Lines and tabs stay."""
+    """The text for a terminal: control characters and unwritable ones become Python's escapes. Lines and tabs stay."""
     return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def shown(value: object) -> str:
-    """A value as JSON, whatever it is: one line of ASCII, 60 characters at most."""
-    pieces = json.JSONEncoder(default=str).iterencode(value)  # of a long list, no more than is shown
+    """A value as JSON: one line of ASCII, 60 characters at most."""
+    pieces = json.JSONEncoder(default=str).iterencode(value)  # encodes no more of a long list than is shown
     text = "".join(itertools.islice(pieces, 61))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def object_in(data: bytes) -> Json:
-    """The JSON object in a request's body. ValueError says in one line what is there instead."""
+    """The JSON object in a request's body. The ValueError says in one line what is wrong."""
     if _num_inside(data) > _MOST_INSIDE and (num := _num_inside(_TEXTS.sub(b"", data))) > _MOST_INSIDE:
         raise ValueError(f"body: {num} lists and objects; at most {_MOST_INSIDE} are taken, so send fewer")
     try:
@@ -137,12 +137,12 @@ def object_in(data: bytes) -> Json:
 
 
 def _num_inside(data: bytes) -> int:
-    """Lists and objects that JSON has, and brackets in its texts."""
+    """The number of lists and objects in the JSON, and of brackets in its texts."""
     return data.count(b"[") + data.count(b"{")
 
 
 def first_error(error: "ValidationError") -> tuple[str, str, str, object]:
-    """Of the first wrong field: name in ASCII without a union's tags (=…), what is wrong, its kind, and the value."""
+    """The first wrong field: its name in ASCII without a union's tags (=…), the error, its kind, and the value."""
     first = error.errors(include_url=False)[0]
     name = ".".join(str(part) for i, part in enumerate(first["loc"]) if not i or not str(part).startswith("="))
     why = str(first["ctx"]["error"]) if first["type"] == "value_error" else flat(first["msg"])
@@ -153,7 +153,7 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
-# --- who gives way ---------------------------------------------------------------------------------------------------
+# --- which client is dropped -----------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -183,7 +183,7 @@ class Crowd(Generic[T]):
                 del self._by_address[address]
 
     def surplus(self) -> T | None:
-        """Who gives way if there are too many; it waits no more."""
+        """The connection to drop if there are too many; it is removed from the crowd."""
         if len(self) <= self._most:
             return None
         most = max(self._by_address, key=lambda address: len(self._by_address[address]))

@@ -1,4 +1,4 @@
-"""ModelSize: bytes of a model's tokens and blocks, and what given rooms in each tier hold of them."""
+"""ModelSize: bytes of a model's tokens and blocks, and how many fit into given rooms of each tier."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ from kvtier.tiers.shared import ClearForm
 
 FORM: Final = 1  # of the JSON: `kvtier_size`
 _GIB: Final = 1 << 30
-_NOBODY: Final = bytes(32)
+_NO_NAME: Final = bytes(32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ModelSize:
     layers: int  # that keep something for each token
     block_size: int  # tokens
     bytes_per_token: int
-    block_bytes: int  # of a slot; of a piece of a state, if no layer keeps anything for each token
+    block_bytes: int  # of a slot; of a piece of a state, if no layer keeps KV for each token
     state_bytes: int  # recurrent states behind one token; 0: none
     tensor_parallel: int
     gpu_bytes_per_token: int  # on each GPU
@@ -105,14 +105,14 @@ def _room(tier: str, num_bytes: int, form: CacheForm, slots: int) -> TierRoom:
     elif tier == "file":
         blocks = BareSlab(num_bytes, form.block_bytes, form.block_size).num_slots
     else:
-        head = ClearForm(_NOBODY, form.block_bytes, form.block_size).head_bytes
+        head = ClearForm(_NO_NAME, form.block_bytes, form.block_size).head_bytes
         blocks = num_bytes // (head + form.block_bytes)
     tokens = blocks * form.block_size if form.layers else 0
     return TierRoom(tier, num_bytes, blocks, tokens, tokens * _GIB // num_bytes, blocks // slots)
 
 
 def _of_each_gpu(form: CacheForm, num_gpus: int) -> int:
-    """Bytes a token on each: heads are divided, and copied where there are fewer; a latent is on all."""
+    """Bytes a token on each: heads are divided, and copied if they are fewer; a latent is on all."""
     elements = 0
     for plane in (plane for layer in form.layers for plane in layer):
         heads = plane.num_heads

@@ -18,7 +18,7 @@ def main() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """`app`, the commands as typer has them, once somebody asks for it."""
+    """`app`, typer's commands, imported at its first use."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvtier.cli.program import app

@@ -53,7 +53,7 @@ UrlOption = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class CommandContext:
-    """What every command here has: the daemon, and how to print."""
+    """What every command here gets: the daemon, and how to print."""
 
     client: "HttpClient"
     as_json: bool
@@ -64,7 +64,7 @@ class CommandContext:
 
 
 def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function of a `CommandContext` and options a command that has the daemon's options too."""
+    """Make a function of a `CommandContext` and options a command with the daemon's options."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         def run(**options: Any) -> None:
@@ -94,13 +94,13 @@ def _connected(
     as_json: JsonOption = False,
     socket: Annotated[str | None, typer.Option(metavar="PATH", hidden=True)] = None,
 ) -> Iterator[CommandContext]:
-    """The daemon that the options name. The options are those of every command."""
+    """The daemon that the options name. Every command has these options."""
     from pydantic import SecretStr
 
     from kvtier.service.web import HttpClient, token_at
 
     if socket is not None:
-        raise ConfigError(f'--socket "{socket}": engines attach there; give --http HOST:PORT, where the pages are')
+        raise ConfigError(f'--socket "{socket}": only engines use it; give --http HOST:PORT, where the pages are')
     settings = configuration.Config.load(config).service
     if http is not None:
         host, _, port = http.rpartition(":")
@@ -119,17 +119,17 @@ def _connected(
 
 @command("status")
 def show_status(context: CommandContext, url: UrlOption = None) -> None:
-    told = _asked(context, url).status(*_STATUS_FIELDS)
-    if "replicas" in told:
-        cluster = observe.RouterStatus.parse(told)
+    page = _server_of(context, url).status(*_STATUS_FIELDS)
+    if "replicas" in page:
+        cluster = observe.RouterStatus.parse(page)
         lines, is_well = observe.router_lines(cluster), cluster.num_up == len(cluster.replicas)
-    elif "steps" in told:
-        engine = observe.EngineStatus.parse(told)
+    elif "steps" in page:
+        engine = observe.EngineStatus.parse(page)
         lines, is_well = observe.engine_lines(engine), engine.status == "ok"
     else:
-        daemon = observe.DaemonStatus.parse(told)
+        daemon = observe.DaemonStatus.parse(page)
         lines, is_well = observe.daemon_lines(daemon), daemon.status == "ok"
-    context.show(told, "\n".join(lines))
+    context.show(page, "\n".join(lines))
     if not is_well:
         raise typer.Exit(Exit.DEGRADED)
 
@@ -142,7 +142,7 @@ def show_top(
     url: UrlOption = None,
 ) -> None:
     seconds = parsed("--interval", interval, parse_time)
-    client = _asked(context, url)
+    client = _server_of(context, url)
     observe.watch(lambda: client.status(*_STATUS_FIELDS), seconds, count, as_json=context.as_json)
 
 
@@ -160,7 +160,7 @@ def explain(
     model: ModelOption = None,
 ) -> None:
     if sum(each is not None for each in (blocks, text, request)) != 1:
-        raise ConfigError("explain: say which prompt by one of --blocks FILE, --text FILE and --request ID")
+        raise ConfigError("explain: give the prompt by one of --blocks FILE, --text FILE and --request ID")
     cutter = tokenizer_of(tokenizer)
     if text is not None and url is None:
         require_cutter(text, cutter)
@@ -171,15 +171,15 @@ def explain(
         if blocks is not None and not all(isinstance(token, int) for token in prompt or ()):
             raise ConfigError(f'--blocks "{blocks}": not token ids, which is what --url takes; write a list of numbers')
         body = given(prompt=prompt, request=request, cache_salt=cache_salt, model=model, tokens=cut)
-        answer = _asked(context, url).post("/explain", body, "lines")
+        answer = _server_of(context, url).post("/explain", body, "lines")
         context.show(answer, "\n".join(explanations.ExplainedLines.parse(answer).lines))
         return
-    asked: dict[str, Any] = which_blocks(blocks, None, None, cache_salt, model) | given(tokens=cut, request=request)
-    answer = context.client.post("/admin/explain", asked, "runs", "cause")
-    told = explanations.Explanation.parse(answer).as_json()
+    selection: dict[str, Any] = which_blocks(blocks, None, None, cache_salt, model) | given(tokens=cut, request=request)
+    answer = context.client.post("/admin/explain", selection, "runs", "cause")
+    explanation = explanations.Explanation.parse(answer).as_json()
     decode = None if cutter is None else partial(cutter.decode, skip_special_tokens=False)
     special = () if cutter is None else [at for at, each in cutter.get_added_tokens_decoder().items() if each.special]
-    context.show(answer, "\n".join(explanations.explained(told, decode, asked.get("tokens", ()), special)))
+    context.show(answer, "\n".join(explanations.explained(explanation, decode, selection.get("tokens", ()), special)))
 
 
 @command("pin")
@@ -204,7 +204,7 @@ def pin(
 
 @command("unpin")
 def unpin(context: CommandContext, number: Annotated[int, typer.Argument(metavar="PIN", min=1)]) -> None:
-    context.show(context.client.post("/admin/unpin", {"pin": number}), f"pin {number} is gone")
+    context.show(context.client.post("/admin/unpin", {"pin": number}), f"pin {number} is removed")
 
 
 @command("quota")
@@ -222,7 +222,7 @@ def quota(
     if (size is None) != remove:
         raise ConfigError(f'quota "{cache_salt}": give a size, as in 4GiB, or --remove')
     body: Json = {"cache_salt": cache_salt}
-    what = "has no quota any more"
+    what = "has no quota now"
     if size is not None:
         body["size"] = parsed("SIZE", size, parse_size)
         what = f"may have {format_size(body['size'])} of each model's host memory"
@@ -240,17 +240,17 @@ def purge(
     everything: Annotated[bool, typer.Option("--all", help="All blocks of all models.")] = False,
 ) -> None:
     if everything and not (blocks is text is model is None):
-        raise ConfigError("purge --all: it forgets all there is; leave it out, or --blocks, --text and --model")
+        raise ConfigError("purge --all: it removes every block; leave it out, or --blocks, --text and --model")
     if blocks is not None or text is not None:
         which = which_blocks(blocks, text, tokenizer, cache_salt, model)
         answer = context.client.post("/admin/evict", which, "evicted", "unpinned")
-        gone = ", ".join(f"{count} from {tier}" for tier, count in answer["evicted"].items())
-        context.show(answer, f"evicted {gone}; {answer['unpinned']} pins let go")
+        evicted = ", ".join(f"{count} from {tier}" for tier, count in answer["evicted"].items())
+        context.show(answer, f"evicted {evicted}; {answer['unpinned']} pins removed")
         return
     require_prompt(tokenizer, cache_salt)
     if everything == (model is not None):
         raise ConfigError(
-            "purge: say what is to be forgotten, by --blocks FILE, --text FILE, --model FINGERPRINT or --all"
+            "purge: select what is to be removed, by --blocks FILE, --text FILE, --model FINGERPRINT or --all"
         )
     answer = context.client.post("/admin/reset", {"all": True} if everything else {"model": model}, "reset")
     context.show(answer, f"forgot everything of {', '.join(answer['reset']) or 'no model: none is open'}")
@@ -304,8 +304,7 @@ def trace(
     context.show(last, f"recorded {counts} in {file}")
 
 
-def _asked(context: CommandContext, url: str | None) -> "HttpClient":
-    """Whom --url names, else the daemon."""
+def _server_of(context: CommandContext, url: str | None) -> "HttpClient":
     if url is None:
         return context.client
     if not url.startswith(("http://", "https://")):
@@ -329,14 +328,14 @@ def _transfer(context: CommandContext, path: str, body: Json, done: str) -> None
 
 
 def _steps(client: "HttpClient", path: str, body: Json) -> Iterator[Json]:
-    """The lines of a transfer. KVTierError for one that ended badly, or without an end."""
+    """The lines of a transfer. KVTierError if it fails, or stops before its end."""
     last: Json = {}
     for last in client.lines(path, body):
         if "error" in last:
             raise (ConfigError if last.get("mistake") else KVTierError)(str(last["error"]))
         yield last
     if "done" not in last:
-        raise KVTierError("the daemon hung up before the end; was it stopped?")
+        raise KVTierError("the daemon closed the connection before the end; was it stopped?")
 
 
 def _show_table(context: CommandContext, answer: Json, rows: list[Json], columns: tuple[str, ...]) -> None:
@@ -355,7 +354,7 @@ _MAX_INPUT: Final = 64 << 20  # characters of a file of tokens or of text
 
 
 def require_prompt(tokenizer: Path | None, cache_salt: str | None) -> None:
-    """ConfigError for what says more about a prompt, where none is given."""
+    """ConfigError if one of a prompt's options is given without a prompt."""
     for name, value in (("--tokenizer", tokenizer), ("--cache-salt", cache_salt)):
         if value is not None:
             raise ConfigError(f'{name} "{value}": it belongs to a prompt; give one by --blocks or --text')
@@ -364,7 +363,7 @@ def require_prompt(tokenizer: Path | None, cache_salt: str | None) -> None:
 def which_blocks(
     file: str | None, text: str | None, tokenizer: Path | None, cache_salt: str | None, model: str | None
 ) -> Json:
-    """What a daemon is asked about: a prompt's blocks by their names or by its tokens, of which model and tenant."""
+    """The daemon's selection: a prompt's blocks by names or by tokens, with model and tenant."""
     body = given(model=model, cache_salt=cache_salt)
     if file is not None and text is not None:
         raise ConfigError(f'--text "{text}": --blocks names the prompt, too; give one of them')
@@ -396,7 +395,7 @@ def read(file: str, option: str) -> str:
     try:
         if file == "-":
             text = sys.stdin.read(_MAX_INPUT + 1)
-            text.encode()  # without a locale, bytes that are no text come this far
+            text.encode()  # without a locale, bytes that are not text get here
         else:
             with Path(file).open(encoding="utf-8") as opened:
                 text = opened.read(_MAX_INPUT + 1)

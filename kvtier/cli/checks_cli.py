@@ -41,7 +41,7 @@ def show_config(config: ConfigOption = None, as_json: JsonOption = False) -> Non
     try:
         check_tiers(loaded)
     finally:
-        for each in made:  # on the way, as the others make it: this verb leaves nothing
+        for each in made:  # created on the way, as other verbs do: this verb removes it
             with suppress(OSError):
                 each.rmdir()
     if loaded.router.replicas:
@@ -88,7 +88,6 @@ def verify(
 
 
 def _verify_all(slabs: Sequence[Path], repair: bool, key: bytes | None = None) -> "list[Verdict]":
-    """One slab after the other, with a bar on a terminal."""
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -148,7 +147,7 @@ def _finding_table(findings: Sequence[Finding]) -> "Table":
 
     table = Table("check", "", title="kvtier doctor", title_justify="left")
     for column in ("found", "fix"):
-        table.add_column(column, overflow="fold")  # a command is worth nothing with its end cut off
+        table.add_column(column, overflow="fold")  # a command must be whole
     for finding in findings:
         colour = _COLOUR[finding.status]
         texts = map(escape, (finding.found, finding.fix))

@@ -26,8 +26,8 @@ app = typer.Typer()
 cluster = typer.Typer(cls=VerbGroup, name="cluster", no_args_is_help=True)
 app.add_typer(cluster)
 
-_PROFILES: Final = ("cluster", "observability")  # of which the second is left out where its programs are missing
-_COMPUTE: Final = {"engine", "model"}  # kvtier's verbs that need an extra: said before anything starts
+_PROFILES: Final = ("cluster", "observability")  # the second is left out if its programs are missing
+_COMPUTE: Final = {"engine", "model"}  # kvtier's verbs that need an extra: checked before anything starts
 
 _LONGEST: Final = 107 - len("/events-a/engine-replay")  # bytes: a socket's path has 107
 
@@ -118,13 +118,13 @@ def logs(
 
 @cluster.command("stop")
 def stop(name: NameArgument, state: StateOption = Path("kvtier-cluster")) -> None:
-    """End one service, which stays ended until `up` or `restart`."""
+    """Stop one service until `up` or `restart`."""
     processes.stop_service(processes.Cluster(state), name, lambda line: print(line, file=sys.stderr))
 
 
 @cluster.command("restart")
 def restart(name: NameArgument, state: StateOption = Path("kvtier-cluster")) -> None:
-    """End one service and start it again, and wait until it is ready."""
+    """Stop one service and start it again, and wait until it is ready."""
     stopping = Event()
     on_signal(stopping.set)
     processes.restart_service(processes.Cluster(state), name, lambda line: print(line, file=sys.stderr), stopping)
@@ -135,18 +135,18 @@ def down(
     state: StateOption = Path("kvtier-cluster"),
     purge: Annotated[bool, typer.Option("--purge", help="Remove slabs and a model that was made, too.")] = False,
 ) -> None:
-    """End all of it, in the order opposite to `up`, and remove its state; what was stored is kept."""
+    """Stop all services, in the order opposite to `up`, and remove the cluster's state; stored blocks are kept."""
     was_there = processes.Cluster(state).down(lambda line: print(line, file=sys.stderr), purge=purge)
     print("down" if was_there else f"no cluster in {state}: nothing to do", file=sys.stderr)
 
 
-def _installed(topology: "Topology", is_asked_for: bool, console: "Console") -> "Topology":
-    """What can be started here. Whoever asks for a profile needs all its programs; what only adds to it goes, aloud."""
+def _installed(topology: "Topology", is_required: bool, console: "Console") -> "Topology":
+    """The services that can start here. A requested profile needs all its programs; optional ones are left out."""
     if any(each.argv[0] == "kvtier" and _COMPUTE.intersection(each.argv[1:2]) for each in topology.services.values()):
         require_extra("kvtier cluster up", "engine")
     missing = {name: each for name, each in topology.services.items() if not processes.is_installed(each.argv[0])}
     for name, service in missing.items():
-        if is_asked_for or _PROFILES[0] in service.profiles:
+        if is_required or _PROFILES[0] in service.profiles:
             raise KVTierError(f"{name}: {service.argv[0]} is not installed; install it, or leave its profile out")
         console.print(f"without {name}: {service.argv[0]} is not installed", markup=False)
     return topology.without(list(missing))

@@ -23,7 +23,7 @@ CheckpointOption = Annotated[
 def run_demo(context: typer.Context, model: CheckpointOption = None, as_json: JsonOption = False) -> None:
     if context.invoked_subcommand is not None:
         if model is not None or as_json:
-            raise ConfigError(f"write options behind `{context.invoked_subcommand}`, which they are for")
+            raise ConfigError(f"write options after `{context.invoked_subcommand}`, which they are for")
         return
     require_extra("kvtier demo", "engine")
     from kvtier.engine.demo import DemoOptions, demo  # torch and transformers take seconds to import
@@ -34,7 +34,7 @@ def run_demo(context: typer.Context, model: CheckpointOption = None, as_json: Js
 @demos.command("rag")
 def run_rag_demo(
     model: CheckpointOption = None,
-    questions: Annotated[int, typer.Option(min=1, metavar="N", help="How many the recall model is asked.")] = 200,
+    questions: Annotated[int, typer.Option(min=1, metavar="N", help="Questions to the recall model.")] = 200,
     rule: Annotated[str, typer.Option(metavar="NAME", help="Which reused tokens are computed anew.")] = "deviation",
     share: Annotated[float, typer.Option(metavar="NUMBER", min=0, max=1, help="How many of them.")] = 0.15,
     picture: Annotated[

@@ -60,7 +60,7 @@ def size(
         if text is not None
     }
     rooms = rooms or dict.fromkeys(given, parsed("", _DEFAULT, configuration.parse_room))
-    checkpoints.read_config(model)  # a file that is wrong is told at once: torch takes seconds to import
+    checkpoints.read_config(model)  # report a wrong file at once: torch takes seconds to import
     require_extra("kvtier size", "transformers")
     from kvtier.service import sizing_of
 
@@ -152,12 +152,12 @@ def _measure(
 @app.command("bench")
 def run_bench(
     url: Annotated[str, typer.Argument(metavar="URL", help="An OpenAI server, as in http://127.0.0.1:8000")],
-    compare: Annotated[str | None, typer.Option(metavar="URL", help="Another one: asked the same, by turns.")] = None,
+    compare: Annotated[str | None, typer.Option(metavar="URL", help="Another server, for the same requests.")] = None,
     pattern: Annotated[
         Literal["shared", "turns", "rag", "agents"],
         typer.Option(metavar="shared|turns|rag|agents", help="What prompts have in common."),
     ] = "shared",
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Ask what this trace asked, instead.")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Send this trace's requests instead.")] = None,
     speed: Annotated[float, typer.Option(metavar="NUMBER", help="How fast: 2 is twice as fast as the trace.")] = 1.0,
     requests: Annotated[int, typer.Option(metavar="NUMBER", help="So many in all, of each server.")] = 64,
     concurrency: Annotated[int, typer.Option(metavar="NUMBER", help="Sessions at once.")] = 4,
@@ -171,7 +171,7 @@ def run_bench(
     answer_tokens: Annotated[int, typer.Option(metavar="NUMBER", help="Of each answer, at most.")] = 32,
     turns: Annotated[int, typer.Option(metavar="NUMBER", help="Of a session, with the patterns turns and agents.")] = 4,
     api: Annotated[
-        Literal["chat", "completions"], typer.Option(metavar="chat|completions", help="Which of the two is asked.")
+        Literal["chat", "completions"], typer.Option(metavar="chat|completions", help="Which of the two APIs is used.")
     ] = "chat",
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Its name; else the first that the server has.")
@@ -180,7 +180,7 @@ def run_bench(
         str | None, typer.Option(metavar="TOKEN", envvar="KVTIER_ROUTER__TOKEN", help="The API key.")
     ] = None,
     deadline: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds for each request.")] = 120.0,
-    seed: Annotated[int, typer.Option(metavar="NUMBER", help="Of all that is made up.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="NUMBER", help="Of all generated texts.")] = 0,
     as_json: JsonOption = False,
     png: PngOption = None,
     html: HtmlOption = None,
@@ -211,7 +211,7 @@ def run_bench(
 # --- kvtier simulate -------------------------------------------------------------------------------------------------
 
 _POLICIES: Final = ("tail", "lru", "s3fifo")
-_SWEEP: Final = (64, 16, 8, 4, 2, 1)  # memory as a part of all blocks of the trace, where none is given
+_SWEEP: Final = (64, 16, 8, 4, 2, 1)  # memory as a part of all blocks of the trace, if none is given
 _NONE: Final = "none"
 
 SizesOption = Annotated[
@@ -227,13 +227,13 @@ def simulate(
     memory: SizesOption = None,
     disk: Annotated[str, typer.Option(metavar="SIZES", help="Of the slab; none for no slab.")] = _NONE,
     redis: Annotated[str, typer.Option(metavar="SIZE", help="What Redis has room for; none for no Redis.")] = _NONE,
-    redis_ttl: Annotated[str, typer.Option(metavar="TIME", help="How long Redis keeps a block nobody reads.")] = "24h",
+    redis_ttl: Annotated[str, typer.Option(metavar="TIME", help="How long Redis keeps an unread block.")] = "24h",
     policy: Annotated[str, typer.Option(metavar="NAMES", help="Of tail, lru and s3fifo.")] = "tail,lru",
     admit_after: Annotated[
         int, typer.Option(metavar="NUMBER", min=1, help="Sightings of a block before it is stored.")
     ] = 1,
     block_size: Annotated[
-        int | None, typer.Option(metavar="NUMBER", min=1, help="Tokens of a block, if the trace tells none.")
+        int | None, typer.Option(metavar="NUMBER", min=1, help="Tokens of a block, if the trace has none.")
     ] = None,
     token_bytes: Annotated[
         int, typer.Option(metavar="NUMBER", min=1, max=1 << 30, help="KV of a token; the default is a Llama 3.1 8B's.")
@@ -284,7 +284,7 @@ def simulate(
     optimum = simulation.optimum_of(requests)
     values = [simulation.value_of(run, requests, optimum, block_bytes, rates, gpu_hour) for run in runs]
     assumed = [*requests.assumed, *_assumed(rates, token_bytes, measured)]
-    told: dict[str, Any] = {
+    options_used: dict[str, Any] = {
         "kvtier_simulate": 1,
         "trace": str(trace),
         "requests": len(requests),
@@ -299,20 +299,19 @@ def simulate(
         "rows": [asdict(value) for value in values],
     }
     table = simulation.table_of_runs(values, requests, assumed)
-    show(told, table_of(table), as_json=as_json)
+    show(options_used, table_of(table), as_json=as_json)
     charts = simulation.charts_of_runs(values) if png or html else ()
     draw(f"kvtier simulate {trace.name}", [table], charts, png, html)
 
 
 def _assumed(rates: "simulation.LoadRates", token_bytes: int, measured: Path | None) -> list[str]:
-    """What the figures rest on beside the trace."""
     size = configuration.show_size
     loads = f"{size(rates.l2, 1000)}/s from L2, {size(rates.file, 1000)}/s from file, {size(rates.redis, 1000)}/s"
     return [
         f"rates: {rates.prefill:,.0f} tokens/s of prefill, {loads} from Redis"
         + ("" if measured is None else f", as {measured} says"),
         f"token_bytes: {token_bytes:,} bytes of KV a token",
-        "requests: each is over as soon as it has come, every store succeeds, and one node has them all",
+        "requests: each ends as soon as it arrives, every store succeeds, and one node gets them all",
     ]
 
 
@@ -352,6 +351,6 @@ def _policies(text: str) -> list[str]:
 
 
 def _sizes(option: str, text: str | None) -> list[int]:
-    """Sizes separated by commas, each once; none of them is no size."""
+    """Sizes separated by commas, each once; `none` is no size."""
     given = [] if text is None or text == _NONE else text.split(",")
     return [*dict.fromkeys(parsed(option, part, configuration.parse_room) for part in given)]

@@ -1,7 +1,7 @@
-"""The options that several verbs have, and what verbs print: JSON, a table, a progress bar.
+"""Options that several verbs share, and the output of verbs: JSON, a table, a progress bar.
 
-Files of verbs import what does a verb's work when the verb is called, and rich when there is something to print: their
-help is theirs alone, and cheap.
+A verb's module imports the modules that do its work when the verb is called, and rich when it prints. So its help
+needs nothing else, and is fast.
 """
 
 import json
@@ -27,14 +27,14 @@ V = TypeVar("V")
 
 
 def writable_file(option: typer.CallbackParam, path: Path | None) -> Path | None:
-    """The file that a verb draws to, tried before its work begins. ConfigError if it cannot be written."""
+    """The file that a verb draws to, opened before its work begins. ConfigError if it cannot be written."""
     if path is None:
         return None
     name = option.opts[0]
     require_extra(name, "charts")
     is_new = not os.path.lexists(path)
     try:
-        # What is there stays; a pipe that nobody reads is refused, not waited for.
+        # The file keeps its content; a pipe without a reader is refused, not waited for.
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o666))
         if is_new:
             path.unlink()
@@ -57,7 +57,7 @@ ConfigOption = Annotated[
 HttpOption = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Where it answers; instead of the configured address.")
 ]
-ExactOption = Annotated[bool, typer.Option("--exact", help="The same bits however a prompt was had; half as fast.")]
+ExactOption = Annotated[bool, typer.Option("--exact", help="The same bits, computed or loaded; half as fast.")]
 
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -66,12 +66,12 @@ DEADLINES: Final = (0.1, 86400.0)  # seconds
 
 
 def given(**options: object) -> dict[str, object]:
-    """Those of the options that were given: they override the configuration."""
+    """The options that were given: they override the configuration."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def parsed(option: str, text: str, parse: Callable[[object], V]) -> V:
-    """What an option's text says, a size or a time. ConfigError names the option."""
+    """An option's text, parsed as a size or a time. ConfigError names the option."""
     try:
         return parse(text.strip())
     except ValueError as error:
@@ -79,13 +79,13 @@ def parsed(option: str, text: str, parse: Callable[[object], V]) -> V:
 
 
 def check_figure(option: str, value: float | None, least: float, most: float) -> None:
-    """ConfigError if an option's figure was given and is outside its range, or no number."""
+    """ConfigError if an option's figure is outside its range, or not a number."""
     if value is not None and not least <= value <= most:
         raise ConfigError(f"{option} {value:g}: use a number from {least:g} to {most:g}")
 
 
 def show(value: object, table: "RenderableType", *, as_json: bool) -> None:
-    """Print what a verb found, for programs or for people."""
+    """Print a verb's result, for programs or for people."""
     if as_json:
         print(json.dumps(value))
     else:
@@ -95,7 +95,7 @@ def show(value: object, table: "RenderableType", *, as_json: bool) -> None:
 
 
 def table_of(table: "Table") -> "RenderableType":
-    """What was measured, for a terminal: the first column says what, the others are figures."""
+    """A table of measurements for a terminal: the first column is the label, the others are figures."""
     from rich.markup import escape
     from rich.table import Table as RichTable
 
@@ -113,7 +113,7 @@ def table_of(table: "Table") -> "RenderableType":
 
 
 def progress_bar(*columns: "ProgressColumn") -> "Progress":
-    """A bar on stderr while something runs; none if that is no terminal."""
+    """A bar on stderr while something runs; none if stderr is no terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -122,7 +122,7 @@ def progress_bar(*columns: "ProgressColumn") -> "Progress":
 
 
 def on_signal(stop: Callable[[], None], *, once: bool = False) -> None:
-    """Call `stop` at SIGTERM and at Ctrl-C. `once`: whoever insists ends the process at once."""
+    """Call `stop` at SIGTERM and at Ctrl-C. `once`: a second signal ends the process at once."""
 
     def handle(*_: object) -> None:
         if once:

@@ -1,4 +1,4 @@
-"""The `kvtier` command: its verbs, where each is defined; and errors as one line and an exit status."""
+"""The `kvtier` command: its verbs and their modules, and errors as one line and an exit status."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ class Verb(NamedTuple):
     help: str
 
 
-# Module → verb → help, in the order of `kvtier --help`: here, so that it need not import the modules.
+# Module → verb → help, in the order of `kvtier --help`: kept here, so that help imports no module.
 _MODULES: Final = (
     ("checks_cli", {
         "config": "Show the configuration in force: defaults, then the file, then KVTIER_SECTION__OPTION variables.",
@@ -47,9 +47,9 @@ _MODULES: Final = (
         "top": "Show what a daemon, engine or router does, look after look: a table on a terminal, a line otherwise.",
         "explain": "Say which tier holds a prompt's blocks, why none holds the first that is missing, and what helps.",
         "pin": "Keep the blocks of a prompt in host memory for a time; without blocks, list what is pinned.",
-        "unpin": "Let go of what a pin keeps.",
+        "unpin": "Remove a pin: its blocks may be evicted again.",
         "quota": "Bound what a tenant has of each model's host memory; without a tenant, list the quotas.",
-        "purge": "Forget blocks in every tier: a prompt's, a model's, or all.",
+        "purge": "Remove blocks from every tier: a prompt's, a model's, or all.",
         "export": "Write a model's blocks, or a prompt's, to a file for `kvtier import`; the daemon goes on serving.",
         "import": "Store the blocks of a file that `kvtier export` wrote; each is verified first.",
         "trace": "Record a model's lookups as JSON lines in Mooncake's form.",
@@ -68,13 +68,13 @@ VERBS: Final = {name: Verb(module, text) for module, verbs in _MODULES for name,
 
 
 def load(name: str) -> TyperCommand | TyperGroup:
-    """A verb as its module defines it: imports the module, and all that it needs. KeyError for none of ours."""
+    """Import a verb's module and return the verb. KeyError for an unknown one."""
     module: Any = import_module(f"kvtier.cli.{VERBS[name].module}")
     module.app.rich_markup_mode = None  # plain help, as that of `kvtier`
     verb: TyperCommand | TyperGroup = get_group(module.app).commands[name]  # type: ignore[assignment]
     verb.help = VERBS[name].help
     for each in verb.commands.values() if isinstance(verb, TyperGroup) else ():
-        each.short_help = each.help  # else its first words
+        each.short_help = each.help  # else only its first words
     for each in verb.commands.values() if isinstance(verb, TyperGroup) else (verb,):
         for param in each.params:
             if isinstance(param, TyperArgument):  # its name is its metavar: no "<path>" behind that
@@ -83,7 +83,7 @@ def load(name: str) -> TyperCommand | TyperGroup:
 
 
 class VerbGroup(TyperGroup):
-    """A group whose verbs print their help without pydantic, which typer would import to convert `--help` not given."""
+    """A group whose verbs print help without pydantic, which typer would import to convert an absent `--help`."""
 
     def get_help_option(self, ctx: Any) -> Any:
         option = super().get_help_option(ctx)
@@ -100,24 +100,24 @@ class Verbs(VerbGroup):
         self.commands = {name: TyperCommand(name=name, short_help=verb.help) for name, verb in VERBS.items()}
 
     def get_params(self, ctx: Any) -> Any:
-        """Those of `kvtier` itself, all flags: what is not given is no, as above."""
+        """The options of `kvtier` itself, all flags: absent ones are false, as above."""
         params = super().get_params(ctx)
         for each in params:
             each.default = each.default or False
         return params
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the verb. What an option refuses is told with the value, which typer leaves out of some errors."""
+        """Run the verb. Errors of options include the value, which typer leaves out of some."""
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
             refused: Any = error.__cause__
-            if callable(getattr(refused, "errors", None)):  # pydantic's, which converts what typer is given
+            if callable(getattr(refused, "errors", None)):  # pydantic's, which converts typer's values
                 error.message = f"{refused.errors()[0]['input']!r:.60}: {error.message}"
             raise
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The verb that the arguments start with, loaded, and the arguments after it."""
+        """The verb that the arguments begin with, loaded, and the arguments after it."""
         name, _, rest = super().resolve_command(ctx, args)
         return name, load(str(name)), rest
 
@@ -151,9 +151,9 @@ def kvtier(
 
 
 def main() -> None:
-    """Run the command line. What its user can fix is one line on stderr and status 2, another failure status 1.
+    """Run the command line. An error that the user can fix is one line on stderr and status 2; others are status 1.
 
-    So is output that cannot be written: nothing is said if nobody reads it any more, as behind `| head`.
+    Output that cannot be written is status 1, without a line if its reader has left, as in `| head`.
     """
     try:
         app()
@@ -171,11 +171,11 @@ def main() -> None:
 
 
 def _output_fails(more: str = "") -> bool:
-    """Whether what was printed cannot be written. Then it goes nowhere, or Python would say so once more at its end.
+    """Whether printed output cannot be written. It is then dropped, or Python would report it again at its end.
 
-    Of a large text that could not be written nothing is left to try again: `more` is tried then.
+    A failed write of a large text leaves nothing to try again: then `more` is tried.
     """
-    if sys.stdout is None:  # closed from the beginning on
+    if sys.stdout is None:  # closed from the beginning
         return False
     try:
         sys.stdout.write(more)

@@ -1,4 +1,4 @@
-"""The verbs that serve until they are told to stop: `kvtier serve`, `engine` and `route`."""
+"""The verbs that serve until a signal: `kvtier serve`, `engine` and `route`."""
 
 import gc
 import logging
@@ -18,21 +18,21 @@ from kvtier.tiers import ConfigError, hash_without_the_gil, require_extra
 from kvtier.tiers import config as configuration
 from kvtier.tiers.config import format_size
 
-_COLLECT: Final = 20_000  # objects more than before that make the collector look at the youngest; Python's are 700
+_COLLECT: Final = 20_000  # new objects before the collector visits the youngest; Python's are 700
 
 
 def begin(switch_interval: float, log_level: LogLevel, log_format: LogFormat) -> None:
-    """Log to stderr, allow as many open files as can be, and let a thread wait so long for the GIL."""
+    """Log to stderr, allow as many open files as possible, and set how long a thread waits for the GIL."""
     log_to_stderr(log_level, log_format)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each client takes one or more
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each client needs one or more
     sys.setswitchinterval(switch_interval)
 
 
 def settle() -> None:
-    """Behind all imports: the garbage collector never looks at what is there by now, and at the rest less often.
+    """Call it after all imports: the garbage collector then skips the existing objects, and visits others less often.
 
-    Else it goes through all modules now and then while somebody waits for an answer.
+    Otherwise it visits all modules from time to time while a client waits.
     """
     gc.collect()
     gc.freeze()
@@ -43,8 +43,8 @@ app = typer.Typer()
 
 _log = logging.getLogger(__name__)
 
-# Seconds that a thread waits for the GIL beside a busy one. Python's 5 ms are a whole step of an engine that asks the
-# daemon, would be added to every token told, and are heard beside a thread that reads events.
+# Seconds that a thread waits for a busy thread to release the GIL. Python's 5 ms are a whole step of an engine with a
+# daemon. They would delay every token sent, and every thread beside one that reads events.
 _DAEMON_SWITCH: Final = 0.0002
 _SWITCH: Final = 0.001
 _DRAIN: Final = 10.0  # seconds from a signal to the end of the daemon
@@ -76,14 +76,14 @@ def serve(
     if path is None:
         raise ConfigError("[service] socket none: the daemon needs a place to listen; name one, or give --socket PATH")
     begin(_DAEMON_SWITCH, log_level, log_format)
-    hash_without_the_gil()  # its loop answers meanwhile
+    hash_without_the_gil()  # its loop goes on answering
     from kvtier.service.admin import Pages
     from kvtier.service.events import Publisher
     from kvtier.service.node import Daemon
     from kvtier.service.web import HttpSocket
     from kvtier.tiers.hierarchy import check_tiers
 
-    tiers = check_tiers(settings)  # a wrong setting is told now, not to the first engine
+    tiers = check_tiers(settings)  # a wrong setting is reported now, not to the first engine
     listening = HttpSocket(settings.service.http, names=settings.service.allowed_hosts)
     has_peers = settings.peers.listen is not None
     publishes = settings.events.publish is not None
@@ -105,7 +105,7 @@ def serve(
         daemon.run()
         pages.stop()
         if not daemon.close(_DRAIN):
-            _log.warning("stores still waited after %g s: they are dropped", _DRAIN)
+            _log.warning("stores not finished after %g s: they are dropped", _DRAIN)
 
 
 @app.command("engine")
@@ -133,7 +133,7 @@ def serve_engine(
 
     require_checkpoint(model)
     listening = HttpSocket(settings.server.http, "server", settings.server.allowed_hosts)
-    from kvtier.service.engine import EngineServer  # and torch: what is wrong so far is said at once
+    from kvtier.service.engine import EngineServer  # and torch: errors so far are reported first
 
     server = EngineServer(model, settings, exact=exact, listening=listening)
     on_signal(server.stop, once=True)
@@ -144,10 +144,10 @@ def serve_engine(
 def route(
     replica: Annotated[list[str] | None, typer.Option(metavar="SPEC", help=_REPLICA)] = None,
     model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Whose tokenizer tells prompts apart; else replicas are asked.")
+        Path | None, typer.Option(metavar="DIR", help="Whose tokenizer reads prompts; else replicas tokenize them.")
     ] = None,
     replicas_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="More replicas, one a line; followed while it changes.")
+        Path | None, typer.Option(metavar="FILE", help="More replicas, one a line; changes take effect at once.")
     ] = None,
     http: HttpOption = None,
     log_level: LogLevelOption = "info",

@@ -1,4 +1,4 @@
-"""What operators ask of a running daemon, over HTTP."""
+"""The daemon's HTTP pages and operators' verbs."""
 
 import lazy_loader
 

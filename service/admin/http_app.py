@@ -1,4 +1,4 @@
-"""What operators ask of a running daemon over HTTP: pages, verbs and transfers, each error as one line of JSON."""
+"""The daemon's HTTP application: pages, operators' verbs and transfers; each error is one line of JSON."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ from kvtier.tiers import ConfigError, FingerprintMismatch, FormatError, KVTierEr
 from kvtier.tiers.config import ByteSize, Lifetime
 from kvtier.tiers.hierarchy import evict_everywhere
 
-# --- what requests may say -------------------------------------------------------------------------------------------
+# --- the bodies of requests ------------------------------------------------------------------------------------------
 
 MAX_BODY: Final = 1 << 20  # bytes
 B = TypeVar("B", bound=BaseModel)
@@ -75,7 +75,7 @@ DaemonFile = Annotated[Path, BeforeValidator(_file)]
 
 
 class Body(BaseModel):
-    """A request about the model whose fingerprint begins with `model`, or the only one there is."""
+    """A request about the model whose fingerprint begins with `model`, or the only one open."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=False)
 
@@ -88,7 +88,7 @@ class ResetBody(Body):
     @model_validator(mode="after")
     def _one(self) -> Self:
         if self.all == (self.model is not None):
-            raise ValueError("model, all: name a model, or say that all are meant")
+            raise ValueError("model, all: give a model, or all")
         return self
 
 
@@ -108,13 +108,13 @@ class BlocksBody(Body):
         if self.hashes is not None and self.tokens is not None:
             raise ValueError("hashes, tokens: give one of the two")
         if self.tokens is None and self.cache_salt is not None:
-            raise ValueError("cache_salt: belongs to tokens; the names of blocks have it in them")
+            raise ValueError("cache_salt: only for tokens; names of blocks include it")
         if self.hashes is not None and len(set(self.hashes)) < len(self.hashes):
             raise ValueError("hashes: a name is given twice; give each once")
 
     @property
     def selection(self) -> node.BlockSelection | None:
-        """The blocks meant; None if neither names nor tokens were given."""
+        """The selected blocks; None if neither names nor tokens were given."""
         if self.hashes is None and self.tokens is None:
             return None
         return node.BlockSelection(self.hashes or (), self.tokens or (), self.cache_salt)
@@ -122,7 +122,7 @@ class BlocksBody(Body):
     @property
     def blocks(self) -> node.BlockSelection:
         if (selection := self.selection) is None:
-            raise ConfigError("hashes, tokens: neither is given; say which blocks are meant by one of them")
+            raise ConfigError("hashes, tokens: neither is given; select blocks by one of them")
         return selection
 
 
@@ -194,7 +194,7 @@ _PATIENCE: Final = 15.0  # seconds for lower tiers
 
 
 class Admin:
-    """The verbs, for any thread but the loop's: each waits to a deadline. ConfigError, NotFound, TierUnavailable."""
+    """The verbs, for any thread but the loop's: each has a deadline. ConfigError, NotFound, TierUnavailable."""
 
     def __init__(self, daemon: Daemon, pins: Pins) -> None:
         self._daemon, self._pins = daemon, pins
@@ -205,7 +205,7 @@ class Admin:
         for model in models:
             with held_open(self._daemon, model) as namespace:
                 namespace.hierarchy.reset()
-                self._daemon.submit(partial(_tell, namespace))  # clients forget what they were promised before
+                self._daemon.submit(partial(_notify_clients, namespace))  # clients drop their promises
                 names.append(namespace.name)
         self._pins.expire()
         return {"reset": names}
@@ -266,14 +266,14 @@ class Admin:
     def _forget_quota(self, salt: str) -> list[Namespace]:
         """On the loop's thread."""
         if self._daemon.limits.pop(salt, None) is None:
-            raise NotFound("cache_salt: this tenant has no quota; `kvtier quota` lists those that have")
+            raise NotFound("cache_salt: this tenant has no quota; `kvtier quota` lists those that have one")
         return self._daemon.namespaces()
 
     def _open(self) -> list[Namespace]:
         return self._daemon.call(self._daemon.namespaces)
 
 
-def _tell(namespace: Namespace) -> None:
+def _notify_clients(namespace: Namespace) -> None:
     """On the loop's thread."""
     for member in list(namespace.members):
         member.notify()
@@ -287,7 +287,7 @@ PERIOD: Final = 0.25  # seconds between lines
 
 
 class Transfers:
-    """What is under way: one export or import at a time, and one trace of each model. On the HTTP loop alone."""
+    """Running transfers: one export or import at a time, and one trace of each model. On the HTTP loop alone."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
@@ -334,7 +334,7 @@ class Transfers:
             yield _counts(namespace, recorder)
 
     async def _archive(self, file: Path) -> Path:
-        """Where a file of this name lies: below one directory, so that nobody has the daemon write anywhere else."""
+        """A file's path: below one directory, so that the daemon writes nowhere else."""
         service, slabs = self._daemon.config.service, self._daemon.config.file.path
         root = service.archives or (slabs and slabs / "archives")
         if root is None:
@@ -368,7 +368,7 @@ class Transfers:
 
 
 class RunningTransfer:
-    """A transfer as lines of JSON, in a task of its own: cancelled if nobody reads, or when `stopping` is set."""
+    """A transfer as lines of JSON, in a task of its own: cancelled if its client leaves, or `stopping` is set."""
 
     def __init__(self, steps: Steps, stopping: Event) -> None:
         self._latest: Json = {}
@@ -400,14 +400,14 @@ class RunningTransfer:
         try:
             self._task.result()
         except (KVTierError, asyncio.CancelledError) as error:
-            # status 400, had it been told at once
+            # would be status 400 if known at the start
             is_mistake = isinstance(error, ConfigError | FormatError | FingerprintMismatch)
             return {**self._latest, "error": str(error) or "the daemon is stopping", "mistake": is_mistake}
         return {**self._latest, "done": True}
 
 
 def _below(root: Path, file: Path) -> Path:
-    """The file below this directory, which is made. ConfigError if it would lie elsewhere, by links as well."""
+    """The file below this directory, which is created. ConfigError if it lies elsewhere, also through links."""
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = (root / file).parent.resolve()
@@ -445,7 +445,7 @@ _log = logging.getLogger(__name__)
 
 _NOTHING_ELSE: Final[Json] = {"wanting": [], "degraded": [], "refused": []}
 _HEALTHY: Final = 1.0  # seconds the daemon's loop may take to answer
-_EXPIRY: Final = 0.25  # seconds between looks at the pins
+_EXPIRY: Final = 0.25  # seconds between checks of the pins
 _REMEMBERED: Final = ("uptime_s", "budget", "models")  # of a status, for the live page's past hour
 
 
@@ -474,12 +474,12 @@ class Pages:
 def make_app(
     daemon: Daemon, pins: Pins, stopping: Event, token: OperatorToken, optimum: node.OptimumWatch | None = None
 ) -> Starlette:
-    """The application. What waits does so on threads, with deadlines. Verbs want the token, pages do not."""
+    """The application. What waits runs on threads, with deadlines. Verbs need the token, pages do not."""
     guard = Guard(token.secret)
 
     def status() -> statuses.DaemonStatus:
-        told = status_of(daemon, pins, optimum)
-        return told if token.file is None else told.model_copy(update={"token_file": str(token.file)})
+        daemon_status = status_of(daemon, pins, optimum)
+        return daemon_status if token.file is None else daemon_status.model_copy(update={"token_file": str(token.file)})
 
     use = node.MemoryUse()
     admin, transfers = Admin(daemon, pins), Transfers(daemon)
@@ -496,7 +496,7 @@ def make_app(
 
         return Route(path, endpoint, methods=["POST"])
 
-    def tell(path: str, body_type: type[BaseModel], verb: Callable[[Any], Steps]) -> Route:
+    def transfer(path: str, body_type: type[BaseModel], verb: Callable[[Any], Steps]) -> Route:
         async def endpoint(request: Request) -> Response:
             guard.admit(request)
             body = parse(body_type, await read_body(request, MAX_BODY))
@@ -506,8 +506,8 @@ def make_app(
 
         return Route(path, endpoint, methods=["POST"])
 
-    async def tell_memory(request: Request) -> Response:
-        named = True  # everybody may read the page, operators more of it
+    async def memory_page(request: Request) -> Response:
+        named = True  # everyone may read the page; operators see more
         try:
             guard.admit(request)
         except HTTPException:
@@ -528,7 +528,7 @@ def make_app(
         get("/summary", lambda: PlainTextResponse("\n".join([*daemon_lines(status()), ""]))),
         get("/status", lambda: JSONResponse(status().as_json())),
         *live.routes(),
-        Route("/memory", tell_memory, methods=["GET"]),
+        Route("/memory", memory_page, methods=["GET"]),
         do("/admin/reset", ResetBody, admin.reset),
         do("/admin/evict", BlocksBody, admin.evict),
         do("/admin/explain", ExplainedBody, admin.explain),
@@ -537,9 +537,9 @@ def make_app(
         get("/admin/pins", lambda: JSONResponse(admin.pins()), guard),
         do("/admin/quota", QuotaBody, admin.quota),
         get("/admin/quotas", lambda: JSONResponse(admin.quotas()), guard),
-        tell("/admin/export", ExportBody, transfers.export),
-        tell("/admin/import", ImportBody, transfers.import_),
-        tell("/admin/trace", TraceBody, transfers.trace),
+        transfer("/admin/export", ExportBody, transfers.export),
+        transfer("/admin/import", ImportBody, transfers.import_),
+        transfer("/admin/trace", TraceBody, transfers.trace),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=_HANDLERS)
 
@@ -563,7 +563,7 @@ async def _health(daemon: Daemon) -> Response:
 
 
 async def _on_loop(daemon: Daemon, function: Callable[[], T]) -> T:
-    """As `Daemon.call`, without one of the threads that others may keep busy."""
+    """As `Daemon.call`, without a thread of the pool, which others may keep busy."""
     try:
         return await asyncio.wait_for(asyncio.wrap_future(daemon.submit(function)), _HEALTHY)
     except TimeoutError:
@@ -571,17 +571,17 @@ async def _on_loop(daemon: Daemon, function: Callable[[], T]) -> T:
 
 
 async def _readiness(daemon: Daemon) -> Response:
-    """Ready: engines find the socket, and [host] size can be had. What else is wanting is named: a miss, no outage."""
+    """Ready: engines find the socket, and [host] size is available. Other wanting parts are listed: misses only."""
     try:
         namespaces, refused = await _on_loop(daemon, lambda: (daemon.namespaces(), daemon.refusals.all()))
     except TierUnavailable as error:
         return JSONResponse({"ready": False, "missing": [str(error)]} | _NOTHING_ELSE, 503)
     degraded = [each.as_json() for each in node.degraded_tiers(namespaces)]
-    told = [each.as_json() for each in refused]
+    clients_refused = [each.as_json() for each in refused]
     wanting = node.wanting_parts(daemon, namespaces)
     missing = [each.why for each in wanting if each.is_needed]
     less = [each.why for each in wanting if not each.is_needed]
-    page = {"ready": not missing, "missing": missing, "wanting": less, "degraded": degraded, "refused": told}
+    page = {"ready": not missing, "missing": missing, "wanting": less, "degraded": degraded, "refused": clients_refused}
     return JSONResponse(page, 503 if missing else 200)
 
 
@@ -599,7 +599,7 @@ def _failed(request: Request, error: Exception) -> Response:
 
 def _broke(request: Request, error: Exception) -> Response:
     _log.error("%s %s: %r", request.method, request.url.path, error)
-    return JSONResponse({"error": "an error of ours; the daemon's log has it"}, 500)
+    return JSONResponse({"error": "an internal error; see the daemon's log"}, 500)
 
 
 _CODES: Final = {NotFound: 404, TierUnavailable: 503, ConfigError: 400, FormatError: 400, FingerprintMismatch: 400}

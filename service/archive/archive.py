@@ -1,4 +1,4 @@
-"""Blocks in an archive file: its bytes, exports and imports, while the hierarchy goes on serving."""
+"""Archive files of blocks: their format, exports and imports, while the hierarchy goes on serving."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ class Header:
     fingerprint: bytes  # 32 bytes
     slot_bytes: int  # bytes of a block's payload
     block_size: int  # most tokens of a block
-    num_blocks: int  # planned blocks; the archive has fewer if some were lost meanwhile
+    num_blocks: int  # planned blocks; the archive has fewer if some were lost during the export
     encryption: Encryption | None = None  # None: blocks are not encrypted
 
     @property
@@ -95,7 +95,7 @@ class ArchiveCipher:
         self._payloads = tiers.RecordCipher(key, b"archive-payload" + belongs_to)
 
     def seal(self, number: int, entry: bytes, chain_hash: ChainHash, payload: memoryview) -> tuple[bytes, memoryview]:
-        """The encrypted entry of block `number`, and its encrypted payload. `entry` is what `encode_entry` made."""
+        """The encrypted entry of block `number`, and its encrypted payload. `entry` is `encode_entry`'s result."""
         hidden = memoryview(bytearray(len(payload)))
         stamp = self._payloads.encrypt_into(payload, chain_hash, hidden)
         return _SEALED + self._entries.seal(entry, _CHECKSUM.pack(number)) + stamp, hidden
@@ -110,7 +110,7 @@ class ArchiveCipher:
 
 
 class Parser:
-    """Reads the records after the header, piece by piece: yields verified blocks, or raises FormatError."""
+    """Reads the records after the header, in any pieces: yields verified blocks, or raises FormatError."""
 
     def __init__(self, header: Header, encoded: bytes, key: bytes | None = None) -> None:
         """`encoded` is the header as it is in the file. An encrypted archive needs `key`."""
@@ -174,7 +174,7 @@ class Parser:
         return BlockRecord(chain_hash, parent, tokens, payload_checksum)
 
     def _place(self, record: BlockRecord) -> None:
-        """Note a block. Each must come once, and after its parent if the archive has that."""
+        """Add a block. Each must come once, and after its parent if the archive has that."""
         if record.chain_hash in self.names or record.chain_hash in self._starts:
             raise FormatError(f"block {self.num_blocks} comes twice, or after its child")
         if record.parent not in self.names:
@@ -207,8 +207,8 @@ _SHARE: Final = 8  # at most 1/8 of L2 is taken at a time for blocks that were n
 _WINDOW_BYTES: Final = 32 << 20  # bytes of an export's window: several reads of the slab in flight
 _BATCH_BYTES: Final = 4 << 20  # bytes of an import's batch: hashed and copied in one go
 _SYNC_BYTES: Final = 256 << 20  # bytes written between syncs, so that the last sync is short
-_LOOK: Final = 0.002  # seconds between polls of what is under way
-_PATIENCE: Final = 30.0  # seconds an export waits for a window, also while other requests hold all that may be held
+_LOOK: Final = 0.002  # seconds between polls of operations under way
+_PATIENCE: Final = 30.0  # seconds an export waits for a window, also while other requests hold all slots they may
 _SETTLE: Final = 5.0  # seconds an import waits for a batch to be written below
 _LEAVE: Final = 1.0  # seconds it then waits for readers of that batch
 _RECOUNT: Final = 4096  # blocks looked up at a time
@@ -262,7 +262,7 @@ class Export:
         await self._file.close()
 
     async def _copy(self, window: Sequence[ChainHash]) -> tuple[int, Outcome | None]:
-        """Copy leading blocks. Returns how many, and why the run cannot go on, if so."""
+        """Copy leading blocks. Returns how many, and the reason if the run must end."""
         was_held = self._host.pool.holds(window)
         lease = await self._bring(window)
         if lease is None:
@@ -286,7 +286,7 @@ class Export:
         return 0, Outcome.ABSENT if self._hierarchy.lookup(window[:1]).miss else Outcome.TIMEOUT
 
     async def _bring(self, window: Sequence[ChainHash]) -> Lease | None:
-        """Lease the blocks in L2, after loading them if needed. None if requests hold all that may be held."""
+        """Lease the blocks in L2, after loading them if needed. None if requests hold all slots they may."""
         # Not linked to the block before it, which L2 may hold: its chain could not make room for the window then.
         deadline = time.monotonic() + _PATIENCE
         is_over = Event()
@@ -304,7 +304,7 @@ class Export:
             return await asyncio.to_thread(work)
         except asyncio.CancelledError:
             is_over.set()
-            for lease in taken:  # nobody takes it any more; releasing twice is harmless
+            for lease in taken:  # the caller has left; releasing twice is harmless
                 lease.release()
             raise
 
@@ -519,7 +519,7 @@ async def import_blocks(
 ) -> AsyncGenerator[ArchiveProgress, None]:
     """Store every block of an archive as if it had been computed now. Each is verified before it can be found.
 
-    With `key` an archive that is not encrypted by it is refused, unless `unsealed`: anybody may have made it. To leave
+    With `key` an archive that is not encrypted by it is refused, unless `unsealed`: its origin is unknown. To leave
     the import early, call `aclose`; the hierarchy must stay open until then. However it ends, blocks stored so far are
     whole and stay.
 
@@ -585,7 +585,7 @@ async def _require_vacant(path: Path, force: bool) -> None:
 def _require_key(header: Header, key: bytes | None, path: Path, *, unsealed: bool) -> None:
     if header.encryption is None and key is not None and not unsealed:
         raise tiers.ConfigError(
-            f"{path}: not encrypted, and [file] key_file is set: anybody may have made it; import it by --unsealed"
+            f"{path}: not encrypted, and [file] key_file is set: its origin is unknown; import it by --unsealed"
         )
     if header.encryption is None or (key is not None and tiers.key_id(key) == header.encryption.key_id):
         return

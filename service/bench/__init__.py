@@ -1,4 +1,4 @@
-"""`kvtier bench`: load on any OpenAI server, and what came of it."""
+"""`kvtier bench`: load for any OpenAI server, and its figures."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""`kvtier bench`: asks, measures, and says it as figures, charts and pages."""
+"""`kvtier bench`: generates load for OpenAI servers, measures them, and shows figures, charts and pages."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from kvtier.service import Chart, Line, Table
 from kvtier.service.traces import TraceLine, load_lines
 from kvtier.tiers import ConfigError
 
-# --- made up ---------------------------------------------------------------------------------------------------------
+# --- generated load --------------------------------------------------------------------------------------------------
 
 Pattern = Literal["shared", "turns", "rag", "agents"]
 
@@ -38,37 +38,37 @@ _WORDS: Final = tuple(  # short English words
         """,
     )
 )
-_PREFIXES: Final = 8  # different shared beginnings, or documents for each that a prompt takes
+_PREFIXES: Final = 8  # different shared prefixes, or documents for each one in a prompt
 _DOCUMENTS: Final = 3  # in a prompt of the pattern "rag"
 _KEPT: Final = 0.75  # share of a first prompt that others share
-_MOST: Final = 1 << 20  # of each figure of a shape
-_MOST_WORDS: Final = 1 << 28  # of all that is made up before anybody is asked
-_TOOL: Final = 4  # times a turn's tokens: what a tool answers
+_MOST: Final = 1 << 20  # for each number of a shape
+_MOST_WORDS: Final = 1 << 28  # of all texts, generated before the first request
+_TOOL: Final = 4  # a tool's answer, in multiples of a turn's tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptedTurn:
     text: str
     max_tokens: int
-    wait: float = 0.0  # seconds behind the answer before: a person reads, a tool runs
+    wait: float = 0.0  # seconds after the last answer: a person reads, a tool runs
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptedSession:
     number: int
-    system: str  # what its first prompt begins with
+    system: str  # the beginning of its first prompt
     turns: Sequence[ScriptedTurn]
-    at: float | None = None  # seconds from the start, where a trace says so
+    at: float | None = None  # seconds from the start, if a trace has times
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large what is asked is. Words stand for tokens: most tokenizers have one for each of these."""
+    """The sizes of generated load. Words stand for tokens: most tokenizers have one for each of these."""
 
     pattern: Pattern = "shared"
     num_requests: int = 64
     prompt_tokens: int = 512  # of a session's first prompt
-    turn_tokens: int = 64  # that each further turn adds
+    turn_tokens: int = 64  # added by each further turn
     answer_tokens: int = 32
     num_turns: int = 4  # of "turns" and "agents"
     seed: int = 0
@@ -123,8 +123,8 @@ def words(dice: random.Random, number: int) -> str:
 
 # --- of a trace ------------------------------------------------------------------------------------------------------
 
-_BLOCK: Final = 512  # tokens of a block where the trace does not say
-_MOST_TOKENS: Final = 1 << 28  # tokens of all requests: their texts are made before anybody is asked
+_BLOCK: Final = 512  # tokens of a block if the trace does not say
+_MOST_TOKENS: Final = 1 << 28  # tokens of all requests: their texts are generated before the first request
 
 
 def sessions_of_trace(path: Path, num_requests: int, answer_tokens: int, speed: float) -> list[ScriptedSession]:
@@ -139,7 +139,7 @@ def sessions_of_trace(path: Path, num_requests: int, answer_tokens: int, speed: 
 
 
 def _session(number: int, line: TraceLine, answer_tokens: int, speed: float) -> ScriptedSession:
-    """A block's words follow from its number. Without times, sessions begin at the pace that is asked for."""
+    """A block's words follow from its number. Without times, sessions begin at the requested pace."""
     size, left, texts = line.block_size or _BLOCK, line.input_length, []
     for name in line.hash_ids:
         texts.append(words(random.Random(name), min(size, left)))
@@ -150,13 +150,13 @@ def _session(number: int, line: TraceLine, answer_tokens: int, speed: float) -> 
     return ScriptedSession(number, "", [ScriptedTurn(" ".join(texts), line.output_length or answer_tokens)], at)
 
 
-# --- one server, asked -----------------------------------------------------------------------------------------------
+# --- one server ------------------------------------------------------------------------------------------------------
 
 Api = Literal["chat", "completions"]
 
 _CONNECT: Final = 5.0  # seconds
-_MOST_ANSWER: Final = 16 << 20  # bytes of one answer, so that a stream without an end is no memory without one
-_NO_USAGE: Final = (400, 422)  # what servers answer that know no `stream_options`
+_MOST_ANSWER: Final = 16 << 20  # bytes of one answer, bounds the memory of an endless stream
+_NO_USAGE: Final = (400, 422)  # statuses of servers that do not know `stream_options`
 _MALFORMED: Final = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
@@ -198,7 +198,7 @@ class Server:
         )
 
     async def find_model(self) -> None:
-        """Take the first model it has, unless one was named. ConfigError if it does not answer, or has none."""
+        """Take its first model, unless one was named. ConfigError if it does not answer, or has none."""
         if self.model:
             return
         try:
@@ -220,12 +220,12 @@ class Server:
             raise ConfigError(f"{self.url}/v1/models: not an OpenAI server's answer; check the URL")
         self.model = names[0]
 
-    async def ask(self, system: str, said: Sequence[str], max_tokens: int) -> Answer:
-        """Ask; `said` are the user's texts and the answers in turns. Raises nothing but a cancellation."""
+    async def ask(self, system: str, texts: Sequence[str], max_tokens: int) -> Answer:
+        """Send one request; `texts`: the user's texts and the answers, alternating. Raises only a cancellation."""
         answer, began = Answer(), time.perf_counter()
         try:
             async with asyncio.timeout(self._deadline):
-                await self._stream(self._body(system, said, max_tokens), answer, began)
+                await self._stream(self._body(system, texts, max_tokens), answer, began)
         except TimeoutError:
             answer.error = f"no end within {self._deadline:g} s"
         except httpx2.ConnectError:
@@ -242,22 +242,22 @@ class Server:
     async def close(self) -> None:
         await self._client.aclose()
 
-    def _body(self, system: str, said: Sequence[str], max_tokens: int) -> dict[str, Any]:
+    def _body(self, system: str, texts: Sequence[str], max_tokens: int) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "stream": True}
         if self._tells_usage:
             body["stream_options"] = {"include_usage": True}
         if self._api == "chat":
             roles = ("user", "assistant")
-            turns = [{"role": roles[i % 2], "content": text or " "} for i, text in enumerate(said)]
+            turns = [{"role": roles[i % 2], "content": text or " "} for i, text in enumerate(texts)]
             first = [{"role": "system", "content": system}] if system else []
             return {**body, "messages": [*first, *turns]}
-        return {**body, "prompt": "\n".join((system, *said) if system else said)}
+        return {**body, "prompt": "\n".join((system, *texts) if system else texts)}
 
     async def _stream(self, body: Mapping[str, Any], answer: Answer, began: float) -> None:
         path = "/v1/chat/completions" if self._api == "chat" else "/v1/completions"
         async with self._client.stream("POST", path, json=body) as response:
             if response.status_code in _NO_USAGE and "stream_options" in body:
-                self._tells_usage = False  # asked again without, from here on
+                self._tells_usage = False  # retried without, as are later requests
             elif response.status_code != 200:
                 answer.error = f"status {response.status_code}"
                 return
@@ -297,7 +297,7 @@ class Server:
 
 
 async def _lines(response: httpx2.Response) -> AsyncIterator[str]:
-    """Lines as JSON has them: other separators of lines may stand within one. ValueError past _MOST_ANSWER bytes."""
+    """Lines as JSON has them: other line separators may stand within one. ValueError past _MOST_ANSWER bytes."""
     begun: list[bytes] = []  # pieces of a line that has no end yet
     num_bytes = 0
     async for piece in response.aiter_bytes():
@@ -326,9 +326,7 @@ def _count(value: object) -> int | None:
 
 # --- the load --------------------------------------------------------------------------------------------------------
 
-_MOST_SESSIONS: Final = (
-    4096  # sessions under way at once: a server that falls behind at a rate must not take all memory
-)
+_MOST_SESSIONS: Final = 4096  # sessions under way at once: bounds memory if a server falls behind the rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +359,7 @@ async def drive(
     done: Callable[[Answer], None],
     seed: int = 0,
 ) -> MeasuredLoad:
-    """Ask everything of every server, each session of both by turns; cancelled, it returns what there is."""
+    """Send all sessions to every server, each server's in turn; if cancelled, it returns what was measured."""
     measured = MeasuredLoad([[] for _ in servers])
     jobs = [
         (number, session)
@@ -398,7 +396,7 @@ class _Driver:
                 group.create_task(work())
 
     async def at_rate(self, jobs: Sequence[tuple[int, ScriptedSession]], rate: float, dice: random.Random) -> None:
-        """Each at its time, whether the ones before have ended or not; a trace's sessions at their own times."""
+        """Start each at its time, whether earlier ones have ended or not; a trace's sessions at their own times."""
         room, at = asyncio.Semaphore(_MOST_SESSIONS), 0.0
 
         async def work(number: int, session: ScriptedSession) -> None:
@@ -415,25 +413,25 @@ class _Driver:
                 group.create_task(work(number, session))
 
     async def _run(self, number: int, session: ScriptedSession) -> None:
-        """A session's turns. One that fails ends it: the next turn would have no answer to go on from."""
-        said: list[str] = []
+        """A session's turns. A failed one ends it: the next turn would lack its answer."""
+        texts: list[str] = []
         for turn in session.turns:
-            if said and turn.wait:
+            if texts and turn.wait:
                 await asyncio.sleep(turn.wait)
-            said.append(turn.text)
+            texts.append(turn.text)
             began = time.perf_counter() - self._measured.began
             self.in_flight += 1
-            answer = await self._servers[number].ask(session.system, said, turn.max_tokens)
+            answer = await self._servers[number].ask(session.system, texts, turn.max_tokens)
             self.in_flight -= 1
             answer.began = began
             self._measured.answers[number].append(answer)
             self._done(answer)
             if answer.error is not None:
                 return
-            said.append(answer.text)
+            texts.append(answer.text)
 
 
-# --- what answers came to --------------------------------------------------------------------------------------------
+# --- figures of the answers ------------------------------------------------------------------------------------------
 
 FORM: Final = 1  # of the JSON: `kvtier_bench`
 
@@ -475,8 +473,8 @@ class LoadFigures:
             len(each.gaps) + (each.ttft is not None) if each.num_output is None else each.num_output for each in good
         )
         output = sum(pieces)
-        told = [each for each in good if each.num_prompt is not None]
-        says = [each for each in told if each.num_cached is not None]
+        counted = [each for each in good if each.num_prompt is not None]
+        cached = [each for each in counted if each.num_cached is not None]
         return cls(
             url,
             model,
@@ -486,16 +484,16 @@ class LoadFigures:
             Percentiles.of([gap for each in good for gap in each.gaps]),
             output,
             output / seconds if seconds > 0 else 0.0,
-            sum(each.num_prompt or 0 for each in told) if told else None,
-            sum(each.num_cached or 0 for each in says) if says else None,
+            sum(each.num_prompt or 0 for each in counted) if counted else None,
+            sum(each.num_cached or 0 for each in cached) if cached else None,
         )
 
 
-def as_json(measured: MeasuredLoad, figures: Sequence[LoadFigures], asked: dict[str, Any]) -> dict[str, Any]:
+def as_json(measured: MeasuredLoad, figures: Sequence[LoadFigures], settings: dict[str, Any]) -> dict[str, Any]:
     servers = [{**asdict(each), "cached_share": each.cached_share} for each in figures]
     return {
         "kvtier_bench": FORM,
-        "asked": asked,
+        "asked": settings,
         "seconds": measured.seconds,
         "is_whole": measured.is_whole,
         "in_flight": measured.in_flight,
@@ -541,7 +539,7 @@ class BenchOptions:
     model: str | None = None
     token: str | None = None
     deadline: float = 120.0  # seconds for each request
-    trace: Path | None = None  # asked instead of a pattern
+    trace: Path | None = None  # sent instead of a pattern
     speed: float = 1.0  # of the trace
 
 
@@ -549,11 +547,11 @@ class BenchOptions:
 class BenchResult:
     measured: MeasuredLoad
     figures: list[LoadFigures]
-    asked: dict[str, Any]
+    settings: dict[str, Any]
 
     @property
     def json(self) -> dict[str, Any]:
-        return as_json(self.measured, self.figures, self.asked)
+        return as_json(self.measured, self.figures, self.settings)
 
     @property
     def table(self) -> Table:
@@ -576,9 +574,9 @@ class BenchResult:
 
 
 def run_bench(options: BenchOptions, begins: Callable[[int], Callable[[], None]]) -> BenchResult:
-    """Ask everything. `begins` gets the number of requests, and returns what is called behind each.
+    """Run the load. `begins` gets the number of requests, and returns what is called after each.
 
-    Ctrl-C ends it early, with what there is by then. ConfigError if a server does not answer at the start.
+    Ctrl-C ends it early, with the results so far. ConfigError if a server does not answer at the start.
     """
     shape = options.shape  # sessions are made outside of the loop: there Ctrl-C would wait for all of them
     if options.trace is None:

@@ -1,4 +1,4 @@
-"""A cluster of plain processes, read from a compose file: started, watched, stopped; its state is one directory."""
+"""A cluster of plain processes from a compose file: started, watched and stopped; its state is one directory."""
 
 import fcntl
 import os
@@ -42,7 +42,7 @@ class _Entry(BaseModel):
 
 
 class Ready(_Entry):
-    """How to tell that a service is ready, and still is: one of three ways."""
+    """How to check that a service is ready, and stays so: one of three ways."""
 
     http: str | None = None  # this URL answers with a status below 400
     command: list[str] | None = None  # this command ends with status 0
@@ -299,33 +299,33 @@ def _has_ended(process: int, timeout: float) -> bool:
 # --- their logs ------------------------------------------------------------------------------------------------------
 
 _TAIL_BYTES: Final = 1 << 20  # of a log, searched for its last lines
-_LOOK: Final = 0.25  # seconds between two looks at what was added
+_LOOK: Final = 0.25  # seconds between two reads of new lines
 
 
-def show_logs(logs: Sequence[tuple[str, Path]], num_lines: int, tell: Callable[[str], None], *, follow: bool) -> None:
-    """Tell the last lines of each log, its service's name before each, and with `follow` those added, until Ctrl-C."""
+def show_logs(logs: Sequence[tuple[str, Path]], num_lines: int, report: Callable[[str], None], *, follow: bool) -> None:
+    """Print the last lines of each log behind its service's name, and with `follow` new ones, until Ctrl-C."""
     width = max((len(name) for name, _ in logs), default=0)
-    ends = {name: _show(f"{name:<{width}} | ", path, None, num_lines, tell) for name, path in logs}
+    ends = {name: _show(f"{name:<{width}} | ", path, None, num_lines, report) for name, path in logs}
     while follow:
         time.sleep(_LOOK)
         for name, path in logs:
-            ends[name] = _show(f"{name:<{width}} | ", path, ends[name], None, tell)
+            ends[name] = _show(f"{name:<{width}} | ", path, ends[name], None, report)
 
 
-def _show(prefix: str, path: Path, start: int | None, num_lines: int | None, tell: Callable[[str], None]) -> int:
-    """Tell whole lines from `start`, None for near the end, or the last of them; returns where they end."""
+def _show(prefix: str, path: Path, start: int | None, num_lines: int | None, report: Callable[[str], None]) -> int:
+    """Print whole lines from `start`, None for near the end, or the last of them; returns where they end."""
     try:
         with path.open("rb") as log:
             size = os.fstat(log.fileno()).st_size
             begin = max(0, size - _TAIL_BYTES) if start is None else start if start <= size else 0
             log.seek(begin)
             data = log.read(size - begin)
-    except FileNotFoundError:  # it has said nothing yet
+    except FileNotFoundError:  # it has logged nothing yet
         return 0
     whole = data[: data.rfind(b"\n") + 1] if num_lines is None else data
     lines = whole.decode(errors="replace").splitlines()
     for line in lines if num_lines is None else lines[max(0, len(lines) - num_lines) :]:
-        tell(harmless(prefix + line))
+        report(harmless(prefix + line))
     return begin + len(whole)
 
 
@@ -342,18 +342,18 @@ _LAST_LINES: Final = 20  # lines shown of the log of a service that failed
 
 
 class _Recorded(BaseModel):
-    model_config = ConfigDict(extra="forbid")  # another program's file is not ours: `down` removes what it names
+    model_config = ConfigDict(extra="forbid")  # refuse another program's file: `down` removes what it names
 
 
 class StartedService(_Recorded):
-    """What is recorded of a started service. `process` is None if it has ended, as a one-time job does."""
+    """The record of a started service. `process` is None if it has ended, as a one-time job does."""
 
     process: Process | None
     ready: Ready
     after: list[str]
     address: str | None
     started: float  # Unix time
-    service: Service | None = None  # what was started; None: an older kvtier has started it
+    service: Service | None = None  # as it was started; None: started by an older kvtier
     stopped: bool = False  # by an operator
     restarts: int = 0  # since `up`: it had ended by itself
     failures: int = 0  # in a row
@@ -368,7 +368,7 @@ class ClusterRecord(_Recorded):
     members: dict[str, StartedService] = {}
     directories: list[str] = []
     kept: list[str] = []
-    keeper: Process | None = None  # starts again what ended by itself
+    keeper: Process | None = None  # restarts services that ended by themselves
 
     @property
     def is_up(self) -> bool:
@@ -400,15 +400,15 @@ class Cluster:
     def log_of(self, name: str) -> Path:
         return self.state / "logs" / f"{name}.log"
 
-    def up(self, topology: Topology, first_port: int, tell: Print, stopping: Event) -> bool:
-        """Start what does not run yet, and return once all of it is ready. False if everything ran already.
+    def up(self, topology: Topology, first_port: int, report: Print, stopping: Event) -> bool:
+        """Start the services that do not run yet, and wait until all are ready. False if everything ran already.
 
         Raises ConfigError for a port in use, or for another cluster's directory. If a service fails, or `stopping` is
         set meanwhile, everything that this call started is stopped, and KVTierError has the end of the log.
         """
         with self.locked(make=True):
             record = self.read()
-            if not record.is_up:  # what an earlier cluster has left would not fit
+            if not record.is_up:  # the rest of an earlier cluster does not apply
                 self._clear(record)
             elif record.first_port != first_port:
                 raise ConfigError(
@@ -421,40 +421,40 @@ class Cluster:
                     if not is_free(port):
                         raise ConfigError(f"--port {first_port}: {name}'s port {port} is in use; choose another")
             record.first_port = first_port
-            self.start(record, missing, tell, stopping)
-            self._until_well(record, tell, stopping)
+            self.start(record, missing, report, stopping)
+            self._until_well(record, report, stopping)
             return bool(missing)
 
-    def start(self, record: ClusterRecord, services: Mapping[str, Service], tell: Print, stopping: Event) -> None:
-        """Start services in order, and wait until they are ready. If one fails all of them are stopped: KVTierError."""
-        _Start(self, record, services, tell, stopping).run()
+    def start(self, record: ClusterRecord, services: Mapping[str, Service], report: Print, stopping: Event) -> None:
+        """Start services in order, and wait until they are ready. If one fails, all are stopped: KVTierError."""
+        _Start(self, record, services, report, stopping).run()
 
-    def _until_well(self, record: ClusterRecord, tell: Print, stopping: Event) -> None:
-        """Wait for services that ran already: what the keeper has just started again is not ready yet."""
+    def _until_well(self, record: ClusterRecord, report: Print, stopping: Event) -> None:
+        """Wait for services that ran already: one that the keeper has just restarted is not ready yet."""
         end = time.monotonic() + _DEADLINE
         for name, member in record.members.items():
             while _status_of(name, member).state == "running" and not is_well(member.ready):
                 if stopping.wait(_PAUSE):
                     raise KVTierError("interrupted: what runs goes on running")
                 if time.monotonic() > end:
-                    tell(f"{_WARNING}{name} runs, and was not well within {_DEADLINE:g} s; see {self.log_of(name)}")
+                    report(f"{_WARNING}{name} runs, and was not well within {_DEADLINE:g} s; see {self.log_of(name)}")
                     break
 
     def status(self) -> list[ServiceStatus]:
-        """The status of every started service; each is probed now. Raises ConfigError if there is no cluster."""
+        """The status of every started service, each probed now. Raises ConfigError if there is no cluster."""
         record = self.read()
         if not record.members:
             raise self._none
         with ThreadPoolExecutor(len(record.members)) as threads:
             return list(threads.map(_status_of, record.members, record.members.values()))
 
-    def down(self, tell: Print, *, purge: bool) -> bool:
-        """End every process, dependents first, and remove the state; slabs and models only with `purge`."""
+    def down(self, report: Print, *, purge: bool) -> bool:
+        """Stop every process, dependents first, and remove the state; slabs and models only with `purge`."""
         if not self._file.exists():
             return False
         with self.locked():
             record = self.read()
-            self.stop(record, list(record.members), tell)
+            self.stop(record, list(record.members), report)
             self._clear(record)
             for directory in record.kept if purge else ():
                 shutil.rmtree(self.state / directory, ignore_errors=True)
@@ -464,7 +464,7 @@ class Cluster:
                 self._file.unlink()
         return True
 
-    def stop(self, record: ClusterRecord, names: Sequence[str], tell: Print) -> None:
+    def stop(self, record: ClusterRecord, names: Sequence[str], report: Print) -> None:
         left = list(names)
         while left:
             wave = [name for name in left if not any(name in record.members[other].after for other in left)]
@@ -472,7 +472,7 @@ class Cluster:
                 lines = threads.map(end, wave, [record.members[name] for name in wave])
                 for name, line in zip(wave, lines, strict=True):
                     if line is not None:
-                        tell(line)
+                        report(line)
                     del record.members[name]
                     left.remove(name)
                     self.write(record)
@@ -487,7 +487,7 @@ class Cluster:
         return ConfigError(f'--state "{self.state}": no cluster is up there; start one with `kvtier cluster up`')
 
     def _clear(self, record: ClusterRecord) -> None:
-        """Forget services, none of which runs, end their keeper, and remove their directories that are not kept."""
+        """Remove stopped services from the record, stop the keeper, and remove their directories that are not kept."""
         if record.keeper is not None:
             record.keeper.stop(GRACE)
         for directory in (*record.directories, "logs"):
@@ -510,7 +510,7 @@ class Cluster:
 
     @contextmanager
     def locked(self, *, make: bool = False, wait: float | None = None) -> Iterator[None]:
-        """Alone with the state. StoreLocked if somebody else still is after `wait` seconds; ConfigError: not ours."""
+        """Lock the state. StoreLocked if another command holds it for `wait` s; ConfigError: not a cluster's."""
         lock = self.state / "lock"
         try:
             if make:
@@ -548,9 +548,9 @@ class _Start:
     """One `up` under way: each service is started as soon as those it depends on are ready."""
 
     def __init__(
-        self, cluster: Cluster, record: ClusterRecord, services: Mapping[str, Service], tell: Print, stopping: Event
+        self, cluster: Cluster, record: ClusterRecord, services: Mapping[str, Service], report: Print, stopping: Event
     ) -> None:
-        self._cluster, self._record, self._tell, self._stopping = cluster, record, tell, stopping
+        self._cluster, self._record, self._report, self._stopping = cluster, record, report, stopping
         self._waiting = dict(services)
         self._starting: dict[str, tuple[Service, Popen[bytes], float]] = {}
         self._started: list[str] = []
@@ -567,7 +567,7 @@ class _Start:
                 if self._stopping.wait(_PAUSE):
                     raise KVTierError("interrupted: the services that were started are stopped")
         except BaseException:
-            self._cluster.stop(self._record, self._started, self._tell)
+            self._cluster.stop(self._record, self._started, self._report)
             raise
 
     def _launch(self, name: str, service: Service) -> None:
@@ -609,16 +609,16 @@ class _Start:
         if status == 0 and service.ready.exits:
             self._record.members[name].process = None
             self._cluster.write(self._record)
-            self._tell(f"{name} done after {waited:.1f} s")
+            self._report(f"{name} done after {waited:.1f} s")
             for line in self._last_lines(name):
-                if line.startswith(_WARNING):  # it did what it could, and warns of the rest
-                    self._tell(f"{_WARNING}{name}: {line.removeprefix(_WARNING)}")
+                if line.startswith(_WARNING):  # it has done its work in part, and warns of the rest
+                    self._report(f"{_WARNING}{name}: {line.removeprefix(_WARNING)}")
             return True
         if status is not None:
             return self._failed(name, service, f"ended with status {status} before it was ready")
         if is_well(service.ready):
             at = "" if service.address is None else f", {service.address}"
-            self._tell(f"{name} ready after {waited:.1f} s{at}")
+            self._report(f"{name} ready after {waited:.1f} s{at}")
             return True
         if waited > _DEADLINE:
             return self._failed(name, service, f"was not ready within {_DEADLINE:g} s")
@@ -629,7 +629,7 @@ class _Start:
         log, lines = self._cluster.log_of(name), self._last_lines(name)
         if service.optional:
             last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
-            self._tell(f'{_WARNING}without {name}: it {why}; its last line in {log} is "{last}"')
+            self._report(f'{_WARNING}without {name}: it {why}; its last line in {log} is "{last}"')
             return True
         raise KVTierError("\n".join([f"{name} {why}; the end of {log}:", *(f"  {line}" for line in lines)]))
 
@@ -647,7 +647,7 @@ def _missing(record: ClusterRecord, topology: Topology) -> dict[str, Service]:
 
 
 def end(name: str, member: StartedService) -> str | None:
-    """End a service's process. What to print about it; None: it does not run."""
+    """Stop a service's process. Returns the line to print; None: it does not run."""
     if member.process is None or not member.process.runs:
         return None
     in_time = member.process.stop(GRACE)

@@ -1,4 +1,4 @@
-"""Where a cluster starts by default: its compose file and its ports. Help reads it, and needs nothing else."""
+"""Where a cluster starts by default: its compose file and its ports. Help imports this file alone."""
 
 from pathlib import Path
 from typing import Final

@@ -1,4 +1,4 @@
-"""Services of a cluster one by one: an operator stops or restarts one; what ended by itself is started again."""
+"""Services of a cluster one by one: an operator stops or restarts one; the keeper restarts those that ended."""
 
 import logging
 import subprocess
@@ -15,41 +15,41 @@ from kvtier.tiers import ConfigError, KVTierError, StoreLocked
 
 _log = logging.getLogger(__name__)
 
-_LOOK: Final = 1.0  # seconds between two looks at the services
-_FIRST_WAIT: Final = 1.0  # seconds before one is started again, doubled while it goes on ending,
-_LAST_WAIT: Final = 60.0  # up to so many
-_IS_WELL: Final = 60.0  # seconds after which one that runs counts as well again
+_LOOK: Final = 1.0  # seconds between two checks of the services
+_FIRST_WAIT: Final = 1.0  # seconds before a restart, doubled while the service goes on ending,
+_LAST_WAIT: Final = 60.0  # up to this
+_IS_WELL: Final = 60.0  # seconds after which a running service counts as well again
 
 
-def stop_service(cluster: Cluster, name: str, tell: Print) -> None:
-    """End one service, which stays ended until `up` or `restart`. ConfigError if the cluster has none of that name."""
+def stop_service(cluster: Cluster, name: str, report: Print) -> None:
+    """Stop one service until `up` or `restart`. ConfigError if the cluster has none of that name."""
     with cluster.locked():
         record = cluster.read()
         member = _member(cluster, record, name)
         member.stopped = True
-        cluster.write(record)  # before it ends: who interrupts this would have it started again
-        tell(end(name, member) or f"{name} does not run")
+        cluster.write(record)  # first: if this is interrupted, the keeper must not restart it
+        report(end(name, member) or f"{name} does not run")
 
 
-def restart_service(cluster: Cluster, name: str, tell: Print, stopping: Event) -> None:
-    """End one service if it runs, start it, and wait until it is ready. ConfigError; KVTierError with its log's end."""
+def restart_service(cluster: Cluster, name: str, report: Print, stopping: Event) -> None:
+    """Stop one service if it runs, start it, and wait until it is ready. ConfigError; KVTierError ends with its log."""
     with cluster.locked():
         record = cluster.read()
         member = _member(cluster, record, name)
         if member.service is None:
             raise ConfigError(f'"{name}": an older kvtier started it; take the cluster down, and up again')
         if (line := end(name, member)) is not None:
-            tell(line)
+            report(line)
         try:
-            cluster.start(record, {name: member.service}, tell, stopping)
+            cluster.start(record, {name: member.service}, report, stopping)
         except BaseException:
             record.members[name] = member  # it is there, and dead
             cluster.write(record)
             raise
 
 
-def mend(cluster: Cluster, started: "list[subprocess.Popen[bytes]]", now: Callable[[], float] = time.time) -> bool:
-    """Start what ended by itself, once its wait is over, into `started`. False: no cluster. StoreLocked."""
+def revive(cluster: Cluster, started: "list[subprocess.Popen[bytes]]", now: Callable[[], float] = time.time) -> bool:
+    """Restart services that ended by themselves and whose wait is over. False: no cluster. StoreLocked."""
     record = cluster.read()
     if not any(_needs_a_look(member, now()) for member in record.members.values()):
         return bool(record.members)
@@ -70,7 +70,7 @@ def mend(cluster: Cluster, started: "list[subprocess.Popen[bytes]]", now: Callab
 
 
 def _needs_a_look(member: StartedService, at: float) -> bool:
-    """Whether it has just ended by itself, is to be started now, or is well again. A job that failed stays so."""
+    """Whether it has just ended by itself, is due for a start, or is well again. A failed job stays so."""
     if member.process is None or member.stopped or member.service is None or member.ready.exits:
         return False
     if member.process.runs:
@@ -99,7 +99,7 @@ def _start_again(
 
 
 def start_keeper(cluster: Cluster) -> None:
-    """Have a process of its own look after the cluster, unless one does: until `down`, it starts what ended again."""
+    """Start a process that looks after the cluster until `down`, unless one does: it restarts services that ended."""
     with cluster.locked():
         record = cluster.read()
         if record.keeper is not None and record.keeper.runs:
@@ -114,11 +114,11 @@ def keep(state: Path) -> None:
     cluster, started = Cluster(state), list[subprocess.Popen[bytes]]()
     while True:
         time.sleep(_LOOK)
-        started = [process for process in started if process.poll() is None]  # else they stay as zombies
+        started = [process for process in started if process.poll() is None]  # else ended ones stay as zombies
         try:
-            if not mend(cluster, started):
+            if not revive(cluster, started):
                 return
-        except StoreLocked:  # a verb is at work: it knows better
+        except StoreLocked:  # a verb is changing the cluster
             continue
         except KVTierError as error:
             _log.warning("%s: nothing is started again any more", error)

@@ -1,4 +1,4 @@
-"""What is wrong with this machine, this configuration or a slab, and the fix."""
+"""Finds faults of this machine, its configuration and slabs, with their fixes."""
 
 import lazy_loader
 

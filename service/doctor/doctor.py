@@ -1,4 +1,4 @@
-"""The checks of `kvtier doctor`, of this machine against its configuration, and those of slabs."""
+"""The checks of `kvtier doctor`: of this machine against its configuration, and of slabs."""
 
 import json
 import os
@@ -37,7 +37,7 @@ TUNABLE: Final = "glibc.cpu.x86_non_temporal_threshold=0x10000"
 _WORTH: Final = 1.1  # a smaller gain is noise
 _COPY_PAIRS: Final = 3
 _COPY_BYTES: Final = 128 << 20  # bytes of each side; the probe needs twice that
-_COPY_SECONDS: Final = 10.0  # for one run of the probe, and after which no other pair is run
+_COPY_SECONDS: Final = 10.0  # for one run of the probe; after them no other pair is run
 _GPU_SECONDS: Final = 60.0  # seconds; a driver's first use is slow
 _LOST: Final = "small blocks are copied more slowly"
 _CUPY_13, _CUPY_12 = (tiers.install_command(extra, "cupy") for extra in ("cuda13", "cuda12"))
@@ -88,41 +88,41 @@ print(json.dumps(answer))
 
 
 def check_room(config: Config, found: Limits) -> Finding:
-    """Whether [host] size is there, for this process: control groups and `ulimit -v` count."""
+    """Whether [host] size is available to this process: control groups and `ulimit -v` count."""
     size = config.host.size
-    told = f"{show_size(found.available)} of {found.by} ({show_size(found.most)}) available"
-    told = f"{told}, [host] size {format_size(size)}"
+    detail = f"{show_size(found.available)} of {found.by} ({show_size(found.most)}) available"
+    detail = f"{detail}, [host] size {format_size(size)}"
     if size > found.most:
-        return error("memory", told, "lower [host] size, or raise the limit")
+        return error("memory", detail, "lower [host] size, or raise the limit")
     if size > found.available:
-        return error("memory", told, "lower [host] size, or stop what uses the memory")
-    return ok("memory", told)
+        return error("memory", detail, "lower [host] size, or stop what uses the memory")
+    return ok("memory", detail)
 
 
 def check_files(config: Config, found: Limits) -> Finding:
-    told = f"{found.files:,} may be open"
+    detail = f"{found.files:,} may be open"
     if config.service.socket is not None and found.files < FILES:
         fix = "`ulimit -Hn 4096` before its start (LimitNOFILE=4096 in a systemd unit)"
-        return warning("files", f"{told}: a daemon with all its clients opens {FILES:,}", fix)
-    return ok("files", told)
+        return warning("files", f"{detail}: a daemon with all its clients opens {FILES:,}", fix)
+    return ok("files", detail)
 
 
 def check_memlock(config: Config, found: Limits, *, has_gpu: bool, is_privileged: bool | None = None) -> Finding:
     """Whether a region of [host] size may be locked, as pinning needs. Nothing is pinned without a GPU."""
     limit = found.lockable
     is_privileged = may_lock_all() if is_privileged is None else is_privileged
-    told = f"limit {'none' if limit is None else show_size(limit)}"
+    detail = f"limit {'none' if limit is None else show_size(limit)}"
     if limit is None or limit >= config.host.size:
-        return ok("memlock", told)
+        return ok("memlock", detail)
     if is_privileged:
-        return ok("memlock", f"{told}, which does not limit this user (CAP_IPC_LOCK)")
+        return ok("memlock", f"{detail}, which does not limit this user (CAP_IPC_LOCK)")
     if not config.host.pin:
-        return ok("memlock", f"{told}; [host] pin is off")
+        return ok("memlock", f"{detail}; [host] pin is off")
     if not has_gpu:
-        return ok("memlock", f"{told}; nothing is pinned without a GPU")
+        return ok("memlock", f"{detail}; nothing is pinned without a GPU")
     return warning(
         "memlock",
-        f"{told}, [host] size {format_size(config.host.size)}: it may stay pageable, which slows copies down",
+        f"{detail}, [host] size {format_size(config.host.size)}: it may stay pageable, which slows copies down",
         "`ulimit -l unlimited` (LimitMEMLOCK=infinity in a systemd unit), or lower [host] size",
     )
 
@@ -144,7 +144,7 @@ def check_huge_pages(config: Config, directory: Path = _HUGE_PAGES) -> Finding:
 
 
 def check_tunable() -> Finding:
-    """Whether a glibc tunable, which must be set before a program starts, makes copies of blocks faster."""
+    """Whether a glibc tunable, which must be set before a program starts, speeds up copies of blocks."""
     if platform.machine() != "x86_64":
         return ok("glibc", f"no tunable is known for {platform.machine()}")
     if available_bytes() < 4 * _COPY_BYTES:
@@ -260,7 +260,7 @@ _NAME: Final = "refused engines"
 
 
 def check_refused(config: ServiceConfig) -> list[Finding]:
-    """A line for each reason of the last hour. Nothing where no daemon is configured, or its pages do not answer."""
+    """A warning for each reason of the last hour. None if no daemon is configured, or its pages do not answer."""
     pid = _served_by(config.socket) if config.socket is not None else None
     status = _status(config.http) if pid is not None else None
     if status is None or status.pid != pid:  # the pages of another daemon
@@ -268,7 +268,7 @@ def check_refused(config: ServiceConfig) -> list[Finding]:
     lately = [each for each in status.refused if each.seconds_ago < _LATELY]
     if not lately:
         return [ok(_NAME, "none in the last hour")]
-    fix = "change what the reason names; the engine tries again by itself"
+    fix = "fix what the reason names; the engine tries again by itself"
     return [
         warning(_NAME, f"{each.count}, the last {each.seconds_ago:.0f} s ago, pid {each.pid}: {each.why}", fix)
         for each in lately
@@ -327,7 +327,7 @@ GOLDEN: Final[dict[str, tuple[Callable[[], object], object]]] = {
 
 
 def examine(config: Config) -> list[Finding]:
-    """Run every check, in a few seconds. None changes anything, and each has its own deadline."""
+    """Run every check, in a few seconds. None changes anything; each has a deadline."""
     found = limits()
     return [
         check_hashes(),
@@ -361,10 +361,10 @@ def check_compiled() -> Finding:
     found = compiled.status()
     loaded = sum(each.state == "loaded" for each in found)
     reasons = dict.fromkeys(each.reason for each in found if each.reason)
-    said = "; ".join((f"{loaded} of {len(found)} extension modules in use", *reasons))
+    state = "; ".join((f"{loaded} of {len(found)} extension modules in use", *reasons))
     if all(each.state in ("loaded", "off") for each in found):
-        return ok("compiled", said)
-    return warning("compiled", f"degraded: {said}", "install a C compiler, then kvtier anew (docs/commands.md)")
+        return ok("compiled", state)
+    return warning("compiled", f"degraded: {state}", "install a C compiler, then kvtier anew (docs/commands.md)")
 
 
 def check_lossy(config: Config) -> Finding:
@@ -372,7 +372,7 @@ def check_lossy(config: Config) -> Finding:
     if chosen == "none":
         return ok("lossy", "none: every tier keeps KV as it is")
     if (config.redis.url, config.objects.bucket, config.service.socket) == (None, None, None):
-        found = f"{chosen}: neither [redis] nor [objects] is there to keep it so, yet exact engines find no block"
+        found = f"{chosen}: neither [redis] nor [objects] uses it, yet exact engines find no block"
         return warning("lossy", found, "leave [cache] lossy out")
     return ok("lossy", f"Redis and object store keep K and V as {chosen}; exact engines share no block with these")
 

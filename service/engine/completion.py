@@ -1,4 +1,4 @@
-"""One OpenAI completion: the engine's updates become choices, stream chunks and usage; or texts precomputed."""
+"""One OpenAI completion: an engine's updates become choices, stream chunks and usage; or texts are precomputed."""
 
 import asyncio
 import json
@@ -15,19 +15,19 @@ from kvtier.service.openai import AnswerPart, CallReader, Detokenizer, OpenAIErr
 
 # --- how likely an answer's tokens were ------------------------------------------------------------------------------
 
-_LEAST: Final = -9999.0  # JSON has no infinity; OpenAI and vLLM tell this
+_LEAST: Final = -9999.0  # JSON has no infinity; OpenAI and vLLM write this
 
 
 class ChatLogprobs:
-    """Of one choice of a chat: each token with its bytes, and the likeliest in its place. Each is told once."""
+    """Of one choice of a chat: each token with its bytes, and the likeliest in its place. Each is sent once."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
         self._content: list[Json] = []
 
-    def add(self, told: TokenLogprobs) -> None:
-        likeliest = [self._entry(*each) for each in told.likeliest]
-        self._content.append({**self._entry(told.token_id, told.logprob), "top_logprobs": likeliest})
+    def add(self, token: TokenLogprobs) -> None:
+        likeliest = [self._entry(*each) for each in token.likeliest]
+        self._content.append({**self._entry(token.token_id, token.logprob), "top_logprobs": likeliest})
 
     def taken(self) -> Json:
         content, self._content = self._content, []
@@ -39,19 +39,19 @@ class ChatLogprobs:
 
 
 class TextLogprobs:
-    """Of one choice of a completion: four lists. `top_logprobs` has the token itself, too, as OpenAI's has."""
+    """Of one choice of a completion: four lists. `top_logprobs` includes the token itself, as OpenAI's does."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
         self._offset = 0  # characters of the tokens so far, each by itself
         self._begin()
 
-    def add(self, told: TokenLogprobs) -> None:
-        text = self._note(told.token_id)
-        self._logprobs.append(max(told.logprob, _LEAST))
+    def add(self, token: TokenLogprobs) -> None:
+        text = self._note(token.token_id)
+        self._logprobs.append(max(token.logprob, _LEAST))
         found: dict[str, float] = {}
-        for token_id, logprob in (*told.likeliest, (told.token_id, told.logprob)):
-            found.setdefault(text if token_id == told.token_id else self._texts.of(token_id)[0], max(logprob, _LEAST))
+        for token_id, logprob in (*token.likeliest, (token.token_id, token.logprob)):
+            found.setdefault(text if token_id == token.token_id else self._texts.of(token_id)[0], max(logprob, _LEAST))
         self._likeliest.append(found)
 
     def add_first(self, token_id: int) -> None:
@@ -60,14 +60,14 @@ class TextLogprobs:
         self._likeliest.append(None)
 
     def taken(self) -> Json:
-        told = {
+        lists = {
             "tokens": self._tokens,
             "token_logprobs": self._logprobs,
             "top_logprobs": self._likeliest,
             "text_offset": self._offsets,
         }
         self._begin()
-        return told
+        return lists
 
     def _begin(self) -> None:
         self._tokens: list[str] = []
@@ -87,10 +87,10 @@ class TextLogprobs:
 
 
 class AnswerText:
-    """Tokens in, text out. Text that may begin a stop string is held back until that is decided."""
+    """Tokens in, text out. Holds back text that may begin a stop string until it is certain."""
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
-        self.is_stopped = False  # a stop string came: no more text is sent
+        self.is_stopped = False  # a stop string was found: no more text is sent
         self._detokenizer, self._stops = detokenizer, stops
         self._held = ""
 
@@ -173,7 +173,7 @@ class Echo:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """What the client asked for. Lists have one entry for each input; `num_choices` inputs share a prompt."""
+    """What the client requested. Lists have one entry for each input; `num_choices` inputs share a prompt."""
 
     model: str
     fingerprint: str
@@ -217,7 +217,7 @@ class _Usage:
 
 
 class OpenAICompletion:
-    """One request's completion, whole or chunk by chunk. `close` aborts what is still computed; idempotent."""
+    """One request's completion, whole or in chunks. `close` aborts sequences still being computed; idempotent."""
 
     def __init__(self, request: CompletionRequest, form: CompletionFormat, loop: EngineLoop) -> None:
         """Submits the request. Raises OpenAIError if the engine has no room for it."""
@@ -267,7 +267,7 @@ class OpenAICompletion:
     async def chunks(self) -> AsyncIterator[bytes]:
         """Server-sent events. An error before the first is raised; a later one is the last event, without [DONE].
 
-        With segments the first event waits for every choice's first token: then it is known what is approximate.
+        With segments the first event waits for every choice's first token, which shows what is approximate.
         """
         head = {**self._head, "object": self._form.chunk}
         usage = {"usage": None} if self._wanted.wants_usage else {}
@@ -281,8 +281,8 @@ class OpenAICompletion:
                     continue
                 is_sent = True
                 for each in held:
-                    told = replace(each, logprobs=self._taken_logprobs(each.index))
-                    yield _event({**head, "choices": [self._form.delta(told)], **usage})
+                    complete = replace(each, logprobs=self._taken_logprobs(each.index))
+                    yield _event({**head, "choices": [self._form.delta(complete)], **usage})
                 held.clear()
         except OpenAIError as error:
             if not is_sent:
@@ -304,11 +304,11 @@ class OpenAICompletion:
             if update.index not in self._unfinished:
                 continue  # tokens after a stop string
             text, reason = self._text_of(update)
-            heard, reason = self._heard(update.index, text, reason)
-            if heard.text or heard.calls or reason is not None or update.index not in self._begun:
+            parsed, reason = self._parsed(update.index, text, reason)
+            if parsed.text or parsed.calls or reason is not None or update.index not in self._begun:
                 is_first = update.index not in self._begun
                 self._begun.add(update.index)
-                yield Piece(update.index, heard.text, reason, is_first, calls=heard.calls)
+                yield Piece(update.index, parsed.text, reason, is_first, calls=parsed.calls)
 
     async def _next(self) -> SequenceUpdate:
         try:
@@ -317,24 +317,24 @@ class OpenAICompletion:
         except TimeoutError:
             raise late() from None
 
-    def _heard(self, index: int, text: str, reason: str | None) -> tuple[AnswerPart, str | None]:
-        """What of an answer's text is text, and which calls are in it; and why it has ended, if it has."""
+    def _parsed(self, index: int, text: str, reason: str | None) -> tuple[AnswerPart, str | None]:
+        """The text and the calls in a piece of an answer's text, and why the answer has ended, if it has."""
         reader = self._wanted.readers[index]
         if reader is None:
             return AnswerPart(text), reason
-        heard = reader.push(text)
+        parsed = reader.push(text)
         if reason is not None:
             last = reader.end()
-            heard = AnswerPart(heard.text + last.text, heard.calls + last.calls)
+            parsed = AnswerPart(parsed.text + last.text, parsed.calls + last.calls)
         is_call = reason == FinishReason.STOP and reader.num_calls
-        return heard, "tool_calls" if is_call else reason
+        return parsed, "tool_calls" if is_call else reason
 
     def _taken_logprobs(self, index: int) -> Json | None:
         logprobs = self._wanted.logprobs[index]
         return None if logprobs is None else logprobs.taken()
 
     def _begin(self, update: SequenceUpdate, source: PromptSource) -> str:
-        """Take in what is told with a choice's first token. Returns the text before it."""
+        """Record what arrives with a choice's first token. Returns the text before it."""
         number, choice = divmod(update.index, self._wanted.num_choices)
         left = source.num_segment - source.num_repaired
         self._approximate[number] = max(left, self._approximate.get(number, 0))
@@ -352,7 +352,7 @@ class OpenAICompletion:
         text = self._wanted.texts[update.index]
         self._usage.completion_tokens += 1
         sent = "" if update.source is None else self._begin(update, update.source)
-        if update.finish_reason is not FinishReason.STOP:  # the stop token is no text
+        if update.finish_reason is not FinishReason.STOP:  # a stop token has no text
             sent += text.push(update.token_id)
             logprobs = self._wanted.logprobs[update.index]
             if logprobs is not None and update.logprobs is not None:
@@ -376,7 +376,7 @@ def late() -> OpenAIError:
 
 
 def _event(content: Json) -> bytes:
-    """One event, in ASCII: some clients take U+2028 and similar characters for line ends."""
+    """One event, in ASCII: some clients treat U+2028 and similar characters as line ends."""
     return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -391,9 +391,9 @@ class PrecomputeRequest:
 
 
 class Precomputation:
-    """One request's texts on their way through the engine. `close` aborts what is still computed; idempotent."""
+    """One request's texts on their way through the engine. `close` aborts texts still being computed; idempotent."""
 
-    headers: dict[str, str] = {}  # noqa: RUF012 - none, and nobody writes it
+    headers: dict[str, str] = {}  # noqa: RUF012 - always empty
 
     def __init__(self, request: PrecomputeRequest, loop: EngineLoop) -> None:
         """Submits the texts. Raises OpenAIError if the engine has no room for them."""
@@ -404,7 +404,7 @@ class Precomputation:
         loop.submit(self._live)
 
     async def whole(self) -> Json:
-        """What became of each text, as the response's JSON. Raises OpenAIError."""
+        """How many tokens of each text were held and computed, as the response's JSON. Raises OpenAIError."""
         num_held = [0] * len(self._wanted.inputs)
         try:
             async with asyncio.timeout_at(self._wanted.deadline):
@@ -416,8 +416,8 @@ class Precomputation:
         except TimeoutError:
             raise late() from None
         lengths = [len(each.prompt.token_ids) for each in self._wanted.inputs]
-        texts = [_told(length, held) for length, held in zip(lengths, num_held, strict=True)]
-        total = _told(sum(lengths), sum(num_held))
+        texts = [_counts(length, held) for length, held in zip(lengths, num_held, strict=True)]
+        total = _counts(sum(lengths), sum(num_held))
         return {"object": "precompute", "model": self._wanted.model, **total, "texts": texts}
 
     def close(self) -> None:
@@ -426,5 +426,5 @@ class Precomputation:
             self._unfinished.clear()
 
 
-def _told(num_tokens: int, num_held: int) -> Json:
+def _counts(num_tokens: int, num_held: int) -> Json:
     return {"tokens": num_tokens, "held": num_held, "computed": num_tokens - num_held}

@@ -23,12 +23,12 @@ from kvtier.service.explain import UNSALTED, LoggedRequest, Recent, RequestLog, 
 from kvtier.service.openai import OpenAIError, busy, stopping_error
 from kvtier.tiers import TIERS, ChainHash, RequestError
 
-# --- fields that are unknown here ------------------------------------------------------------------------------------
+# --- unknown request fields ------------------------------------------------------------------------------------------
 
 _log = logging.getLogger(__name__)
 
-OTHER: Final = "other"  # what the rest counts as
-_MOST: Final = 32  # names that are counted by themselves: clients choose them, and a metric keeps them for ever
+OTHER: Final = "other"  # the label of the rest
+_MOST: Final = 32  # names counted one by one: clients choose them, and a metric keeps them for ever
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}", re.ASCII)
 
 
@@ -39,13 +39,13 @@ class IgnoredFields:
         self._counts: Counter[str] = Counter()
         self._lock = Lock()
 
-    def note(self, names: Iterable[str]) -> None:
+    def record(self, names: Iterable[str]) -> None:
         with self._lock:
             for name in sorted({name if _NAME.fullmatch(name) else OTHER for name in names}):
                 if name not in self._counts and len(self._counts) >= _MOST:
                     name = OTHER
                 if name not in self._counts:
-                    _log.warning("request field %s: unknown here, so it is ignored; this is said once", name)
+                    _log.warning("request field %s: unknown here, so it is ignored; this is logged once", name)
                 self._counts[name] += 1
 
     @property
@@ -67,7 +67,7 @@ class FinishedPrompt:
 
 
 class FinishedSequences:
-    """Notes each sequence that ended. `note` on the engine's thread, the rest on any."""
+    """Records each sequence that has ended. `record` on the engine's thread, the rest on any."""
 
     def __init__(self, engine: Engine, log: RequestLog | None) -> None:
         self.recent: Recent[FinishedPrompt] = Recent()
@@ -75,13 +75,13 @@ class FinishedSequences:
         self._names_blocks = engine.config.enable_prefix_caching
         self._engine = engine
 
-    def note(self, sequence: Sequence, end: str) -> None:
+    def record(self, sequence: Sequence, end: str) -> None:
         client = None
         if self._names_blocks:
             root = sequence.chain.root
             client = client_of(root)
             prompt = array("I", sequence.token_ids[: sequence.num_prompt_tokens])
-            self.recent.note(client, sequence.request_id, FinishedPrompt(prompt, root))
+            self.recent.record(client, sequence.request_id, FinishedPrompt(prompt, root))
         if self.log is not None:
             self.log.write(
                 LoggedRequest(
@@ -119,12 +119,12 @@ class SequenceInput:
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """Where a prompt's KV came from: tokens found cached, by tier; taken from segments, and of these computed anew."""
+    """Where a prompt's KV came from: tokens found cached, by tier; tokens of segments, and of these recomputed ones."""
 
     cached: Mapping[str, int]
     num_segment: int
     num_repaired: int
-    scores: Mapping[int, TokenLogprobs] | None = None  # of the prompt's tokens by position, if they were asked for
+    scores: Mapping[int, TokenLogprobs] | None = None  # of the prompt's tokens by position, if requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,23 +133,23 @@ class SequenceUpdate:
     token_id: int
     finish_reason: FinishReason | None
     source: PromptSource | None  # only with the first token
-    logprobs: TokenLogprobs | None = None  # if they were asked for
+    logprobs: TokenLogprobs | None = None  # if requested
 
 
 class LiveRequest:
-    """The sequences of one request, and their updates. All but `tell` is called on the event loop that made it."""
+    """The sequences of one request, and their updates. All but `push` is called on the event loop that made it."""
 
     def __init__(self, inputs: abc.Sequence[SequenceInput], name: str) -> None:
         self.inputs, self.name = inputs, name
         self.request_ids: list[str | None] = [None] * len(inputs)  # written and read by the engine's thread
         self.unfinished = set(range(len(inputs)))  # the same
         self._loop = asyncio.get_running_loop()
-        self._updates: asyncio.Queue[SequenceUpdate | OpenAIError] = asyncio.Queue()  # bounded by the tokens asked for
+        self._updates: asyncio.Queue[SequenceUpdate | OpenAIError] = asyncio.Queue()  # bounded by the tokens requested
 
-    def tell(self, updates: abc.Sequence[SequenceUpdate | OpenAIError]) -> None:
+    def push(self, updates: abc.Sequence[SequenceUpdate | OpenAIError]) -> None:
         try:
             self._loop.call_soon_threadsafe(self._take, updates)
-        except RuntimeError:  # the loop is closed: nobody waits for them
+        except RuntimeError:  # the loop is closed: no client waits
             return
 
     async def next(self) -> SequenceUpdate:
@@ -169,8 +169,8 @@ class _LiveSequence:
     request: LiveRequest
     index: int
     sequence: Sequence
-    is_told: bool = False  # its first token was passed on
-    told_at: float = 0.0  # when the last one was, by time.monotonic
+    has_sent: bool = False  # its first token was sent
+    sent_at: float = 0.0  # when the last token was sent, by time.monotonic
 
 
 @dataclass(slots=True)
@@ -200,7 +200,7 @@ class Tally:
 
 
 class EngineLoop:
-    """One thread steps the engine; others submit and abort. One lock, never across a step. Bounded by `capacity`."""
+    """One thread steps the engine; others submit and abort. One lock, not held in a step. Bounded by `capacity`."""
 
     def __init__(
         self, engine: Engine, max_waiting: int, feed: TierFeed | None = None, log: RequestLog | None = None
@@ -213,11 +213,11 @@ class EngineLoop:
         self.capacity = engine.config.max_num_seqs + max_waiting
         self.room = min(engine.max_model_len, engine.fits_l1)
         self.tally = Tally()
-        self.stats: Mapping[str, int] = engine.stats  # as it was after the last turn
+        self.stats: Mapping[str, int] = engine.stats  # as of the last turn
         self._changed = threading.Condition()
         # Bounded: requests by the capacity, each aborted at most once; one reset, whose future has the new fingerprint.
         self._inbox: list[LiveRequest | _Abort | Future[str]] = []
-        self.num_live = 0  # sequences that wait or are computed
+        self.num_live = 0  # sequences waiting or running
         self.stop_at: float | None = None
         self._sequences: dict[str, _LiveSequence] = {}
         self._num_failures = 0  # in a row
@@ -227,14 +227,14 @@ class EngineLoop:
     # called on any thread
 
     def require_room(self, num_sequences: int) -> None:
-        """Raise OpenAIError if there is no room, or the server stops. Callers ask before they prepare a request."""
+        """Raise OpenAIError if there is no room, or the server stops. Callers check before they prepare a request."""
         if self.stop_at is not None:
             raise stopping_error()
         if self.num_live + num_sequences > self.capacity:
             raise busy(f"{self.num_live} requests run or wait here, so there is no room; try again later")
 
     def submit(self, request: LiveRequest) -> None:
-        """Have a request computed. Raises OpenAIError if there is no room, or the server stops."""
+        """Submit a request. Raises OpenAIError if there is no room, or the server stops."""
         with self._changed:
             self.require_room(len(request.inputs))
             self.num_live += len(request.inputs)
@@ -247,7 +247,7 @@ class EngineLoop:
             self._changed.notify()
 
     def reset(self) -> Future[str]:
-        """Forget every block, and name new ones after the weights as they are: the fingerprint, or OpenAIError."""
+        """Forget every block, and name new ones after the current weights. The fingerprint, or OpenAIError."""
         done: Future[str] = Future()
         with self._changed:
             self.require_room(0)
@@ -258,7 +258,7 @@ class EngineLoop:
         return done
 
     def stop(self, patience: float) -> None:
-        """Take nothing more. `run` returns once live sequences have ended, at most `patience` seconds from now."""
+        """Refuse new requests. `run` returns once live sequences have ended, at most `patience` seconds from now."""
         with self._changed:
             self.stop_at = time.monotonic() + patience
             self._changed.notify()
@@ -273,7 +273,7 @@ class EngineLoop:
 
     @property
     def wanting(self) -> dict[str, str]:
-        """What is not there as configured (`TierUpkeep.wanting`), or too small (`Losses`): computed without it."""
+        """Tiers missing as configured (`TierUpkeep.wanting`), or too small (`Losses`): the engine runs without them."""
         connector = self.engine.connector
         if not isinstance(connector, LocalConnector):
             return {}
@@ -311,7 +311,7 @@ class EngineLoop:
         if is_busy or inbox:
             self._step()
         elif isinstance(engine.connector, LocalConnector):
-            engine.connector.tiers.tick()  # nobody else sees a daemon go, or come again
+            engine.connector.tiers.tick()  # only this call notices a daemon that stops or returns
         self.stats = engine.stats
         if self._feed is not None:
             self._is_fed = not self._feed.pump()
@@ -319,7 +319,7 @@ class EngineLoop:
     def _step(self) -> None:
         try:
             outputs = self.engine.step()
-        except Exception as error:  # the engine stays usable; its requests wait again
+        except Exception as error:  # the engine stays usable; its requests are scheduled again
             _log.exception("a step failed: %s", error)
             self.tally.failed_steps += 1
             self._num_failures += 1
@@ -347,12 +347,12 @@ class EngineLoop:
                     self._feed.begin_at(live.sequence.chain.parent(0))
         except RequestError as error:
             self._refuse(request, OpenAIError(400, str(error), code="invalid_value"))
-        except Exception as error:  # only this request fails: the others go on
+        except Exception as error:  # only this request fails
             _log.exception("a request could not be admitted: %s", error)
             self._refuse(request, _engine_error())
 
     def _reset(self, done: Future[str]) -> None:
-        if not done.set_running_or_notify_cancel():  # nobody waits for it any more
+        if not done.set_running_or_notify_cancel():  # the client has left
             return
         try:
             self.engine.reset_cache()
@@ -367,20 +367,20 @@ class EngineLoop:
 
     def _refuse(self, request: LiveRequest, error: OpenAIError) -> None:
         self._abort(_Abort(request, range(len(request.inputs)), "failed"))
-        request.tell([error])
+        request.push([error])
 
     def _abort(self, abort: _Abort) -> None:
         request = abort.request
         for index in request.unfinished.intersection(abort.indices):
             if (request_id := request.request_ids[index]) is not None:
                 if (live := self._sequences.pop(request_id, None)) is not None:
-                    self.ended.note(live.sequence, abort.outcome)
+                    self.ended.record(live.sequence, abort.outcome)
                 self.engine.abort(request_id)
             self._end(request, index, abort.outcome)
 
     def _end(self, request: LiveRequest, index: int, outcome: str) -> None:
         request.unfinished.discard(index)
-        self.stats = self.engine.stats  # whoever learns of this end finds it in the figures
+        self.stats = self.engine.stats  # before the client learns of the end
         self.tally.outcomes[outcome] += 1
         with self._changed:
             self.num_live -= 1
@@ -396,28 +396,28 @@ class EngineLoop:
                 item.set_exception(error)
 
     def _pass_on(self, outputs: abc.Sequence[Output]) -> None:
-        told: dict[LiveRequest, list[SequenceUpdate | OpenAIError]] = {}
+        updates: dict[LiveRequest, list[SequenceUpdate | OpenAIError]] = {}
         for output in outputs:
             live = self._sequences.get(output.request_id)
-            if live is None or output.token_id is None:  # aborted: nobody waits for it
+            if live is None or output.token_id is None:  # aborted: no client waits
                 continue
             source = self._source(live)
             update = SequenceUpdate(live.index, output.token_id, output.finish_reason, source, output.logprobs)
-            told.setdefault(live.request, []).append(update)
+            updates.setdefault(live.request, []).append(update)
             if output.finish_reason is not None:
                 del self._sequences[output.request_id]
-                self.ended.note(live.sequence, output.finish_reason)
+                self.ended.record(live.sequence, output.finish_reason)
                 self._end(live.request, live.index, output.finish_reason)
-        for request, items in told.items():
-            request.tell(items)
+        for request, items in updates.items():
+            request.push(items)
 
     def _source(self, live: _LiveSequence) -> PromptSource | None:
-        """A token came: count how long it took. Only the first one says where the prompt came from; else None."""
-        before, live.told_at = live.told_at, time.monotonic()
-        if live.is_told:
-            self.tally.itl.observe(live.told_at - before)
+        """Count how long this token took. Returns where the prompt came from at the first token; else None."""
+        before, live.sent_at = live.sent_at, time.monotonic()
+        if live.has_sent:
+            self.tally.itl.observe(live.sent_at - before)
             return None
-        live.is_told, sequence, reuse = True, live.sequence, live.sequence.reuse
+        live.has_sent, sequence, reuse = True, live.sequence, live.sequence.reuse
         self.tally.cached.update(sequence.cached_tokens)
         if sequence.ttft is not None:
             self.tally.ttft.observe(sequence.ttft)

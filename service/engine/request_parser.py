@@ -1,4 +1,4 @@
-"""Request bodies become the engine's inputs: read, checked, converted. Called on any thread."""
+"""Request bodies become the engine's inputs: parsed, checked, converted. Called on any thread."""
 
 import json
 import logging
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_SPACE: Final = r"[ \t\n\r]{0,16}"  # between JSON's tokens: a model that writes nothing else comes to an end
+_SPACE: Final = r"[ \t\n\r]{0,16}"  # between JSON's tokens: bounded, so that a model cannot write white space for ever
 
 
 class JsonGuides:
-    """Of one model. Thread-safe."""
+    """Guides of one model's answers by JSON schema. Thread-safe."""
 
     def __init__(self, tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        """`tokenizer` makes the content of a `tokenizer.json`: some ten megabytes, when they are needed."""
+        """`tokenizer` returns the content of a `tokenizer.json`: some ten megabytes, when they are needed."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._made: LLTokenizer | None = None
         self._lock = Lock()
 
     def of(self, schema: Json, param: str) -> Guide:
-        """A guide of a JSON schema. Raises OpenAIError, about the field `param`, if there can be none."""
+        """A guide for a JSON schema. Raises OpenAIError, about the field `param`, if it cannot be followed."""
         if not self._eos_token_ids:
             raise bad_field(param, "this model has no token that ends an answer", "unsupported_parameter")
         try:
@@ -57,7 +57,7 @@ class JsonGuides:
         if is_wrong:
             raise bad_field(param, f"a schema that cannot be followed ({_first_line(' '.join(why))}); fix it")
         matcher = LLMatcher(tokenizer, grammar, log_level=0)
-        matcher.compute_bitmask()  # what never begins: a reference to itself, say
+        matcher.compute_bitmask()  # finds schemas without a beginning, such as a reference to itself
         if matcher.is_error():
             raise bad_field(param, f"a schema that cannot be followed ({_first_line(matcher.get_error())}); fix it")
         return _SchemaGuide(matcher, self._vocab_size, self._eos_token_ids)
@@ -83,7 +83,7 @@ class _SchemaGuide:
 
 
 class _SchemaAnswer:
-    """Follows its answer by its tokens: a step that failed, or was made again, leaves no trace."""
+    """Follows its answer by the sequence's tokens, so a step that failed or was repeated leaves no trace."""
 
     def __init__(self, matcher: "LLMatcher", ends: NDArray[np.uint32], token_ids: Sequence[int], num_seen: int) -> None:
         self._matcher, self._ends, self._token_ids, self._num_seen = matcher, ends, token_ids, num_seen
@@ -94,7 +94,7 @@ class _SchemaAnswer:
             self._matcher.consume_tokens(list(self._token_ids[self._num_seen :]))
             self._num_seen = len(self._token_ids)
         mask = self._ends if self._matcher.is_error() else np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
-        if self._matcher.is_error():  # too complex to go on with: the answer ends here
+        if self._matcher.is_error():  # too complex: the answer ends here
             if not self.is_cut:
                 _log.warning("a guided answer ended early: %s", _first_line(self._matcher.get_error()))
             self.is_cut = True
@@ -103,7 +103,7 @@ class _SchemaAnswer:
 
 
 def _first_line(text: str) -> str:
-    """Of what llguidance says: behind it come its state, and the client's schema."""
+    """The first line of llguidance's message; its state and the client's schema follow."""
     return text.strip().partition("\n")[0][:200]
 
 
@@ -116,7 +116,7 @@ _SEEDS: Final = 2**64
 
 
 def params_of(loop: EngineLoop, body: AnyBody, prompt: list[int], guide: Guide | None = None) -> SamplingParams:
-    """Those of the first choice. Raises OpenAIError if the engine cannot answer so."""
+    """The parameters of the first choice. Raises OpenAIError if the engine does not support them."""
     is_chat = isinstance(body, ChatBody)
     left = loop.room - len(prompt)
     wanted = body.max_completion_tokens or body.max_tokens if isinstance(body, ChatBody) else body.max_tokens
@@ -145,7 +145,7 @@ def params_of(loop: EngineLoop, body: AnyBody, prompt: list[int], guide: Guide |
 
 
 def require_computable(loop: EngineLoop, param: str, prompt: list[int], num_asked: int) -> None:
-    """Raise OpenAIError if the model cannot compute a prompt, and an answer of so many tokens."""
+    """Raise OpenAIError if the model cannot compute a prompt and an answer of so many tokens."""
     if not prompt:
         raise bad_field(param, "it has no tokens; write some text")
     _require_tokens(loop, param, prompt)
@@ -160,7 +160,7 @@ def _require_tokens(loop: EngineLoop, param: str, token_ids: Collection[int]) ->
 
 
 def _of_prompt(loop: EngineLoop, body: AnyBody) -> int | None:
-    """Of how many likeliest tokens the prompt's logprobs are told; None: they are not. Raises OpenAIError."""
+    """How many likeliest tokens the prompt's logprobs include; None: no logprobs wanted. Raises OpenAIError."""
     if isinstance(body, ChatBody) or not body.echo or body.logprobs is None:
         return None
     if loop.engine.config.exact or loop.engine.model.has_own_cache:
@@ -231,7 +231,7 @@ def _bad_reuse(engine: Engine, field: str, why: str) -> OpenAIError:
 
 # --- tool calls ------------------------------------------------------------------------------------------------------
 
-_VALUES: Final = ("const", "enum", "default", "examples")  # of a schema: what they hold is none
+_VALUES: Final = ("const", "enum", "default", "examples")  # keys of a schema whose values are no schemas
 _NO_ARGUMENTS: Final[Json] = {"type": "object", "properties": {}}
 
 
@@ -251,7 +251,7 @@ def reader_of(body: AnyBody, form: CallForm | None) -> openai.CallReader | None:
 
 
 def calls_schema(body: AnyBody) -> Json | None:
-    """What an answer must be that has to call a tool: the arguments of the chosen one, or a list of calls."""
+    """The schema of an answer that has to call a tool: the arguments of the chosen one, or a list of calls."""
     if isinstance(body, CompletionBody) or not body.must_call:
         return None
     tools: list[Any] = body.tools or []
@@ -259,7 +259,7 @@ def calls_schema(body: AnyBody) -> Json | None:
     if body.chosen_tool is not None:
         schema: Json = schemas[body.chosen_tool]
         return schema
-    # each schema stands whole in a place of its own, and its references lead there
+    # each schema is whole at a place of its own, and its references point there
     places = {f"tool{number}": schema for number, schema in enumerate(schemas.values())}
     calls = [
         {
@@ -276,7 +276,7 @@ def calls_schema(body: AnyBody) -> Json | None:
 
 
 def _moved(schema: Json, place: str) -> Json:
-    """A copy whose references to its own beginning lead to `place`. Values that only look like schemas stay."""
+    """A copy whose references to its own root point to `place`. Values that only look like schemas stay."""
     copy: Json = json.loads(json.dumps(schema))
     left: list[Any] = [copy]
     while left:
@@ -302,7 +302,7 @@ B = TypeVar("B", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the API needs. `events`: where KV events are published, if they are; `node`: where its daemon's are."""
+    """What the API needs. `events`, `node`: where this process and its daemon publish KV events, if they do."""
 
     loop: EngineLoop
     prompts: Prompts
@@ -320,7 +320,7 @@ def require_model(served: Served, name: str | None) -> None:
 
 
 def completion_of(served: Served, kind: type[AnyBody], data: bytes, deadline: float) -> completion.CompletionRequest:
-    """What a body asks for, with `n` inputs for each prompt. Raises OpenAIError if it cannot be computed."""
+    """What a body requests, with `n` inputs for each prompt. Raises OpenAIError if it cannot be computed."""
     body: AnyBody = _parsed(served, kind, data)
     loop, num_choices = served.loop, body.n or 1
     require_model(served, body.model)
@@ -338,7 +338,7 @@ def completion_of(served: Served, kind: type[AnyBody], data: bytes, deadline: fl
     inputs = [
         SequenceInput(
             prompt,
-            options if options.seed is None else replace(options, seed=(options.seed + choice) % _SEEDS),  # its own
+            options if options.seed is None else replace(options, seed=(options.seed + choice) % _SEEDS),
             some,
             repair,
         )
@@ -347,13 +347,13 @@ def completion_of(served: Served, kind: type[AnyBody], data: bytes, deadline: fl
     ]
     echoes = _echoes(served.prompts, body, [prompt.token_ids for prompt in prompts])
     marks = openai.MARKS[served.call_form] if served.call_form is not None and _reads_calls(body) else ()
-    told = None if body.num_logprobs is None else ChatLogprobs if isinstance(body, ChatBody) else TextLogprobs
+    logprobs = None if body.num_logprobs is None else ChatLogprobs if isinstance(body, ChatBody) else TextLogprobs
     return completion.CompletionRequest(
         model=served.name,
         fingerprint=f"kvtier-{loop.fingerprint[:16]}",
         inputs=inputs,
         texts=[completion.AnswerText(served.prompts.detokenizer(marks), body.stop or ()) for _ in inputs],
-        logprobs=[None if told is None else told(served.prompts.token_texts) for _ in inputs],
+        logprobs=[None if logprobs is None else logprobs(served.prompts.token_texts) for _ in inputs],
         readers=[reader_of(body, served.call_form) for _ in inputs],
         echoes=[echo for echo in echoes for _ in range(num_choices)],
         num_choices=num_choices,
@@ -388,7 +388,7 @@ def tokens_of(served: Served, data: bytes) -> Json:
 
 
 def text_of_tokens(served: Served, data: bytes) -> Json:
-    """Answers `/detokenize` in vLLM's shape, special tokens too. Raises OpenAIError."""
+    """Answers `/detokenize` in vLLM's shape, special tokens included. Raises OpenAIError."""
     body = _parsed(served, openai.DetokenizeBody, data)
     require_model(served, body.model)
     _require_tokens(served.loop, "tokens", body.tokens)
@@ -396,23 +396,23 @@ def text_of_tokens(served: Served, data: bytes) -> Json:
 
 
 def _parsed(served: Served, body_type: type[B], data: bytes) -> B:
-    """The body of a request. What nobody here knows of it is ignored, and counted."""
+    """The body of a request. Unknown fields are ignored, and counted."""
     unknown: set[str] = set()
     body = parse(body_type, data, unknown)
     if unknown:
-        served.loop.tally.ignored.note(unknown)
+        served.loop.tally.ignored.record(unknown)
     return body
 
 
 def _require_room(loop: EngineLoop, param: str, num: int) -> None:
-    """Raise OpenAIError if there is no room for so many sequences, now or ever; called before work is done."""
+    """Raise OpenAIError if there is no room for so many sequences, now or ever. Call it before work is done."""
     if num > loop.capacity:
         raise bad_field(param, f"{num} answers at once; this server has room for {loop.capacity}: ask for fewer")
     loop.require_room(num)
 
 
 def _guide_of(served: Served, body: AnyBody) -> Guide | None:
-    """What the answer may be; None: any text. Raises OpenAIError if that cannot be."""
+    """The guide of the answer; None: any text. Raises OpenAIError if there cannot be one."""
     if (calls := calls_schema(body)) is not None:
         try:
             return served.guides.of(calls, "tool_choice")
@@ -420,7 +420,7 @@ def _guide_of(served: Served, body: AnyBody) -> Guide | None:
             tools: list[Any] = (body.tools if isinstance(body, ChatBody) else None) or []
             for number, tool in enumerate(tools):
                 served.guides.of(tool["function"].get("parameters") or {}, f"tools.{number}.function.parameters")
-            raise  # it is not one tool's schema alone
+            raise  # the schema joins several tools'
     wanted = openai.schema_of(body.response_format)
     return None if wanted is None else served.guides.of(*wanted)
 

@@ -39,55 +39,55 @@ from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import EventSource, Hierarchy, TierEvents, check_tiers
 from kvtier.tiers.naming import root_hash
 
-_LOCATE: Final = 5.0  # seconds for tiers of a daemon or of other nodes
+_LOCATE: Final = 5.0  # seconds for a daemon's or shared tiers
 
 
 def explain_prompt(loop: EngineLoop, prompts: Prompts, data: bytes) -> Json:
-    """What is held of a body's prompt, messages or request, why not the rest, and lines for people. OpenAIError."""
+    """Which blocks of a body's prompt or request are held, why the rest are not, and lines for people. OpenAIError."""
     body, engine = openai.parse(openai.ExplainBody, data), loop.engine
     salt = body.cache_salt
     if not engine.config.enable_prefix_caching:
         raise OpenAIError(400, "[l1] enable_prefix_caching: off, so that nothing is ever held; turn it on")
     if body.request is not None:
-        asked, cut = _of_request(loop, body.request, salt), None
+        prompt, cut = _of_request(loop, body.request, salt), None
     else:
-        assert body.asked is not None
-        given = prompts.tokenized(body.asked)
+        assert body.wanted_prompt is not None
+        given = prompts.tokenized(body.wanted_prompt)
         if len(given) != 1:
             raise bad_field("prompt", f"{len(given)} prompts; one at a time is explained")
         tokens = given[0].token_ids
         try:
-            asked = engine.prompt(tokens, salt)
+            prompt = engine.prompt(tokens, salt)
         except RequestError as error:
             raise bad_field("prompt", str(error)) from None
         cut = _other_cut(tokens, body.tokens)
-    answer = _explained(engine, asked)
+    answer = _explained(engine, prompt)
     answer["other_cut"] = cut
-    answer["lines"] = list(explain.explained(answer, prompts.text, asked.token_ids, prompts.special))
+    answer["lines"] = list(explain.explained(answer, prompts.text, prompt.token_ids, prompts.special))
     return answer
 
 
-def _explained(engine: Engine, asked: NamedPrompt) -> Json:
-    chain, fingerprint = asked.chain, engine.identity.fingerprint()
+def _explained(engine: Engine, prompt: NamedPrompt) -> Json:
+    chain, fingerprint = prompt.chain, engine.identity.fingerprint()
     assert chain is not None
     connector = engine.connector
     tiers = connector.tiers if isinstance(connector, LocalConnector) else None
     hierarchy = tiers if isinstance(tiers, Hierarchy) else None
     names = list(chain.hashes)
-    where = None if tiers is None else tiers.locate(names, _LOCATE)  # asks tiers that nodes share
-    asked_chain = explain.PromptChain(names, chain.root, chain.block_size, asked.token_ids)
-    answer = explain.explain_chain(fingerprint.hex()[:16], asked_chain, hierarchy, engine.pool)
+    where = None if tiers is None else tiers.locate(names, _LOCATE)  # looks up shared tiers
+    wanted = explain.PromptChain(names, chain.root, chain.block_size, prompt.token_ids)
+    answer = explain.explain_chain(fingerprint.hex()[:16], wanted, hierarchy, engine.pool)
     if where is not None and hierarchy is None:
         _add_below(answer, dict(where.by_tier))
         answer["unreachable"] = [] if tiers is None else [*tiers.wanting]
     if explain.is_unknown(answer["cause"]) and (unsalted := root_hash(fingerprint)) != chain.root:
-        # what has no salt is everybody's; of other tenants nobody is told anything
+        # every tenant shares unsalted blocks; the answer reveals nothing of other tenants
 
         def held(some: Sequence[ChainHash]) -> int:
             return max(engine.pool.lookup(some), 0 if hierarchy is None else hierarchy.lookup(some).loadable)
 
         roots = [(unsalted, explain.tenant_name(unsalted, unsalted))]
-        answer["tenants"] = explain.held_by_tenants(asked_chain, roots, held, answer["held"], engine.config.hash_scheme)
+        answer["tenants"] = explain.held_by_tenants(wanted, roots, held, answer["held"], engine.config.hash_scheme)
     return answer
 
 
@@ -115,11 +115,11 @@ def _of_request(loop: EngineLoop, request: str, salt: str | None) -> NamedPrompt
     own = loop.engine.config.cache_salt if salt is None else salt
     root = root_hash(loop.engine.identity.fingerprint(), cache_salt=own)
     known = loop.ended.recent.find(explain.client_of(root), request)
-    asked = None if known is None else loop.engine.prompt(known.tokens.tolist(), salt)
-    if known is None or asked is None or asked.chain is None or asked.chain.root != known.root:
+    prompt = None if known is None else loop.engine.prompt(known.tokens.tolist(), salt)
+    if known is None or prompt is None or prompt.chain is None or prompt.chain.root != known.root:
         why = f"request {request[:80]!r}: no request of this id and cache_salt ended here lately"
         raise OpenAIError(404, f"{why}; give its prompt instead", param="request", code="not_found")
-    return asked
+    return prompt
 
 
 def _other_cut(tokens: list[int], other: Sequence[int] | None) -> Json | None:
@@ -130,7 +130,7 @@ def _other_cut(tokens: list[int], other: Sequence[int] | None) -> Json | None:
     return {"token": at, "tokens": tokens[at : at + 4], "other_tokens": list(other[at : at + 4])}
 
 
-# --- what it reports -------------------------------------------------------------------------------------------------
+# --- its reports -----------------------------------------------------------------------------------------------------
 
 _STARTED: Final = int(time.time())
 _STATES: Final = ("waiting", "loading", "running")
@@ -140,7 +140,7 @@ _TOKENS: Final = ("prompt_tokens", "computed_tokens", "generated_tokens")
 def model_entry(
     loop: EngineLoop, name: str, events: Mapping[str, str | None] | None, node: Mapping[str, str | None] | None = None
 ) -> Json:
-    """The model's entry in `/v1/models`. A router reads `kvtier`; endpoints of KV events: its own, its daemon's."""
+    """The model's entry in `/v1/models`. A router reads `kvtier`: the engine's and its daemon's event endpoints."""
     engine = loop.engine
     salt, fingerprint = engine.config.cache_salt, bytes.fromhex(loop.fingerprint)
     return {
@@ -244,7 +244,7 @@ def _own(loop: EngineLoop) -> Iterator[Metric]:
 
 MAX_BODY: Final = 8 << 20  # bytes
 _READING: Final = 4  # bodies tokenized at once: a tokenizer takes about 100 bytes of memory for each byte of a body
-_GONE: Final = 499  # what proxies log for a client that hung up
+_GONE: Final = 499  # proxies log this for a client that has disconnected
 T = TypeVar("T")
 
 
@@ -261,7 +261,6 @@ def make_app(served: Served) -> Starlette:
         return JSONResponse(entry())
 
     async def read(request: Request, wanted: Callable[[bytes, float], T]) -> T:
-        """What a request wants; `wanted` reads it from the body, knowing the deadline."""
         guard.admit(request)
         began = asyncio.get_running_loop().time()
         data = await read_body(request, MAX_BODY)
@@ -272,7 +271,7 @@ def make_app(served: Served) -> Starlette:
         except TimeoutError:
             raise late() from None
         try:
-            return await run_in_threadpool(wanted, data, deadline)  # cannot be cut short
+            return await run_in_threadpool(wanted, data, deadline)  # runs to its end
         finally:
             reading.release()
 
@@ -288,8 +287,8 @@ def make_app(served: Served) -> Starlette:
         return await _answered(request, Precomputation(wanted, served.loop))
 
     async def explain(request: Request) -> Response:
-        told = await read(request, lambda data, deadline: explain_prompt(served.loop, served.prompts, data))
-        return JSONResponse(told)
+        answer = await read(request, lambda data, deadline: explain_prompt(served.loop, served.prompts, data))
+        return JSONResponse(answer)
 
     def about_tokens(path: str, wanted: Callable[[Served, bytes], Json]) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -318,7 +317,7 @@ def make_app(served: Served) -> Starlette:
 
 
 def _resetting(served: Served, guard: Guard) -> Route:
-    """Forgets every block; the answer is the fingerprint that names them from then on."""
+    """Forget every block. The answer is the fingerprint that names blocks from then on."""
 
     async def reset(request: Request) -> Response:
         guard.admit(request)
@@ -368,16 +367,16 @@ class _EventStream(StreamingResponse):
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`. Raises ClientDisconnect if the client hangs up first."""
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(request.receive))
+    """The result of `work`. Raises ClientDisconnect if the client disconnects first."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(request.receive))
     try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientDisconnect
         return working.result()
     finally:
         working.cancel()
-        gone.cancel()
+        leaving.cancel()
 
 
 def _health(loop: EngineLoop) -> Response:
@@ -396,15 +395,15 @@ def _readiness(loop: EngineLoop) -> Response:
 _log = logging.getLogger(__name__)
 
 _GRACE: Final = 2  # seconds for the last bytes of these answers
-_SPARE: Final = 64  # HTTP requests beyond those that are computed: pages, and refusals
-_STORES: Final = 10.0  # seconds for stores on their way to lower tiers
+_SPARE: Final = 64  # HTTP requests beyond those being computed: pages, and refusals
+_STORES: Final = 10.0  # seconds for stores to reach lower tiers
 
 
 class EngineServer:
     def __init__(
         self, model: Path, config: Config, *, exact: bool = False, listening: HttpSocket | None = None
     ) -> None:
-        """Binds the address first, unless `listening` is bound: a model takes long to load. Raises ConfigError."""
+        """Binds the address first, unless `listening` is bound: loading a model takes long. Raises ConfigError."""
         disable_progress_bar()  # type: ignore[no-untyped-call]
         settings = config.server
         with ExitStack() as opened:
@@ -412,7 +411,7 @@ class EngineServer:
                 opened.enter_context(closing(listening))
             require_checkpoint(model)
             if config.service.socket is None:
-                check_tiers(config)  # a daemon has looked at its own
+                check_tiers(config)  # a daemon checks its own
             prompts = Prompts.open(model, ChatPrefix.of(config.chat))
             if listening is None:
                 listening = opened.enter_context(closing(HttpSocket(settings.http, "server", settings.allowed_hosts)))
@@ -435,7 +434,7 @@ class EngineServer:
         if config.cache.store_generated == "answers" and not self.engine.model.has_own_cache:
             self.engine.scheduler.reasoning = prompts.reasoning()
             if self.engine.scheduler.reasoning is None:
-                _log.info("this model's chat template leaves no reasoning out: all of its answers are stored")
+                _log.info("this model's chat template keeps reasoning in later turns: whole answers are stored")
         self._feed = None if self.publisher is None else _feed(self.publisher, self.engine)
         self.loop = EngineLoop(self.engine, settings.max_waiting, self._feed, self._log)
         self.name, self._patience = settings.name or name_of(model), settings.patience
@@ -443,9 +442,9 @@ class EngineServer:
             prompts.tokenizer_json, self.engine.model.vocab_size, self.engine.model.eos_token_ids
         )
         form = request_parser.form_of(settings.tool_parser, prompts)
-        told, publisher = config.events, self.publisher
+        own_events, publisher = config.events, self.publisher
         events = None if publisher is None else {"publish": publisher.endpoint, "replay": publisher.replay_endpoint}
-        node = None if told.node is None else {"publish": told.node, "replay": told.node_replay}
+        node = None if own_events.node is None else {"publish": own_events.node, "replay": own_events.node_replay}
         app = make_app(Served(self.loop, prompts, self.name, settings, guides, events, node, form))
         room = self.loop.capacity + _SPARE
         self._http = HttpServer(app, listening, max_requests=room, refusal=openai.refusal, grace=_GRACE)
@@ -460,7 +459,7 @@ class EngineServer:
         finally:
             self._http.stop()
             if not self.engine.drain(_STORES):
-                _log.warning("stores still waited after %g s: they are dropped", _STORES)
+                _log.warning("stores not finished after %g s: they are dropped", _STORES)
             self.engine.close()
             if self._log is not None:
                 self._log.close()
@@ -469,12 +468,12 @@ class EngineServer:
                 self.publisher.close()
 
     def stop(self) -> None:
-        """Take nothing more, and end what is under way. May be called on any thread, or in a signal handler."""
+        """Take no more requests, and end those under way. Any thread or signal handler may call it."""
         self.loop.stop(self._patience)
 
 
 def _feed(publisher: Publisher, engine: Engine) -> TierFeed:
-    """Events of L1, and of lower tiers if this process owns them: a daemon publishes its own."""
+    """Events of L1, and of lower tiers if this process owns them; a daemon publishes its own."""
     sources: list[Source] = [TierEvents(L1, engine.pool)]
     connector = engine.connector
     if isinstance(connector, LocalConnector) and isinstance(connector.tiers, Hierarchy):

@@ -1,4 +1,4 @@
-"""Why a prompt's blocks are held or not, in figures and in words; and the requests that ended last."""
+"""Why a prompt's blocks are held or not, in figures and in words; and the last requests."""
 
 import lazy_loader
 

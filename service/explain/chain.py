@@ -1,4 +1,4 @@
-"""Why a chain's blocks are held or not: which tier has each, what became of the first missing one, what differs."""
+"""Why blocks of a chain are held or not: each one's tier, why the first missing one left, and what differs."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -19,10 +19,10 @@ from kvtier.tiers.pool import MAX_CHILDREN, NEVER_SEEN, EvictionReason
 if TYPE_CHECKING:
     from kvtier.tiers.copies import BlockPool
 
-SHORT: Final = "short"  # the prompt has less than a block: nothing of it is ever stored
-ELSEWHERE: Final = "absent"  # nobody here knows: the daemon does
+SHORT: Final = "short"  # the prompt is shorter than a block, and is never stored
+ELSEWHERE: Final = "absent"  # not known in this process: the daemon knows
 
-LooksUp = Callable[[Sequence[ChainHash]], int]  # names of a chain → how many leading ones are held
+LooksUp = Callable[[Sequence[ChainHash]], int]  # names of a chain → the number of leading ones held
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class PromptChain:
     names: Sequence[ChainHash]
     root: ChainHash  # the name before the first
     block_size: int  # tokens
-    tokens: Sequence[int] = ()  # the whole prompt; none: its blocks are known by name alone
+    tokens: Sequence[int] = ()  # the whole prompt; empty: only the blocks' names are known
 
 
 def explain_chain(name: str, chain: PromptChain, hierarchy: Hierarchy | None, first: "BlockPool | None" = None) -> Json:
-    """What is held of the chain, and why not the rest. `hierarchy`: None if the tiers below are not of this process.
+    """Which blocks of the chain are held, and why not the rest. `hierarchy`: None if another process has the tiers.
 
-    Looks at held blocks behind the chain's own only, so that no other tenant's tokens are told.
+    Compares held blocks only behind blocks of this chain, so that no other tenant's tokens are revealed.
     """
     names, size = chain.names, chain.block_size
     tiers = _tiers_of(names, hierarchy, first)
@@ -59,15 +59,15 @@ def explain_chain(name: str, chain: PromptChain, hierarchy: Hierarchy | None, fi
     if not names:
         answer["cause"] = {"name": SHORT, "tier": "", "seconds": 0, "block": 0}
     elif known < len(names):
-        gone = EvictionReason(ELSEWHERE) if hierarchy is None else hierarchy.eviction_reason(names[known])
-        answer["cause"] = {"name": gone.cause, "tier": gone.tier, "seconds": gone.seconds, "block": known}
+        evicted = EvictionReason(ELSEWHERE) if hierarchy is None else hierarchy.eviction_reason(names[known])
+        answer["cause"] = {"name": evicted.cause, "tier": evicted.tier, "seconds": evicted.seconds, "block": known}
         answer["unreachable"] = [] if hierarchy is None else [*hierarchy.wanting]
         if chain.tokens:
             parent = names[known - 1] if known else chain.root
             held = [each for each in _children(hierarchy, first, parent) if each.chain_hash != names[known]]
             if not known:
-                # Under vLLM's names all tenants' first blocks follow one root: only a name that tokens alone make up
-                # is surely of this salt.
+                # Under vLLM's names all tenants' first blocks have one root. Only a name that tokens alone determine is
+                # certainly of this salt.
                 held = [each for each in held if is_named_by(BlockRecord(each.chain_hash, parent, each.tokens, 0))]
             answer["differs"] = _difference(chain.tokens[known * size :], held, known * size, size)
             answer["nothing_alike"] = not known and answer["differs"] is None
@@ -77,7 +77,7 @@ def explain_chain(name: str, chain: PromptChain, hierarchy: Hierarchy | None, fi
 def held_by_tenants(
     chain: PromptChain, roots: Iterable[tuple[ChainHash, str]], lookup: LooksUp, least: int, scheme: str
 ) -> list[Json]:
-    """Other tenants that hold more than `least` blocks of the same tokens. `roots`: their chains', and their names."""
+    """Other tenants that hold more than `least` blocks of the same tokens. `roots`: their chains' roots and names."""
     found: list[Json] = []
     first = chain.tokens[: chain.block_size]
     for root, name in roots:
@@ -110,7 +110,7 @@ def _tiers_of(names: Sequence[ChainHash], hierarchy: Hierarchy | None, first: "B
 
 
 def _quicker_computed(tiers: Sequence[str | None], hierarchy: Hierarchy, size: int) -> str | None:
-    """The tier whose blocks an engine computes rather than load them; None: it loads all that is held."""
+    """The tier whose blocks are faster to compute than to load; None: loading pays for all."""
     slow = Counter(each for each in tiers if each not in (L1, L2))
     num_bytes = {str(each): count * hierarchy.host.region.slot_bytes for each, count in slow.items()}
     start = next((at for at, each in enumerate(tiers) if each not in (L1, L2)), len(tiers))
@@ -129,7 +129,7 @@ def _runs(tiers: Sequence[str | None]) -> list[Json]:
 
 
 def _children(hierarchy: Hierarchy | None, first: "BlockPool | None", parent: ChainHash) -> list[ChildBlock]:
-    """Held blocks that follow the same block as the missing one; behind a block they are of the same salt as it."""
+    """Held blocks with the same parent as the missing one. Behind a block they have its salt."""
     found = [] if first is None else [*first.children(parent)]
     if hierarchy is not None:
         found += hierarchy.host.children(parent, MAX_CHILDREN, b"")
@@ -141,7 +141,7 @@ def _children(hierarchy: Hierarchy | None, first: "BlockPool | None", parent: Ch
 def _difference(rest: Sequence[int], held: Sequence[ChildBlock], start: int, size: int) -> Json | None:
     """Where the nearest of the held blocks differs first, and both blocks' tokens.
 
-    Behind block 0 all of them share the blocks before. A first block has to share tokens of its own: None if none does.
+    Behind block 0 all share the preceding blocks. A first block must share tokens itself; None if none does.
     """
     mine = rest[:size]
     best: Json | None = None

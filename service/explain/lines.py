@@ -1,4 +1,4 @@
-"""What `kvtier explain` found, in plain English: where the blocks are, why the next one is missing, what helps."""
+"""What `kvtier explain` prints, in plain English: where the blocks are, why the next is missing, what helps."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -12,12 +12,12 @@ from kvtier.tiers.config import show_size
 
 # --- how much two blocks have in common ------------------------------------------------------------------------------
 
-_RUN: Final = 3  # tokens one after the other that count as the same at another place
-_PART: Final = 4  # a quarter of a block has to be the same, or it is another prompt's
+_RUN: Final = 3  # consecutive tokens that count as equal at another place
+_PART: Final = 4  # a quarter of a block must be equal, or it is another prompt's
 
 
 def num_alike(mine: Sequence[int], theirs: Sequence[int]) -> int:
-    """Tokens that are the same: of their beginnings, or of runs at any place. 0 if that is less than a quarter."""
+    """Tokens that are equal: of the beginnings, or of runs at any place. 0 if they are less than a quarter."""
     same = next((i for i, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other), len(theirs))
     runs = len(_token_runs(mine) & _token_runs(theirs))
     alike = max(same, runs and runs + _RUN - 1)
@@ -34,7 +34,7 @@ Decode = Callable[[Sequence[int]], str]
 
 _MONTHS: Final = "(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
 _UUID: Final = r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
-_CUT_UUID: Final = r"\b[0-9a-fA-F]{8}-[0-9a-fA-F-]{0,27}$"  # cut at the end of the block
+_CUT_UUID: Final = r"\b[0-9a-fA-F]{8}-[0-9a-fA-F-]{0,27}$"  # cut off at the end of the block
 _DATES: Final = (
     r"\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2}([.,]\d+)?)?(Z|[+-]\d{2}:?\d{2})?)?",
     r"\d{1,2}:\d{2}(:\d{2}([.,]\d+)?)?",
@@ -42,7 +42,7 @@ _DATES: Final = (
     r"\d{1,2}[./]\d{1,2}[./]\d{2,4}",
     rf"\d{{1,2}}\.? {_MONTHS} \d{{4}}",
     rf"{_MONTHS} \d{{1,2}}(, \d{{4}})?",
-    r"\b(Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)(day|da?$|$)",  # perhaps cut at the end of the block
+    r"\b(Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)(day|da?$|$)",  # perhaps cut off at the end of the block
     r"\d{4}年\d{1,2}月\d{1,2}日",
     r"\b20\d{2}(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])(T?\d{4,6}Z?)?\b",
     r"\b1[5-9]\d{8}(\d{3}|\.\d+)?\b",  # seconds since 1970, or milliseconds
@@ -70,10 +70,10 @@ _KINDS: Final = tuple(
     )
     for pattern in patterns
 )
-_SHOWN: Final = 4  # tokens of each that are shown where nothing is known of them
-_SAME: Final = 8  # characters that have to be the same behind a difference of tokens: the text is one, cut in two ways
-_GOES_ON: Final = 3  # characters behind what changes that are the same
-_MANY: Final = 3  # tokens that have to be the same, some places further on
+_SHOWN: Final = 4  # tokens of each that are shown if their kind is unknown
+_SAME: Final = 8  # characters that must be equal behind differing tokens: the same text, tokenized in two ways
+_GOES_ON: Final = 3  # equal characters behind what changes
+_MANY: Final = 3  # tokens that must be equal, some places further on
 _FURTHER: Final = 16  # places
 
 
@@ -119,17 +119,17 @@ def finding(differs: Json, decode: Decode | None, before: Sequence[int], special
             advice += ' [chat] move_lines = ["date"] moves such lines to the end of their message.'
         return Difference(f"{place}: `{own}` for `{held}`", advice)
     own, held = decode(mine[at : at + _SHOWN]), decode(theirs[at : at + _SHOWN])
-    said = f"{place}: `{own}` for `{held}`"
+    text = f"{place}: `{own}` for `{held}`"
     behind = [*before, *mine[:at]][-1:]
     if not {*mine[at : at + 1], *theirs[at : at + 1], *behind}.isdisjoint(special):
         else_another = ", or another prompt" if is_another else ""
         advice = "A special token is there: another chat template, other roles, or a system prompt that one side lacks"
-        return Difference(said, f"{advice}{else_another}.")
-    return Difference(said, _ANOTHER if is_another else _MOVE)
+        return Difference(text, f"{advice}{else_another}.")
+    return Difference(text, _ANOTHER if is_another else _MOVE)
 
 
 _REASONING: Final = re.compile(r"<think>|<thinking>|<reasoning>|\[THINK\]|<\|channel\|>analysis")
-_KEY: Final = re.compile(r'"[\w.$-]*(?:"\s*:|"?$)')  # of a JSON object; perhaps cut at the end of the block
+_KEY: Final = re.compile(r'"[\w.$-]*(?:"\s*:|"?$)')  # of a JSON object; perhaps cut off at the end of the block
 
 
 def _known_cause(mine: str, theirs: str) -> Difference | None:
@@ -173,7 +173,7 @@ _MOVE: Final = "Put what changes behind all that stays the same, to the end of t
 
 
 def changing_part(mine: str, theirs: str) -> tuple[str, str, str] | None:
-    """What it is that differs between two texts with the same beginning: (what, mine, theirs). None: no known kind."""
+    """What differs between two texts with the same beginning: (kind, mine, theirs). None: no known kind."""
     same = _same(mine, theirs)
     if same < 0:
         return None
@@ -183,7 +183,7 @@ def changing_part(mine: str, theirs: str) -> tuple[str, str, str] | None:
         if ours is None or held is None or ours.start() != held.start():
             continue
         rests = zip(mine[ours.end() :][:_GOES_ON], theirs[held.end() :][:_GOES_ON], strict=False)
-        if kind != _NAME or all(one == other for one, other in rests):  # else another sentence, as behind `User: `
+        if kind != _NAME or all(one == other for one, other in rests):  # else another sentence, as after `User: `
             return kind, ours.group(), held.group()
     return None
 
@@ -199,7 +199,7 @@ def _shifted(mine: Sequence[int], theirs: Sequence[int]) -> tuple[str, list[int]
 
 
 def _cut_anew(mine: Sequence[int], theirs: Sequence[int], decode: Decode) -> tuple[str, str] | None:
-    """The same text in two cuts, up to where both cuts meet: `he|llo` and `hello`. None: the text differs."""
+    """The same text in two tokenizations, up to where both meet: `he|llo` and `hello`. None: the text differs."""
     if not mine or not theirs:
         return None
     own, held = decode(mine), decode(theirs)
@@ -220,7 +220,7 @@ def _cut_anew(mine: Sequence[int], theirs: Sequence[int], decode: Decode) -> tup
 
 # --- the lines -------------------------------------------------------------------------------------------------------
 
-_BEFORE: Final = 64  # tokens before a block that may begin what changes in it
+_BEFORE: Final = 64  # tokens before a block where the change may begin
 _UNKNOWN: Final = ("never_seen", "absent")
 _ADVICE: Final = {
     "absent": "Its tiers are a daemon's: ask that one, by --http, or by --request with the same id.",
@@ -373,7 +373,7 @@ class Explanation(StatusPart):
     runs: list[BlockRun]
     cause: MissingCause | None
     differs: TokensThatDiffer | None
-    nothing_alike: bool = False  # its first block is missing, and no held one that was compared shares tokens with it
+    nothing_alike: bool = False  # the first block is missing, and no compared block shares tokens with it
     elsewhere: list[OtherModel]
     closed: Sequence[ClosedSlab] = ()
     tenants: Sequence[OtherTenant] = ()

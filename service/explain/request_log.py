@@ -1,4 +1,4 @@
-"""Requests that ended: the last of them to ask about, and a line of JSON for each, appended to a file by a thread."""
+"""Requests that have ended: the last ones, for `explain`, and the request log: one line of JSON for each."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ T = TypeVar("T", bound=Sized)
 
 
 class Recent(Generic[T]):
-    """What ended last, of so many tokens or names in all; the oldest goes first. Thread-safe."""
+    """The requests that ended last, bounded by their tokens or names; the oldest goes first. Thread-safe."""
 
     def __init__(self, most_requests: int = MOST_REQUESTS, most_items: int = MOST_ITEMS) -> None:
         self._lock = Lock()
@@ -36,8 +36,8 @@ class Recent(Generic[T]):
         self._known: OrderedDict[tuple[int, str], T] = OrderedDict()
         self._num_items = 0
 
-    def note(self, client: int, request_id: str, request: T) -> None:
-        """It ended. One of the same tenant and id is forgotten; `client` as `client_of`."""
+    def record(self, client: int, request_id: str, request: T) -> None:
+        """Record an ended request, in place of one with the same tenant and id. `client` as `client_of`."""
         key = client, request_id
         with self._lock:
             if (before := self._known.pop(key, None)) is not None:
@@ -56,12 +56,12 @@ class Recent(Generic[T]):
 
 
 def tenant_of(client: int, fingerprint: bytes) -> str:
-    """Whose a request is, for people: the number that the tiers know its tenant by, which tells no cache_salt."""
+    """A request's tenant for people: its number in the tiers, which does not reveal the cache_salt."""
     return UNSALTED if client == client_of(root_hash(fingerprint)) else f"{client:08x}"
 
 
 def client_of(root: ChainHash) -> int:
-    """The number of the tenant whose chains begin there, as `Answered.end_of` gives it."""
+    """The number of the tenant whose chains begin there, as `Answered.end_of` returns it."""
     return int.from_bytes(root[:4], "little")
 
 
@@ -77,8 +77,8 @@ _FLAGS: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRequest:
-    id: str  # "": it had none
-    tenant: str  # as `tenant_of` has it
+    id: str  # "": none
+    tenant: str  # as `tenant_of` returns it
     prompt_tokens: int
     tokens: Mapping[str, int]  # of the prompt, by the tier they were found in; the others were computed
     missed: Causes = field(default_factory=dict)  # why blocks were in no tier
@@ -88,7 +88,7 @@ class LoggedRequest:
     end: str = "ended"  # how it ended, as far as that is known
 
     def line(self) -> bytes:
-        told = {
+        fields = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "id": self.id or None,
             "tenant": self.tenant,
@@ -100,21 +100,21 @@ class LoggedRequest:
             "ttft_s": None if self.ttft is None else round(self.ttft, 6),
             "seconds": None if self.seconds is None else round(self.seconds, 6),
         }
-        return json.dumps(told).encode() + b"\n"
+        return json.dumps(fields).encode() + b"\n"
 
 
 class RequestLog:
-    """Appends lines to one file, anew where it was rotated. `write` never waits: a lost line is counted."""
+    """Appends lines to one file, reopened after a rotation. `write` never waits: a lost line is counted."""
 
     def __init__(self, path: Path, option: str, *, most_waiting: int = _MOST_WAITING) -> None:
-        """Opens the file. ConfigError, which names the `option`, if it cannot be written."""
+        """Opens the file. ConfigError, naming the `option`, if it cannot be written."""
         self.path = path
         self.counts: Counter[str] = Counter(written=0, queue_full=0, io_error=0)  # lines
         try:
             self._file = os.open(path, _FLAGS, 0o600)
         except OSError as error:
             raise ConfigError(f'{option} "{path}": {error.strerror}; name a file that can be written') from None
-        self._is_torn = False  # the last line that was begun is not whole: it is ended before the next
+        self._is_torn = False  # the last line is incomplete: it is ended before the next
         self._waiting: Queue[LoggedRequest | None] = Queue(most_waiting)
         self._is_closed = False
         self._thread = Thread(target=self._write_on, name="kvtier-request-log", daemon=True)
@@ -166,10 +166,10 @@ class RequestLog:
             data = data[count:]
 
     def _follow(self) -> None:
-        """Open the file anew if its name means another one now, or none."""
-        held = os.fstat(self._file)
+        """Reopen the file if its path leads to another file now, or to none."""
+        current = os.fstat(self._file)
         with suppress(FileNotFoundError):
-            if os.path.samestat(held, os.stat(self.path)):
+            if os.path.samestat(current, os.stat(self.path)):
                 return
         opened = os.open(self.path, _FLAGS, 0o600)
         os.close(self._file)

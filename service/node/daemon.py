@@ -1,4 +1,4 @@
-"""The daemon and its clients: takes them in, gives each the tiers of its model, takes back what dead ones held."""
+"""The node's daemon and its clients: accepts them, serves each its model's tiers, reclaims what dead ones held."""
 
 import contextlib
 import logging
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 _MAX_OUTPUT: Final = 4 << 20  # bytes a client may leave unread
-_MAX_TURN: Final = 16  # readings in a row, so that one client does not keep the loop for itself
+_MAX_TURN: Final = 16  # reads in a row, so that one client does not occupy the loop
 _MAX_WAIT: Final = 600.0  # seconds
 
 
@@ -51,13 +51,15 @@ class Session:
         self._socket: socket.socket | None = connection
         self._reader = FrameReader[Any](wire.MAX_HELLO)
         self._output = bytearray()
-        self._num_kept = 0  # bytes noted last: half sent or unread
+        self._num_kept = 0  # bytes last reported to `Buffers`: half sent or unread
         self._over = False
-        self._corked = False  # while a batch of frames is taken in
-        self._blocked = False  # the client's socket took no more
-        self._verbs: dict[type[wire.Operation], Callable[[Any], Any]] = {}  # what serves each operation, once welcomed
+        self._corked = False  # while a batch of frames is read
+        self._blocked = False  # the client's socket buffer is full
+        self._verbs: dict[
+            type[wire.Operation], Callable[[Any], Any]
+        ] = {}  # the handler of each operation, once welcomed
         self._busy = False  # with an operation that waits, on a thread of its own
-        self._told_epoch = 0
+        self._sent_epoch = 0
         self.version = wire.VERSION  # of the protocol, as the client speaks it
         self.processes = ClientProcesses(daemon.loop, self._all_ended)
         self.process = self.processes.watch(connection, peer)  # the client's own
@@ -74,8 +76,6 @@ class Session:
     @property
     def holds_slots(self) -> bool:
         return self.counts.leases > 0 or self.counts.reservations > 0
-
-    # what the daemon calls
 
     def welcome(self) -> None:
         if self._socket is None or self.namespace is None:
@@ -96,7 +96,7 @@ class Session:
             wire.Drain: lambda op: _Waits(lambda: tiers.drain(min(op.timeout, _MAX_WAIT), below=op.below)),
             wire.Check: self._check,
         }
-        self._told_epoch = tiers.epoch
+        self._sent_epoch = tiers.epoch
         self._daemon.refusals.welcomed(namespace.fingerprint)
         self._reader.limit, self._reader.decoder = wire.MAX_FRAME, wire.REQUESTS
         welcome = wire.Welcome(
@@ -116,7 +116,7 @@ class Session:
 
     def refuse(self, why: Exception | str, reason: str = "refused") -> None:
         is_other_kv, why = isinstance(why, KVMismatch), str(why)
-        if self._daemon.refusals.note(why, self.peer, self.hello.fingerprint if self.hello else None):
+        if self._daemon.refusals.record(why, self.peer, self.hello.fingerprint if self.hello else None):
             self._daemon.log(f"client {self.peer.pid} is refused: {why}")
         self._send_handshake_reply(wire.Refused(why[:500], is_other_kv))
         self.end_connection(reason)
@@ -126,22 +126,22 @@ class Session:
             return
         if self.holdings.waiting:
             self.holdings.look()
-        if self.holdings.news or self._told_epoch != self.namespace.hierarchy.epoch:
+        if self.holdings.news or self._sent_epoch != self.namespace.hierarchy.epoch:
             self._reply(0, [])
 
     def pass_time(self, at: float) -> None:
-        """Let promises expire that nobody has renewed, once all that the client has sent was read."""
+        """Expire promises that the client has not renewed, after reading all it has sent."""
         holdings = self.holdings
         if holdings is not None and self.connected and holdings.may_expire(at) and self._ready():
             self._daemon.counts["promises_lapsed"] += holdings.expire(at)
 
     def copies_for(self, client: "Session") -> None:
-        """Have that client's blocks held until this session's process has ended, too. OSError as `watch`."""
+        """Keep that client's blocks until this session's process has ended, too. OSError as `watch`."""
         if self._socket is not None:
             client.processes.watch(self._socket, self.peer)
 
     def end_connection(self, reason: str) -> None:
-        """Hang up. Promises go; leases and reservations stay while a process lives, which is counted. Idempotent."""
+        """Close. Promises are cancelled; leases and reservations stay while a process lives, counted. Idempotent."""
         if self._socket is None:
             return
         self._daemon.loop.forget(self._socket.fileno())
@@ -150,7 +150,7 @@ class Session:
         self._output.clear()
         self._reader = FrameReader[Any](wire.MAX_HELLO)
         self._num_kept = 0
-        self._daemon.buffers.note(self, 0)
+        self._daemon.buffers.record(self, 0)
         if self.holdings is not None:
             self.holdings.drop_claims()
         if self.holdings is None or not any(self.holdings.counts) or not self.processes:
@@ -159,28 +159,28 @@ class Session:
             self._daemon.counts[f"{reason}_holding"] += 1
 
     def end(self, reason: str) -> None:
-        """No copy of this client's is under way: take all it holds, forget it, count the reason. Idempotent."""
+        """No copy of this client is under way: release all it holds, remove it, count the reason. Idempotent."""
         self.end_connection(reason)
-        if self._over:  # it held nothing, and so has ended with its connection
+        if self._over:  # it held nothing, so it ended with its connection
             return
         self._over = True
         self._daemon.counts[reason] += 1
         self.processes.forget()
         if self.holdings is not None:
-            gone = self.holdings.release_all()
-            self._daemon.counts["leases_reclaimed"] += gone.leases
-            self._daemon.counts["reservations_reclaimed"] += gone.reservations
+            released = self.holdings.release_all()
+            self._daemon.counts["leases_reclaimed"] += released.leases
+            self._daemon.counts["reservations_reclaimed"] += released.reservations
             self.holdings = None
         self._daemon.ended(self)
 
-    # what the loop calls
+    # called by the loop
 
     def _all_ended(self) -> None:
         if self._socket is None:  # else a child it forked may live, with socket and region
             self.end("died")
 
     def _ready(self, events: int = READABLE) -> bool:
-        """Read and do what the client has sent, and write what it left unread; True if that was all of it."""
+        """Read and serve what the client has sent, and write pending output. True if nothing was left to read."""
         if events & WRITABLE:
             self._flush()
             if events == WRITABLE:
@@ -198,7 +198,7 @@ class Session:
             if not size:
                 self.end_connection("died")
                 return True
-            self._corked = True  # what several frames of a batch are answered goes out at once
+            self._corked = True  # the answers to a batch of frames go out at once
             try:
                 for each in self._reader.feed(buffer[:size]):
                     if isinstance(each, wire.Request):
@@ -211,7 +211,7 @@ class Session:
                 else:
                     self._daemon.log(f"client {self.peer.pid} is cut off: {error}")
                     self.end_connection("malformed")
-            except Exception as error:  # whatever one client's words led to must not end the others' service
+            except Exception as error:  # one client's input must not end the others' service
                 self._daemon.log(f"client {self.peer.pid} is cut off: {error!r}")
                 self.end_connection("error")
             self._corked = False
@@ -271,7 +271,7 @@ class Session:
 
     def _serve_aside(self, request: int, work: Callable[[], Any]) -> None:
         assert self.holdings is not None
-        self.holdings.publish()  # it is waited for, or counted
+        self.holdings.publish()  # the operation may wait for it, or count it
 
         def done(answer: Any) -> None:
             self._busy = False
@@ -280,21 +280,19 @@ class Session:
                 self.end_connection("error")
             elif self._socket is not None and self.holdings is not None:
                 self._reply(request, [True if answer is None else answer])
-            if self.namespace is not None:  # the epoch may be another one: all who use it want to know
+            if self.namespace is not None:  # the epoch may have changed: notify all its members
                 for member in list(self.namespace.members):
                     member.notify()
 
         self._busy = True
         self._daemon.aside(work, done)
 
-    # writing
-
     def _reply(self, request: int, answers: list[Any]) -> None:
         assert self.namespace is not None
         assert self.holdings is not None
         news, self.holdings.news = self.holdings.news, []
-        epoch = self._told_epoch = self.namespace.hierarchy.epoch
-        room = max(0, wire.MAX_CHILDREN_BYTES - len(self._output))  # who does not read is told less
+        epoch = self._sent_epoch = self.namespace.hierarchy.epoch
+        room = max(0, wire.MAX_CHILDREN_BYTES - len(self._output))  # fewer children for a client that does not read
         self._output += wire.pack_reply(request, epoch, answers, news, room)
         if not self._corked:
             self._flush()
@@ -326,13 +324,13 @@ class Session:
             self._blocked = bool(self._output)
             self._daemon.loop.change(self._socket.fileno(), READABLE | WRITABLE if self._blocked else READABLE)
         num_kept = self._reader.num_waiting + len(self._output)
-        if num_kept or self._num_kept:  # both are 0 once it has hung up
-            self._num_kept = num_kept  # before anybody is cut off for it
-            self._daemon.buffers.note(self, num_kept)
+        if num_kept or self._num_kept:  # both are 0 once it has disconnected
+            self._num_kept = num_kept  # `note` may cut a client off
+            self._daemon.buffers.record(self, num_kept)
 
 
 class _Waits(NamedTuple):
-    """An operation that takes time: `work` returns its answer, on a thread of its own."""
+    """A slow operation: `work` returns its answer, on a thread of its own."""
 
     work: Callable[[], Any]
 
@@ -354,8 +352,8 @@ logger = logging.getLogger(__name__)
 MAX_CLIENTS: Final = 256
 _TICK: Final = 0.05  # seconds between two looks at deadlines while a claim waits
 _IDLE_TICK: Final = 0.5
-_HELLO_DEADLINE: Final = 5.0  # seconds a connection may say nothing
-_LOOK: Final = 2.0  # seconds between two looks whether the socket is still there
+_HELLO_DEADLINE: Final = 5.0  # seconds a connection may stay silent
+_LOOK: Final = 2.0  # seconds between two checks that the socket still exists
 _LOG_PAUSE: Final = 1.0  # seconds
 _SUBMIT_DEADLINE: Final = 5.0  # seconds a call from another thread waits for the loop
 
@@ -369,7 +367,7 @@ class Daemon:
     def __init__(
         self, config: Config, path: Path, *, lease_deadline: float = 60.0, publisher: "Publisher | None" = None
     ) -> None:
-        """Take the socket. ConfigError. Promises not renewed last `lease_deadline` s; `publisher` is the caller's."""
+        """Bind the socket. ConfigError. Promises not renewed last `lease_deadline` s; the caller owns `publisher`."""
         self.config, self.path = config, path
         self.publisher = publisher
         if config.peers.nodes and config.peers.events:
@@ -384,7 +382,7 @@ class Daemon:
         self.request_log = RequestLog.opened(config.service.request_log, "[service] request_log")
         self.models = Namespaces(config, self.request_log)
         self._sessions: dict[bytes, Session] = {}
-        self._waiting: dict[bytes, list[tuple[Session, Hello]]] = {}  # fingerprint being opened → who wants it
+        self._waiting: dict[bytes, list[tuple[Session, Hello]]] = {}  # fingerprint being opened → the clients that wait
         self._openings: list[Opening] = []  # planned: room is made for one at a time
         self.has_waiting = False
         self._progressed = False  # some namespace has: set by any thread, read by the loop
@@ -407,7 +405,7 @@ class Daemon:
         self.loop.stop()
 
     def close(self, timeout: float = 10.0) -> bool:
-        """After `run`: hang up, write what waits to be written, and close every tier. False if time ran out."""
+        """After `run`: disconnect, write what waits to be written, and close every tier. False if time ran out."""
         deadline = time.monotonic() + timeout
         self._listener.close()
         for session in list(self._sessions.values()):
@@ -437,11 +435,11 @@ class Daemon:
         return [_client(session) for session in self._sessions.values()]
 
     def submit(self, function: Callable[[], T]) -> "Future[T]":
-        """Have `function` called on the loop's thread, where it must not wait; its result comes in the future."""
+        """Call `function` on the loop's thread, where it must not wait. The future gets its result."""
         return self.loop.submit(function)
 
     def call(self, function: Callable[[], T], timeout: float = _SUBMIT_DEADLINE) -> T:
-        """`submit`, and wait for the result. TierUnavailable if the loop does not get to it in time."""
+        """`submit`, and wait for the result. TierUnavailable if the loop does not run it in time."""
         try:
             return self.loop.submit(function).result(timeout)
         except TimeoutError:
@@ -455,8 +453,6 @@ class Daemon:
             self.peer_server.check()
         for namespace in self.models:
             namespace.hierarchy.check(in_use=namespace.in_use)
-
-    # what sessions ask
 
     def admit(self, session: Session, hello: Hello) -> None:
         try:
@@ -485,7 +481,7 @@ class Daemon:
 
     def join(self, session: Session, client: bytes) -> None:
         if (copies_for := self._sessions.get(client)) is None:
-            session.refuse("no such client: it has ended, or the daemon was started anew")
+            session.refuse("no such client: it has ended, or the daemon has restarted")
             return
         try:
             session.copies_for(copies_for)
@@ -509,7 +505,7 @@ class Daemon:
             namespace.idle_since = now()
 
     def aside(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Do what waits on a thread of its own, one for a session at most. `done` gets the result or the exception."""
+        """Run slow work on a thread of its own, one per session at most. `done` gets the result or the exception."""
 
         def run() -> None:
             try:
@@ -528,10 +524,8 @@ class Daemon:
         self._log_from = now() + _LOG_PAUSE
         logger.warning("%s", line)
 
-    # inside
-
     def _look(self) -> None:
-        """See whether the socket is still where engines look for it, and put it there again. Not on this thread."""
+        """Check that the socket is where engines look for it, and create it again if not. On another thread."""
         listener = self._listener
 
         def work() -> "socket.socket | None":
@@ -539,7 +533,7 @@ class Daemon:
 
         def done(result: "socket.socket | Exception | None") -> None:
             if isinstance(result, Exception):
-                why = f'[service] socket "{self.path}": removed, and cannot be made again ({result})'
+                why = f'[service] socket "{self.path}": removed, and cannot be created again ({result})'
                 if self.health.socket_is(why):
                     self.log(why)
             else:
@@ -550,7 +544,7 @@ class Daemon:
                 self._accepts = False
                 listener.replace(result)
                 self._listen()
-                self.log(f'[service] socket "{self.path}": somebody removed it; it is there again')
+                self.log(f'[service] socket "{self.path}": it was removed, and is there again')
             self._looked_at = now()
 
         self._looked_at = math.inf  # one look at a time
@@ -561,7 +555,7 @@ class Daemon:
 
         def done(result: list[Wanting] | Exception) -> None:
             if isinstance(result, Exception):
-                self.log(f"its health cannot be looked at: {result}")
+                self.log(f"its health cannot be checked: {result}")
             else:
                 for each in result:
                     logger.warning("%s", each.why)
@@ -578,7 +572,7 @@ class Daemon:
     def _accept(self, events: int) -> None:
         try:
             connection, _ = self._listener.socket.accept()
-        except OSError:  # it went away again, or there is no file left for it: then look again a little later
+        except OSError:  # the client has left, or no file descriptor is free: try again a little later
             self.counts["not_accepted"] += 1
             self._accepts = False
             self.loop.forget(self._listener.socket.fileno())
@@ -593,7 +587,7 @@ class Daemon:
             session = Session(self, connection, peer)
         except ConfigError as error:
             self._turn_away(connection, peer, str(error))
-        except OSError:  # dead already; before Linux 6.5 also one of another pid namespace
+        except OSError:  # dead already; or, before Linux 6.5, of another pid namespace
             fix = "share the daemon's pid namespace, or run Linux 6.5 or later"
             self._turn_away(connection, peer, f"process {peer.pid} cannot be watched: {fix}")
         else:
@@ -605,7 +599,7 @@ class Daemon:
 
     def _turn_away(self, connection: socket.socket, peer: Peer, why: str) -> None:
         self.counts["turned_away"] += 1
-        self.refusals.note(why, peer)
+        self.refusals.record(why, peer)
         with connection:
             try:
                 connection.send(wire.pack_handshake(wire.Refused(why[: wire.MAX_TEXT])))
@@ -613,7 +607,7 @@ class Daemon:
                 return
 
     def _open_next(self) -> None:
-        """Room is made for one model after the other: what is closed may be wanted again. None waits as one opens."""
+        """Close models to make room for one at a time: a closed one may be wanted again. Openings run in parallel."""
         opening = self._openings[0]
 
         def opens(result: Exception | None) -> None:
@@ -663,7 +657,7 @@ class Daemon:
             self.loop.wake()
 
     def _turn(self) -> float:
-        """After every round: pass on what has come to pass; now and then let deadlines pass. Seconds to wait."""
+        """After every round: pass on progress, and check deadlines if a tick is due. Returns the seconds to wait."""
         at = now()
         is_due = at - self._ticked >= _TICK
         progressed, self._progressed = self._progressed, False

@@ -1,4 +1,4 @@
-"""What an operator should know of a daemon: what of its configuration is missing, and whom it refused."""
+"""What an operator should know of a daemon: which parts of its configuration fail, and which clients it refused."""
 
 import time
 from collections import OrderedDict
@@ -24,15 +24,15 @@ _PATIENCE: Final = 10.0  # seconds for their answers, which have deadlines of th
 class Wanting(NamedTuple):
     part: str  # SOCKET, or a tier
     why: str
-    is_needed: bool  # not ready without it: a rollout stops there, though an engine that wants less may attach
+    is_needed: bool  # the daemon is not ready without it: a rollout stops; an engine that needs less may attach
 
 
 class Health:
-    """What is wanting. `look` waits, so one thread beside the loop calls it; `wanting` is read on any."""
+    """Which parts are wanting. `look` waits, so one thread beside the loop calls it; any thread reads `wanting`."""
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         self._config, self._clock = config, clock
-        self._asked_at: float | None = None
+        self._checked_at: float | None = None
         self._socket: tuple[Wanting, ...] = ()
         self._memory: tuple[Wanting, ...] = ()
         self._answers: dict[str, Future[list[Finding]]] = {}
@@ -43,21 +43,21 @@ class Health:
         return [*self._socket, *self._memory, *self._servers]
 
     def socket_is(self, why: str | None) -> bool:
-        """Note whether engines find the socket; `why`, if they do not. True if that was otherwise before."""
+        """Record why engines do not find the socket; None: they do. True if that has changed."""
         before, self._socket = self._socket, () if why is None else (Wanting(SOCKET, why, True),)
         return bool(before) != bool(self._socket)
 
     def look(self, given: int) -> list[Wanting]:
-        """Look at memory, and now and then at servers, used or not; what is newly wanting. `given`: models' bytes."""
+        """Check memory, and every `_ASK` seconds the servers; returns what is newly wanting. `given`: models' bytes."""
         before = {each.part for each in self.wanting}
         self._memory = tuple(_memory(self._config.host.size, given))
-        if self._asked_at is None or self._clock() - self._asked_at >= _ASK:
+        if self._checked_at is None or self._clock() - self._checked_at >= _ASK:
             self._servers = tuple(self._ask())
-            self._asked_at = self._clock()
+            self._checked_at = self._clock()
         return [each for each in self.wanting if each.part not in before]
 
     def _ask(self) -> Iterator[Wanting]:
-        """A disk may hang for ever: then nothing else waits for it, and it is not asked again before it answers."""
+        """Check every lower tier's storage. One that hangs delays no other, and is checked again once it answers."""
         for name, module in lower_modules():
             if name not in self._answers or self._answers[name].done():
                 self._answers[name] = begun(f"kvtier-{name}-health", partial(module.answers, self._config))
@@ -72,28 +72,28 @@ class Health:
 
 
 def _memory(size: int, given: int) -> list[Wanting]:
-    found, asked = limits(), f'[host] size "{format_size(size)}"'
+    found, option = limits(), f'[host] size "{format_size(size)}"'
     if size > found.most:
-        why = f"{asked}: {found.by} has {show_size(found.most)}; lower it, and restart the daemon"
+        why = f"{option}: {found.by} has {show_size(found.most)}; lower it, and restart the daemon"
         return [Wanting(L2, why, True)]
     if size - given > found.available:
-        why = f"{asked}: {show_size(size - given)} of it are not given yet, and only {show_size(found.available)} free"
+        why = f"{option}: {show_size(size - given)} of it are not given yet, and only {show_size(found.available)} free"
         return [Wanting(L2, f"{why}; lower it, or stop what uses the memory", False)]
     return []
 
 
-_MOST: Final = 16  # reasons; the one that was last given longest ago goes first
+_MOST: Final = 16  # reasons; the least recently given one is dropped first
 _LONGEST: Final = 500  # characters of one
 
 
 class Refusals:
-    """Bounded, the last one first. Lives on the loop's thread."""
+    """The clients refused, by reason, the last one first. Bounded. On the loop's thread."""
 
     def __init__(self) -> None:
         self._by_reason: OrderedDict[tuple[str, bytes | None], tuple[int, Peer, float]] = OrderedDict()  # count, last
 
-    def note(self, why: str, peer: Peer, model: bytes | None = None) -> bool:
-        """True if it is not known yet: whoever is refused tries again every few seconds."""
+    def record(self, why: str, peer: Peer, model: bytes | None = None) -> bool:
+        """True if the reason is new: a refused client tries again every few seconds."""
         why = why[:_LONGEST]
         before = self._by_reason.pop((why, model), None)
         self._by_reason[why, model] = (before[0] + 1 if before else 1, peer, now())

@@ -25,10 +25,10 @@ _TENANTS: Final = 16  # accounts of one client; tenants beyond share one by thei
 
 
 class Buffers(Generic[Who]):
-    """Who keeps the daemon from letting go of how many bytes. Lives on the loop's thread.
+    """The bytes that each client keeps the daemon from freeing. Lives on the loop's thread.
 
-    Past `limit` the one with most is told to go by `cut`, until the rest fits; of equals the one noted least recently.
-    So a client with no more than its equal share of the limit never goes, whatever the others do, and nobody waits.
+    Past `limit`, `cut` disconnects the client with most, until the rest fits; of equals the least recently recorded.
+    So a client within its equal share of the limit is never cut off, whatever the others do, and none waits.
     """
 
     def __init__(self, cut: Callable[[Who], None], limit: int = MAX_BUFFERED) -> None:
@@ -36,8 +36,8 @@ class Buffers(Generic[Who]):
         self.used = 0  # bytes
         self._kept: dict[Who, int] = {}
 
-    def note(self, who: Who, num_bytes: int) -> None:
-        """So many bytes are kept for it now; with 0 it is forgotten. May cut off anybody, itself too."""
+    def record(self, who: Who, num_bytes: int) -> None:
+        """The client now keeps so many bytes; 0 removes it. May cut off any client, this one too."""
         self.used += num_bytes - self._kept.pop(who, 0)
         if num_bytes:
             self._kept[who] = num_bytes
@@ -45,12 +45,12 @@ class Buffers(Generic[Who]):
             self._cut(max(self._kept, key=self._kept.__getitem__))
 
     def check(self) -> None:
-        """Raise AssertionError if the sum is not that of the parts, or the bound does not hold."""
+        """Raise AssertionError if the sum is not that of the parts, or exceeds the limit."""
         assert self.used == sum(self._kept.values()) <= self.limit, f"{self.used} bytes kept, {self.limit} at most"
 
 
 class ClientProcesses:
-    """Lives on the loop's thread. True while one of them lives."""
+    """The processes that copy for one client. Lives on the loop's thread. True while one of them lives."""
 
     def __init__(self, loop: Loop, all_ended: Callable[[], None]) -> None:
         self._loop, self._all_ended = loop, all_ended
@@ -61,11 +61,11 @@ class ClientProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Of those that live; 0 for those of a pid namespace that this process does not see."""
+        """The live ones; 0 for one in a pid namespace that this process does not see."""
         return sorted(set(self._pids.values()))
 
     def watch(self, connection: socket.socket, peer: Peer) -> int:
-        """Watch the process that connected; returns what tells it from others (its pidfd's inode). OSError."""
+        """Watch the process that connected; returns its pidfd's inode, which identifies it. OSError."""
         fd = pidfd_of(connection, peer)
         process = os.fstat(fd).st_ino
         if peer.pid and peer.pid in self._pids.values():
@@ -99,20 +99,20 @@ class HeldCounts(NamedTuple):
 
 
 class Holdings:
-    """One client's claims, leases and reservations, by the client's numbers; a number that has gone is passed over."""
+    """One client's claims, leases and reservations, by the client's numbers; unknown numbers are ignored."""
 
     def __init__(self, tiers: ServedTiers, block_size: int, deadline: float, version: int, takes_parts: bool) -> None:
-        """`version`: of the protocol, as the client speaks it. `takes_parts`: it wants to know children."""
+        """`version`: the client's protocol version. `takes_parts`: it wants to know children."""
         self._tiers = tiers
         self._hierarchy = tiers.hierarchy
         self._token_bytes = 4 * block_size  # that a block can have
         self._lease_deadline = deadline
         self._version, self._takes_parts = version, takes_parts
         self._claims: dict[int, Claim] = {}
-        self._renewed: dict[int, float] = {}  # claim answered → when the client last wanted it
+        self._renewed: dict[int, float] = {}  # claim answered → when the client last renewed it
         self.waiting: dict[int, Claim] = {}  # those of the claims that have no answer yet
-        self.news: list[wire.News] = []  # of claims answered; whoever sends it takes it away
-        self._client = next(_CLIENTS)  # whose hints they are
+        self.news: list[wire.News] = []  # answers of claims; the sender empties it
+        self._client = next(_CLIENTS)  # this client's number in hints' accounts
         self._leases: dict[int, Lease] = {}
         self._reservations: dict[int, Reservation] = {}
         self.sealed: list[Filled] = []  # not passed on yet
@@ -129,7 +129,7 @@ class Holdings:
             wire.Holds: lambda op: bytes(self._hierarchy.holds(wire.unpack_hashes(op.hashes))),
             wire.RequestEnded: self._request_ended,
         }
-        """What serves an operation, and returns its answer if it has one."""
+        """The handler of each operation; it returns an answer or None."""
 
     @property
     def counts(self) -> HeldCounts:
@@ -140,12 +140,12 @@ class Holdings:
             self._look(number)
 
     def publish(self) -> None:
-        """Pass on what was sealed: behind the answers, since hashing it takes the GIL while somebody waits for them."""
+        """Seal what clients have filled. After the answers, since hashing takes the GIL while clients wait for them."""
         sealed, self.sealed = self.sealed, []
         self._hierarchy.seal_each(sealed)
 
     def expire(self, at: float) -> int:
-        """Drop promises not renewed within the lease deadline; how many. Call it with nothing left unread."""
+        """Cancel promises not renewed within the lease deadline; returns how many. First read all that was sent."""
         late = [number for number, since in self._renewed.items() if at - since >= self._lease_deadline]
         for number in late:
             self._drop(number)
@@ -155,7 +155,7 @@ class Holdings:
         return any(at - since >= self._lease_deadline for since in self._renewed.values())
 
     def drop_claims(self) -> None:
-        """The client is gone: what it was promised and has not taken can go, since no copy was ever planned for it."""
+        """The client has disconnected: cancel what it was promised and has not taken; no copy was planned for it."""
         for number in list(self._claims):
             self._drop(number)
 
@@ -170,8 +170,6 @@ class Holdings:
         self._leases.clear()
         self._reservations.clear()
         return counts
-
-    # claims
 
     def _ask(self, op: wire.Ask) -> None:
         number, names = op.claim, wire.unpack_hashes(op.hashes)
@@ -188,7 +186,7 @@ class Holdings:
         if len(set(names)) < len(names):
             raise FormatError(f"claim {number} names a block twice")
         if self.sealed:
-            self.publish()  # what was sealed just before may be what is asked for
+            self.publish()  # the claim may name what was sealed just before
         claim = self._hierarchy.submit(names, op.parent, op.num_l1, block_size=op.block_size, overlap=op.overlap)
         self._claims[number] = self.waiting[number] = claim
         self._look(number)
@@ -238,8 +236,6 @@ class Holdings:
             self._renewed.pop(number, None)
             self._hierarchy.cancel(claim)
 
-    # stores
-
     def _reserve(self, op: wire.Reserve) -> wire.Grants:
         wanted = op.wanted()
         lengths = [len(each.hashes) for each in wanted]
@@ -252,7 +248,7 @@ class Holdings:
             return wire.pack_grants([None] * len(lengths))
         try:
             reservations = self._tiers.reserve(wanted)
-        except ValueError as error:  # a name given twice; slots taken before it came are dropped, and so abandoned
+        except ValueError as error:  # a name given twice; the slots reserved before are abandoned
             raise FormatError(str(error)) from None
         for number, reservation in enumerate(reservations, op.first):
             if reservation is not None and reservation.hashes:
@@ -262,7 +258,7 @@ class Holdings:
         )
 
     def _seal(self, op: wire.Seal) -> None:
-        if max(map(len, op.tokens), default=0) > self._token_bytes:  # other clients are told of them
+        if max(map(len, op.tokens), default=0) > self._token_bytes:  # other clients receive them
             raise FormatError(f"seal: more than the {self._token_bytes // 4} tokens of a block")
         for number, tokens in op.filled():
             if (reservation := self._reservations.get(number)) is None:
@@ -279,8 +275,6 @@ class Holdings:
             if (reservation := self._reservations.pop(number, None)) is not None:
                 self._hierarchy.abandon(reservation, op.reason)
 
-    # the rest
-
     def _request_ended(self, op: wire.RequestEnded) -> None:
-        account = self._client * _TENANTS + op.client % _TENANTS  # a client is judged for no other's hints
+        account = self._client * _TENANTS + op.client % _TENANTS  # a client's hints affect its own account alone
         self._tiers.ended(op.end()._replace(client=account), op.client)

@@ -1,4 +1,4 @@
-"""What was looked up: recorded as a trace on disk, and the last hour of it beside what the best policy had found."""
+"""The daemon's lookups: recorded as a trace on disk, and the last hour compared with the best possible policy."""
 
 import asyncio
 import contextlib
@@ -27,11 +27,11 @@ from kvtier.tiers.reuse import RequestEnd
 _log = logging.getLogger(__name__)
 
 _MAX_UNWRITTEN: Final = 1 << 19  # blocks of lookups not written yet
-_MAX_KNOWN: Final = 1 << 18  # blocks whose number is remembered
+_MAX_KNOWN: Final = 1 << 18  # blocks with a number
 _MAX_BYTES: Final = 4 << 30  # of one trace
 _PERIOD: Final = 0.1  # seconds between writes
-_PATIENCE: Final = 60.0  # seconds that a lookup waits for its request's end: lines keep the order of their lookups
-_LAST: Final = 2  # blocks of a prompt by which its lookup is known: the last may not have been asked for
+_PATIENCE: Final = 60.0  # seconds a lookup waits for its request's end: lines keep the order of lookups
+_LAST: Final = 2  # last blocks of a prompt that may end its lookup: a lookup may omit the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class _RecordedLookup:
     block_size: int
     ended: float | None = None
     answer: Sequence[ChainHash] = ()
-    told: dict[str, Any] = field(default_factory=dict)  # hint and tenant, if they were told
+    labels: dict[str, Any] = field(default_factory=dict)  # hint and tenant, if the request's end names them
 
     @property
     def size(self) -> int:
@@ -58,13 +58,13 @@ class _RecordedLookup:
 
 
 class TraceRecorder:
-    """Writes lookups to a file. `record` and `ended` may be called on any thread and never wait; all else is a loop's.
+    """Writes lookups to a file. Any thread may call `record` and `ended`, which never wait; all else is a loop's.
 
-    A line is written once its request has ended, or after `patience` seconds, or when half of `max_waiting` waits; and
+    A line is written once its request has ended, after `patience` seconds, or when half of `max_waiting` waits;
     never before the lines above it.
-    At most `max_waiting` blocks wait to be written; lookups beyond are dropped and counted, as are all once the trace
-    has `max_bytes` or the disk has refused it. A block's number is remembered while it is among the `max_known` / 2
-    seen last, at least: one that comes back later gets a new number, so that a trace may show less reuse over long
+    At most `max_waiting` blocks wait to be written. Lookups beyond are dropped and counted, as are all once the trace
+    has `max_bytes` or the disk has refused it. A block keeps its number while it is among the `max_known` / 2
+    seen last, at least; one that returns later gets a new number. So a trace may show less reuse over long
     distances than there was, never more.
     """
 
@@ -84,7 +84,7 @@ class TraceRecorder:
         self._ids = _Numbers(max_known)
         self._lock = Lock()  # guards what follows; never held across I/O
         self._waiting: deque[_RecordedLookup] = deque()
-        self._open: dict[ChainHash, _RecordedLookup] = {}  # by the last block asked for: those whose end was not told
+        self._open: dict[ChainHash, _RecordedLookup] = {}  # by the last block looked up: requests that have not ended
         self._num_waiting = 0  # blocks
         self._num_recorded = self._num_dropped = self._num_bytes = 0
         self._ended = False
@@ -93,13 +93,13 @@ class TraceRecorder:
 
     @classmethod
     async def start(cls, path: Path, *, max_bytes: int = _MAX_BYTES) -> "TraceRecorder":
-        """Record into a new file, which only its owner can read. ConfigError if it cannot be made, or is there."""
+        """Record into a new file that only its owner can read. ConfigError if it exists, or cannot be created."""
         return cls(await LoopFile.create(Path(path)), max_bytes=max_bytes)
 
     def record(
         self, hashes: Sequence[ChainHash], input_length: int, output_length: int = 0, *, block_size: int = 0
     ) -> bool:
-        """Note a request: its full blocks, a list nobody changes any more, and its tokens. False: it was dropped."""
+        """Record a request: its full blocks, a list that no one changes any more, and its tokens. False: dropped."""
         with self._lock:
             room = self._max_waiting - self._num_waiting
             taken = not self._ended and len(hashes) + 1 <= room
@@ -114,7 +114,7 @@ class TraceRecorder:
         return taken
 
     def ended(self, end: RequestEnd) -> None:
-        """A request has ended: its lookup, if one waits, is told with what its answer left behind."""
+        """A request has ended: complete its lookup, if one waits, with the blocks of its answer."""
         with self._lock:
             for name in reversed(end.names[max(0, end.num_prompt - _LAST) : end.num_prompt]):
                 if (lookup := self._open.pop(name, None)) is not None:
@@ -125,7 +125,8 @@ class TraceRecorder:
                 lookup.answer = end.names[end.num_prompt :]
                 self._num_waiting += len(lookup.answer)
             lookup.ended, lookup.output_length = self._clock(), end.num_output_tokens
-            lookup.told = {"tenant": end.client} if end.hint is None else {"hint": end.hint.value, "tenant": end.client}
+            tenant = {"tenant": end.client}
+            lookup.labels = tenant if end.hint is None else {"hint": end.hint.value} | tenant
 
     def counts(self) -> TraceCounts:
         with self._lock:
@@ -170,7 +171,7 @@ class TraceRecorder:
             raise KVTierError(f"{self._file.path}: the trace has {self._num_bytes} bytes, all it may have")
 
     def _ripe(self) -> list[_RecordedLookup]:
-        """The first of what waits, as far as nothing is waited for any more."""
+        """The leading lookups that wait for nothing any more."""
         lookups: list[_RecordedLookup] = []
         with self._lock:
             now, size = self._clock(), self._num_waiting
@@ -198,7 +199,7 @@ class TraceRecorder:
         if lookup.ended is not None:
             fields["answer_ids"] = self._ids.of(lookup.answer)
             fields["ended"] = int(1000 * (lookup.ended - self._start))
-        return json.dumps(fields | lookup.told).encode() + b"\n"
+        return json.dumps(fields | lookup.labels).encode() + b"\n"
 
     def _settle(self, lookups: Sequence[_RecordedLookup], num_written: int, num_bytes: int) -> None:
         with self._lock:
@@ -217,7 +218,7 @@ class TraceRecorder:
 
 
 class _Numbers:
-    """Small integers for names, in the order of their first sight. Two generations of at most half of `most` names."""
+    """Small integers for names, in order of first sight. Two generations of at most `most` / 2 names."""
 
     def __init__(self, most: int) -> None:
         self._half = max(1, most // 2)
@@ -229,7 +230,7 @@ class _Numbers:
         return [known if (known := self._young.get(name)) is not None else self._admit(name) for name in names]
 
     def _admit(self, name: ChainHash) -> int:
-        """To the young ones, under its old number or the next."""
+        """Move the name to the young generation, under its old number or the next."""
         number = self._old.get(name)
         if number is None:
             number, self._next = self._next, self._next + 1
@@ -241,47 +242,47 @@ class _Numbers:
 
 _KEPT: Final = 3600.0  # seconds
 _MOST_REQUESTS: Final = 1 << 16
-_MOST_WAITING: Final = 1 << 16  # blocks told and not taken in yet
+_MOST_WAITING: Final = 1 << 16  # blocks recorded and not converted yet
 _NUM_STEPS: Final = 60  # points of the curve
 _PAUSE: Final = 30.0  # seconds between two looks, at least
-_RARELY: Final = 50.0  # times as long as a look took
-_TICK: Final = 1.0  # seconds between two times that what was told is taken in
+_RARELY: Final = 50.0  # pause after a look, in multiples of its duration
+_TICK: Final = 1.0  # seconds between two conversions of recorded lookups
 _MIX: Final = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
 
 
 class _PastRequest(NamedTuple):
     at: float
     blocks: NDArray[np.int64]  # a number for each, made of its name: no number leads back
-    num_asked: int  # 0: they were stored
+    num_asked: int  # 0: a store
     num_found: int
     num_l1: int  # of these, the engine had
 
 
 class PastLookups:
-    """Every lookup and store of the last hour, bounded; recorded on the loop's thread, taken in on another."""
+    """Every lookup and store of the last hour, bounded; recorded on the loop's thread, converted on another."""
 
     def __init__(self, most_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_dropped = 0  # lookups and stores
         self._most_blocks, self._clock = most_blocks, clock
-        self._told: deque[tuple[float, Sequence[ChainHash], int, int, int]] = deque()
-        self._num_told = self._num_taken = 0  # blocks: each is counted by one thread alone
+        self._recorded: deque[tuple[float, Sequence[ChainHash], int, int, int]] = deque()
+        self._num_recorded = self._num_converted = 0  # blocks: each is counted by one thread alone
         self._past: deque[_PastRequest] = deque()
         self._num_blocks = 0
 
     def record(self, hashes: Sequence[ChainHash], num_asked: int = 0, num_found: int = 0, num_l1: int = 0) -> None:
-        """A request asked for these blocks (`num_asked`: all), or they were offered (0). On the loop's thread."""
-        if self._num_told - self._num_taken > _MOST_WAITING:
+        """A request looked up these blocks (`num_asked`: all), or stored them (0). On the loop's thread."""
+        if self._num_recorded - self._num_converted > _MOST_WAITING:
             self.num_dropped += 1
             return
-        self._num_told += len(hashes)
-        self._told.append((self._clock(), hashes, num_asked, num_found, num_l1))
+        self._num_recorded += len(hashes)
+        self._recorded.append((self._clock(), hashes, num_asked, num_found, num_l1))
 
-    def take_in(self) -> None:
-        """What was told becomes numbers, and what is too old or too much goes. On one thread, not the loop's."""
-        while self._told:
-            at, hashes, *numbers = self._told.popleft()
+    def convert(self) -> None:
+        """Convert recorded names to numbers, and drop what is too old or too much. On one thread, not the loop's."""
+        while self._recorded:
+            at, hashes, *numbers = self._recorded.popleft()
             blocks = (to_words(hashes) @ _MIX).view(np.int64)
-            self._num_taken += len(hashes)
+            self._num_converted += len(hashes)
             self._past.append(_PastRequest(at, blocks, *numbers))
             self._num_blocks += len(blocks)
         oldest = self._clock() - _KEPT
@@ -291,7 +292,7 @@ class PastLookups:
             self._num_blocks -= len(self._past.popleft().blocks)
 
     def look(self, capacity: int) -> statuses.OptimumFigures | None:
-        """What was found and could have been; what was there before counts for both. On the thread of `take_in`."""
+        """Blocks found, and those the best policy could have found; None: no lookups. On the thread of `convert`."""
         past = list(self._past)
         if not any(request.num_asked for request in past):
             return None
@@ -324,10 +325,10 @@ class WatchedModel(NamedTuple):
 
 
 class OptimumWatch:
-    """A thread that now and then computes what the best policy would have found. `of` may be called on any thread."""
+    """A thread that regularly computes what the best policy would have found. Any thread may call `of`."""
 
     def __init__(self, models: Callable[[], Iterable[WatchedModel]]) -> None:
-        """`models` raises KVTierError where it cannot say."""
+        """`models` raises KVTierError if it cannot say."""
         self._models = models
         self._found: dict[bytes, statuses.OptimumFigures] = {}
         self._due: dict[bytes, float] = {}
@@ -347,10 +348,10 @@ class OptimumWatch:
         return self._found.get(fingerprint)
 
     def look(self) -> None:
-        """Take in what was told, and look at what is due. On the watch's thread, or on one that stands for it."""
+        """Convert what was recorded, and compute what is due. On the watch's thread, or on one that stands for it."""
         models = list(self._models())
         for fingerprint, past, capacity in models:
-            past.take_in()
+            past.convert()
             if time.monotonic() < self._due.get(fingerprint, 0.0):
                 continue
             began = time.monotonic()
@@ -358,8 +359,8 @@ class OptimumWatch:
                 self._found[fingerprint] = found
                 took = time.monotonic() - began
                 self._due[fingerprint] = time.monotonic() + max(_PAUSE, _RARELY * took)
-        for gone in self._found.keys() - {model.fingerprint for model in models}:
-            del self._found[gone], self._due[gone]
+        for closed in self._found.keys() - {model.fingerprint for model in models}:
+            del self._found[closed], self._due[closed]
 
     def _run(self) -> None:
         while not self._stopping.wait(_TICK):

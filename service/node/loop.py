@@ -49,32 +49,32 @@ class Loop:
         self._epoll.modify(fd, events)
 
     def forget(self, fd: int) -> None:
-        """Watch the file no more: before it is closed."""
+        """Stop watching the file. Call it before the file is closed."""
         if self._handlers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
 
     def run(self, turn: Callable[[], float]) -> None:
-        """Serve until `stop`. After every round `turn` is called and says how many seconds to wait at most."""
+        """Serve until `stop`. Every round ends with `turn`, which returns how many seconds the next may wait."""
         self._thread = threading.get_ident()
         wait = 0.0
         while not self._stopped:
             ready = self._epoll.poll(wait)
             self._round += 1
             for fd, events in ready:
-                handler, since = self._handlers.get(fd, (None, 0))  # an earlier one may have let it go,
-                if handler is not None and since < self._round:  # and yet another have opened a file of that number
+                handler, since = self._handlers.get(fd, (None, 0))  # an earlier handler may have closed it,
+                if handler is not None and since < self._round:  # and another may have opened a file of that number
                     handler(events)
             while self._calls:
                 self._calls.popleft()()
             wait = turn()
 
     def call(self, function: Callable[[], None]) -> None:
-        """Have `function` called on the loop's thread, soon. It must not wait."""
+        """Call `function` on the loop's thread, soon. It must not wait."""
         self._calls.append(function)
         self.wake()
 
     def submit(self, function: Callable[[], T]) -> "Future[T]":
-        """As `call`, and the result in a future: wait for it with a deadline. It may hold TierUnavailable instead."""
+        """As `call`; the future holds the result, or TierUnavailable. Wait for it with a deadline."""
         future: Future[T] = Future()
         if self._stopped or len(self._calls) >= _MAX_CALLS:
             future.set_exception(TierUnavailable("the daemon is stopping, or has too much to do"))
@@ -84,7 +84,7 @@ class Loop:
 
     def wake(self) -> None:
         if threading.get_ident() != self._thread and not self._stopped:
-            with contextlib.suppress(OSError):  # as full of wake-ups as can be
+            with contextlib.suppress(OSError):  # the counter is full: it wakes up anyway
                 os.eventfd_write(self._event, 1)
 
     def stop(self) -> None:
@@ -94,7 +94,7 @@ class Loop:
             os.eventfd_write(self._event, 1)
 
     def close(self) -> None:
-        """Give the files of its own back; calls that still wait are made, so that nobody waits for them."""
+        """Close the loop's own files. Waiting calls run first, so that no thread waits for them."""
         while self._calls:
             self._calls.popleft()()
         self._handlers.clear()
@@ -120,10 +120,10 @@ _MAX_PATH: Final = 107  # bytes of sockaddr_un.sun_path, less its terminating ze
 
 
 class Listener:
-    """A listening socket at a path; the lock beside it, `{path}.lock`, stays, and its holder may replace the socket."""
+    """A listening socket at a path. Its lock file `{path}.lock` stays; who holds the lock may replace the socket."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError if the path cannot be used, or naming the pid of another daemon that serves it."""
+        """ConfigError if the path cannot be used; it names the pid of another daemon that serves it."""
         self.path = path
         self._renewing = threading.Lock()
         if (length := len(os.fsencode(path))) > _MAX_PATH:
@@ -145,7 +145,7 @@ class Listener:
             return False
 
     def _holds_lock(self) -> bool:
-        """Whether the lock that another daemon would look at is ours. FileNotFoundError where there is none."""
+        """Whether our lock is the file that another daemon would lock. FileNotFoundError if there is none."""
         return os.path.samestat(os.lstat(f"{self.path}.lock"), os.fstat(self._lock))
 
     def renewed(self) -> socket.socket:
@@ -162,7 +162,7 @@ class Listener:
         with contextlib.suppress(FileNotFoundError):
             if self._holds_lock():
                 return
-        lock = _lock(self.path, home)  # ConfigError: another daemon serves there by now
+        lock = _lock(self.path, home)  # ConfigError: another daemon serves there now
         os.close(self._lock)
         self._lock = lock
 
@@ -171,7 +171,7 @@ class Listener:
         self.socket = made
 
     def close(self) -> None:
-        """Take the socket away, if the path does not lead to another daemon's by now; idempotent."""
+        """Remove the socket, unless the path leads to another daemon's now. Idempotent."""
         with self._renewing:
             if self._lock >= 0:
                 self.socket.close()
@@ -188,7 +188,7 @@ def _bad(path: Path, why: str) -> ConfigError:
 
 @contextlib.contextmanager
 def _directory(path: Path) -> Iterator[int]:
-    """The socket's directory, opened: if it is moved away meanwhile, nothing is done in whatever takes its place."""
+    """The socket's directory, opened: if it is moved away meanwhile, nothing is done in its replacement."""
     home = path.absolute().parent
     try:
         opened = os.open(home, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -244,7 +244,7 @@ def _listen(path: Path, home: int) -> tuple[socket.socket, os.stat_result]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path.name, dir_fd=home)  # stale, since its owner would hold the lock
         listener.bind(os.fspath(path))
-        os.chmod(path.name, 0o600, dir_fd=home)  # before `listen` nobody gets in
+        os.chmod(path.name, 0o600, dir_fd=home)  # before `listen` no client can connect
         found = os.lstat(path.name, dir_fd=home)
         listener.listen(BACKLOG)
     except OSError as error:

@@ -27,7 +27,7 @@ from kvtier.tiers.naming import KVProbe
 _log = logging.getLogger(__name__)
 NAME_DIGITS = 16  # hexadecimal ones of a fingerprint that people and Prometheus see
 _ABOUT_SUFFIX: Final = ".about.json"
-_MOST_CLOSED: Final = 16  # slabs that are told
+_MOST_CLOSED: Final = 16  # slabs that are reported
 _LONGEST_ABOUT: Final = 1 << 16  # bytes of such a file
 
 
@@ -41,9 +41,9 @@ class ClosedModel(NamedTuple):
     about: dict[str, str]
 
 
-def note_model(directory: Path, fingerprint: bytes, about: Mapping[str, str]) -> None:
-    """Keep what a slab's model was made from, and forget it of slabs that are gone. A failure is logged."""
-    new = directory / f"{fingerprint.hex()}{_ABOUT_SUFFIX}.new"  # one that was killed is written over
+def record_model(directory: Path, fingerprint: bytes, about: Mapping[str, str]) -> None:
+    """Record what a slab's model was made from, and delete the records of removed slabs. A failure is logged."""
+    new = directory / f"{fingerprint.hex()}{_ABOUT_SUFFIX}.new"  # overwrites one left by a killed process
     try:
         for path in directory.glob(f"*{_ABOUT_SUFFIX}"):
             if not _slab_of(path).exists():
@@ -54,7 +54,7 @@ def note_model(directory: Path, fingerprint: bytes, about: Mapping[str, str]) ->
     except OSError as error:
         with suppress(OSError):
             new.unlink()
-        _log.warning("[file] path %s: what its models are is not kept: %s", directory, error.strerror)
+        _log.warning("[file] path %s: its models are not recorded: %s", directory, error.strerror)
 
 
 def closed_models(directory: Path | None, known: Collection[bytes]) -> list[ClosedModel]:
@@ -75,28 +75,28 @@ def _slab_of(path: Path) -> Path:
     return path.with_name(f"{path.name.removesuffix(_ABOUT_SUFFIX)}.slab")
 
 
-_SHARE: Final = 2  # of what could be had, a model that names no size gets one part
-_MIN_BLOCKS: Final = 8  # fewer in L2 are of no use: promises take half of them, each prefetch a quarter
+_SHARE: Final = 2  # a model that names no size gets one part of what is available
+_MIN_BLOCKS: Final = 8  # fewer are of no use: promises take half of L2, each prefetch a quarter
 
 
 class NamespaceUser(Protocol):
-    """One who uses a namespace, dead or alive: while there is one, it stays open."""
+    """A user of a namespace, dead or alive: while it has one, the namespace stays open."""
 
     @property
     def holds_slots(self) -> bool:
         """Whether it has leases, or slots to fill."""
 
     def notify(self) -> None:
-        """Some claim may have an answer, or the epoch may be another one: look, and say so."""
+        """A claim may have an answer, or the epoch may have changed: check, and report it."""
 
 
 class OperatorHold:
-    """Keeps a namespace open for what is no client: a pin, an export. Implements `NamespaceUser`."""
+    """Keeps a namespace open without a client: for a pin or an export. Implements `NamespaceUser`."""
 
     holds_slots = True
 
     def notify(self) -> None:
-        """Nobody listens."""
+        """An operator waits for no claim."""
 
 
 class BlockDimensions(NamedTuple):
@@ -110,15 +110,15 @@ class Namespace:
     blocks: BlockDimensions
     size: int  # bytes of L2
     tiers: ServedTiers
-    source: EventSource | None  # what comes to the tiers and leaves them, where that is published
+    source: EventSource | None  # blocks stored and removed, if events are published
     lent: LentModel | None = None  # what other nodes' daemons may borrow
-    lossy: str | None = None  # how tiers that nodes share keep the blocks; None: as they are
-    kv_probe: KVProbe | None = None  # of the first client's model that was asked
+    lossy: str | None = None  # how shared tiers keep the blocks; None: exact
+    kv_probe: KVProbe | None = None  # of the first client's model that sent one
     instance: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
-    about: dict[str, str] = field(default_factory=dict)  # what the fingerprint was made from; empty: nobody has said
+    about: dict[str, str] = field(default_factory=dict)  # what the fingerprint was made from; empty: not known
     members: set[NamespaceUser] = field(default_factory=set)
     idle_since: float = field(default_factory=now)
-    progressed: bool = False  # some claim may have an answer: set by any thread, read by the loop
+    progressed: bool = False  # a claim may have an answer: set by any thread, read by the loop
     hierarchy: Hierarchy = field(init=False)  # behind the tiers
 
     def __post_init__(self) -> None:
@@ -130,7 +130,7 @@ class Namespace:
         self.hierarchy.close(timeout)
 
     def require_alike(self, packed: bytes | None) -> None:
-        """KVMismatch if a client's model computes other KV than is kept here. FormatError for no probe."""
+        """KVMismatch if a client's model computes other KV than the tiers hold. FormatError if this is no probe."""
         if packed is None:
             return
         probe = KVProbe.unpack(packed)
@@ -146,11 +146,11 @@ class Namespace:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other nodes put blocks into one of the tiers, so that looking them up waits."""
+        """Whether other nodes write to one of the tiers, so that lookups wait."""
         return any(port.locates for port in self.hierarchy.ports)
 
     def capacity(self) -> int:
-        """Blocks that the tiers of this node hold at most; a tier that nodes share is left out."""
+        """Blocks that this node's tiers hold at most; shared tiers are left out."""
         below = [port.tier.stats() for port in self.hierarchy.ports if port.tier is not None and not port.is_shared]
         slots = sum(value for each in below for key, value in each.items() if key.startswith("slots_"))
         return self.hierarchy.num_slots + int(slots)
@@ -161,7 +161,7 @@ class Namespace:
 
 
 class Opening(NamedTuple):
-    """What has to be done for a namespace that is not open: it waits, so on another thread than the loop's."""
+    """What opens a namespace. It waits, so it runs on another thread than the loop's."""
 
     hello: Hello
     size: int
@@ -191,21 +191,21 @@ class Opening(NamedTuple):
             log=self.log,
         )
         if config.file.path is not None and self.hello.about:
-            told = config.file.path, fingerprint, dict(self.hello.about)
-            Thread(target=note_model, args=told, name="kvtier-note", daemon=True).start()  # its disk may hang
+            args = config.file.path, fingerprint, dict(self.hello.about)
+            Thread(target=record_model, args=args, name="kvtier-note", daemon=True).start()  # its disk may hang
         source = EventSource(hierarchy) if config.events.publish is not None else None
         about = dict(self.hello.about)
         return Namespace(fingerprint, blocks, self.size, tiers, source, lossy=lossy, kv_probe=probe, about=about)
 
 
 class Namespaces:
-    """Which models are open, and their host memory, those being opened included: within the budget (`check`)."""
+    """The open models and their host memory, those being opened included: within the budget (`check`)."""
 
     def __init__(self, config: Config, log: RequestLog | None = None) -> None:
         self.budget = config.host.size
         self._config, self._log = config, log
         self._open: dict[bytes, Namespace] = {}
-        self.opening: dict[bytes, int] = {}  # fingerprint → bytes of L2 set aside for it
+        self.opening: dict[bytes, int] = {}  # fingerprint → bytes of L2 reserved for it
 
     def __iter__(self) -> Iterator[Namespace]:
         return iter(list(self._open.values()))
@@ -215,7 +215,7 @@ class Namespaces:
         return sum(namespace.size for namespace in self._open.values()) + sum(self.opening.values())
 
     def find(self, hello: Hello) -> Namespace | None:
-        """The model's namespace, if open. ConfigError: of other blocks; KVMismatch: it computes other KV."""
+        """The model's namespace, if open. ConfigError: other blocks; KVMismatch: its model computes other KV."""
         if (namespace := self._open.get(hello.fingerprint)) is None:
             return None
         here, blocks = namespace.blocks, BlockDimensions(hello.block_size, hello.block_bytes)
@@ -233,10 +233,10 @@ class Namespaces:
         return namespace
 
     def plan(self, hello: Hello) -> Opening:
-        """Set memory aside for a model, taking it from those nobody uses, longest unused first.
+        """Reserve memory for a model, from namespaces without users if need be, the longest unused first.
 
-        Who asks for a share gets half of what could be had, so that there is something left for the next model.
-        ConfigError if that leaves room for fewer than eight blocks.
+        A model that asks for a share gets half of what is available, which leaves some for the next model.
+        ConfigError if that is less than eight blocks.
         """
         stride = slot_stride(hello.block_bytes)
         idle = sorted((each for each in self if not each.members), key=lambda each: each.idle_since)

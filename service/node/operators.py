@@ -1,4 +1,4 @@
-"""What operators do to a model: keep it open, choose blocks, pin them, and ask why they are held or not."""
+"""What operators do to a model: keep it open, choose blocks, pin them, and explain why they are held or not."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,11 +22,11 @@ from kvtier.tiers.pool import Lease
 
 
 class NotFound(KVTierError):
-    """Nothing of that name is here."""
+    """No model, pin or request of that name exists here."""
 
 
 def hold_open(daemon: Daemon, model: str | None, hold: OperatorHold) -> Namespace:
-    """Keep the one model open whose fingerprint begins with `model`, until `release_hold`. NotFound; ConfigError."""
+    """Keep the one model open whose fingerprint begins with `model`, until `release_hold`. NotFound, ConfigError."""
 
     def enter() -> Namespace:
         namespace = _choose(daemon.namespaces(), model)
@@ -41,7 +41,7 @@ def release_hold(daemon: Daemon, namespace: Namespace, hold: OperatorHold) -> No
         namespace.members.discard(hold)
         namespace.idle_since = now()
 
-    daemon.submit(exit)  # a daemon that is stopping counts its members no more
+    daemon.submit(exit)  # a stopping daemon does not need it
 
 
 @contextmanager
@@ -62,8 +62,8 @@ def _choose(namespaces: Sequence[Namespace], model: str | None) -> Namespace:
     if not namespaces:
         raise NotFound("no model is open; an engine has to attach first")
     if found:
-        asked = "none is named" if model is None else f'model "{model}"'
-        raise ConfigError(f"{asked}: {len(found)} models are open; name one of {names}")
+        choice = "none is named" if model is None else f'model "{model}"'
+        raise ConfigError(f"{choice}: {len(found)} models are open; name one of {names}")
     raise NotFound(f'model "{model}": not open; name one of {names}')
 
 
@@ -73,14 +73,14 @@ _SCHEMES: Final = ("sha256", "xxh3")
 
 @dataclass(frozen=True, slots=True)
 class BlockSelection:
-    """Consecutive blocks of one chain: their names, or the tokens they were computed from, from the prompt's first."""
+    """Consecutive blocks of one chain: their names, or the prompt's tokens from its first."""
 
     hashes: Sequence[ChainHash] = ()
     tokens: Sequence[int] = ()
     cache_salt: str | None = None
 
     def names(self, namespace: Namespace, timeout: float) -> tuple[Sequence[ChainHash], ChainHash]:
-        """Names by the hash under which something is held, and that before the first. ConfigError."""
+        """The blocks' names by the first hash scheme that finds any, and the parent of the first. ConfigError."""
         if self.hashes:
             namespace.hierarchy.locate(self.hashes, timeout)
             return self.hashes, UNKNOWN
@@ -114,7 +114,7 @@ class _Pin(OperatorHold):
 
 @dataclass(eq=False)
 class Pins:
-    """All pins of a daemon, for any thread but the loop's. `_lock` guards `_pins`, never while anything waits."""
+    """All pins of a daemon, for any thread but the loop's. `_lock` guards `_pins`, and is never held across a wait."""
 
     daemon: Daemon
     _lock: Lock = field(default_factory=Lock)
@@ -122,10 +122,10 @@ class Pins:
     _numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
 
     def pin(self, model: str | None, blocks: BlockSelection, seconds: float, timeout: float) -> Json:
-        """Have the leading blocks that any tier holds in L2, and keep them there for `seconds`.
+        """Lease the leading blocks that any tier holds in L2, for `seconds`.
 
-        Waits up to `timeout` seconds for lower tiers. ConfigError past a quarter of L2 or too many pins, NotFound if
-        no tier holds the first block, TierUnavailable if waiting requests hold all that may be held.
+        Waits up to `timeout` seconds for lower tiers. ConfigError past a quarter of L2 or at too many pins. NotFound if
+        no tier holds the first block. TierUnavailable if waiting requests hold all they may.
         """
         pin = _Pin(next(self._numbers), monotonic() + seconds)
         pin.namespace = namespace = hold_open(self.daemon, model, pin)
@@ -207,13 +207,13 @@ class Pins:
 
 
 def _lease(hierarchy: Hierarchy, hashes: Sequence[ChainHash], parent: ChainHash, deadline: float) -> Lease:
-    """The leading blocks, read from lower tiers for as long as that brings more. Empty if nothing is held."""
+    """The leading blocks, promoted from lower tiers until no more come. Empty if none is held."""
     best = load_and_lease(hierarchy, hashes, parent, deadline)
     if best is None:
         raise TierUnavailable("waiting requests hold all the host memory they may; ask again")
     while 0 < len(best) < len(hashes) and monotonic() < deadline:
         more = load_and_lease(hierarchy, hashes, parent, deadline)
-        if more is None or len(more) <= len(best):  # what is held by more than one lease stays either way
+        if more is None or len(more) <= len(best):  # blocks with another lease stay either way
             if more is not None:
                 more.release()
             return best
@@ -235,12 +235,12 @@ def _view(pin: _Pin, namespace: Namespace) -> Json:
 def explain(
     namespace: Namespace, others: Sequence[Namespace], blocks: BlockSelection, timeout: float, slabs: Path | None = None
 ) -> Json:
-    """What is held of the prompt, and why not the rest; `others` are the models that hold it perhaps.
+    """Which blocks of the prompt are held, and why the others are not; `others`: models that may hold them.
 
-    If nobody holds a block of it, closed slabs of the same checkpoint in the directory `slabs` are named.
-    For operators: it says which other tenant holds the same tokens, but tells no token of another's. Takes up
-    to `timeout` seconds in all, half of them for tiers that nodes share; tenants whose turn would come later are left
-    out. ConfigError as `BlockSelection.names`.
+    If no tier holds a block of it, the answer names closed slabs of the same checkpoint in the directory `slabs`.
+    For operators: it names other tenants that hold the same tokens, but gives no token of theirs. Takes up to
+    `timeout` seconds, half of them for shared tiers; it leaves out tenants that it has no time for.
+    ConfigError as `BlockSelection.names`.
     """
     until = monotonic() + timeout
     shared_until = until - timeout / 2
@@ -272,7 +272,7 @@ def explain(
 
 
 def explain_request(namespace: Namespace, request_id: str, cache_salt: str | None, timeout: float) -> Json:
-    """The same of a request that ended lately. NotFound if none of that id and tenant did."""
+    """As `explain`, for a request that ended lately. NotFound if the tenant has none of that id."""
     root = root_hash(namespace.fingerprint, cache_salt=cache_salt)
     names = namespace.tiers.seen.recent.find(client_of(root), request_id)
     if names is None:
@@ -300,7 +300,7 @@ def _elsewhere(
 
 
 def _closed(own: Namespace, others: Sequence[Namespace], slabs: Path | None) -> list[Json]:
-    """Closed slabs of the same weights or name, unread; none while the own slab is off: its disk may hang."""
+    """Closed slabs of the same weights or name, not read. None while the own slab is off: its disk may hang."""
     if "file" in own.hierarchy.wanting:
         return []
     closed = closed_models(slabs, {own.fingerprint, *(other.fingerprint for other in others)})

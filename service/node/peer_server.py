@@ -1,4 +1,4 @@
-"""Other nodes and this one: serves blocks in host memory to their daemons, and follows their KV events."""
+"""Blocks between nodes: serves host memory's blocks to other nodes' daemons, and follows their KV events."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ from kvtier.tiers.pool import Lease
 _log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 512  # a thread each: MAX_PEERS nodes, with two of their own for each of four models
-MAX_STRANGERS: Final = 16  # of these, such as have not proven yet that they have the key
+MAX_STRANGERS: Final = 16  # of these, connections that have not proven yet that they have the key
 _HELLO_SECONDS: Final = 5.0  # for the whole handshake
 _IDLE_SECONDS: Final = 300.0  # without a question
 _ACCEPT_PAUSE: Final = 0.2  # seconds without a file descriptor to spare
@@ -39,22 +39,22 @@ class LentModel:
     ) -> None:
         self.hierarchy, self._forget = hierarchy, forget
         self.blocks = wire.LentBlocks(fingerprint, sizes.block_bytes, sizes.block_size)
-        self.events: Callable[[], EventsAt] = EventsAt  # where they tell of these blocks; nowhere
+        self.events: Callable[[], EventsAt] = EventsAt  # where KV events announce these blocks; default: nowhere
         self.kv_probe: Callable[[], KVProbe | None] = lambda: None  # what the model computes, if that is known
         num_slots = hierarchy.host.pool.num_slots
         self._tags = np.zeros((num_slots, peers.TAG_BYTES), np.uint8)  # of the block in each slot …
         self._tagged = np.full(num_slots, -1, np.int64)  # … of this generation
         self._idle = threading.Condition()
-        self._users: set[socket.socket] = set()  # connections that a question about it is answered on
+        self._users: set[socket.socket] = set()  # connections whose question about it is being answered
         self._closed = False
 
     @property
     def is_lent(self) -> bool:
-        """Not after a reset: who borrows may not have heard of it."""
+        """False after a reset, which a borrower may not have noticed."""
         return not self._closed and self.hierarchy.epoch == 0 and self.blocks.fingerprint not in peers.RESETS
 
     def is_alike(self, session: wire.PeerSession) -> bool:
-        """Whether whoever asks may have these blocks: nothing says that its model computes others."""
+        """Whether the borrower may have these blocks: no probe shows that its model computes other KV."""
         ours, theirs = self.kv_probe(), session.probe
         if ours is None or theirs is None:
             return True
@@ -76,16 +76,16 @@ class LentModel:
                 self._idle.notify_all()
 
     def tag_of(self, session: wire.PeerSession, slot: int, generation: int, head: bytes, payload: memoryview) -> bytes:
-        """The tag of a leased block, computed once as long as it stays in its slot."""
+        """The tag of a leased block, computed once while it stays in its slot."""
         if self._tagged[slot] == generation:
             return bytes(self._tags[slot])
         tag = session.tag(head, payload)
         self._tags[slot] = np.frombuffer(tag, np.uint8)
-        self._tagged[slot] = generation  # last: the lease keeps the slot, so nobody writes another tag
+        self._tagged[slot] = generation  # last; while the block is leased its tag cannot change
         return tag
 
     def close(self) -> None:
-        """Lend no more, and cut off whoever is being sent something: the memory goes away. Idempotent."""
+        """Stop lending, and cut off connections that blocks are being sent to: the memory is freed. Idempotent."""
         deadline = time.monotonic() + _CLOSE_SECONDS
         self._forget(self)
         with self._idle:
@@ -97,14 +97,14 @@ class LentModel:
 
 
 class PeerServer:
-    """Listens at [peers] listen. A thread for each connection, none of which ever runs on the daemon's loop.
+    """Listens at [peers] listen. A thread for each connection; none runs on the daemon's loop.
 
-    What a connection may cost is bounded: connections, those of strangers, the time of a handshake and of each answer,
-    names in a question, bytes lent at once. What is counted: blocks and bytes lent, and why somebody was cut off.
+    A connection's cost is bounded: number of connections and of strangers, time of a handshake and of each answer,
+    names in a question, bytes lent at once. It counts blocks and bytes lent, and why connections were cut off.
     """
 
     def __init__(self, config: PeersConfig, node: bytes | None = None) -> None:
-        """Take the address. ConfigError if it or the key cannot be used. `node` is who lends; None: this process."""
+        """Bind the address. ConfigError if it or the key cannot be used. `node`: who lends; None: this process."""
         assert config.listen is not None
         assert config.key_file is not None
         self._config = config
@@ -138,7 +138,7 @@ class PeerServer:
                 del self._models[model.blocks.fingerprint]
 
     def close(self) -> None:
-        """Hang up on everybody. Idempotent."""
+        """Close all connections. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -157,14 +157,12 @@ class PeerServer:
             assert 0 <= self._in_flight, f"{self._in_flight} bytes in flight"
             assert len(self._strangers) <= len(self._connections) <= MAX_CONNECTIONS, "connections"
 
-    # connections
-
     def _accept(self) -> None:
         while not self._closed:
             try:
                 connection, peer = self._listener.accept()
             except OSError:
-                if not self._closed:  # no file left for it, or it went away again
+                if not self._closed:  # no file descriptor is free, or the client has left
                     self._note("not_accepted")
                     time.sleep(_ACCEPT_PAUSE)
                 continue
@@ -173,7 +171,7 @@ class PeerServer:
                 if not is_full and not self._closed:
                     self._connections.add(connection)
                     self._strangers.add(connection, str(peer[0]))
-                    if (victim := self._strangers.surplus()) is not None:  # who has the key proves it in a moment
+                    if (victim := self._strangers.surplus()) is not None:  # a client with the key proves it quickly
                         _shut(victim)
                         self.counts["too_many"] += 1
             if is_full or self._closed:
@@ -183,7 +181,7 @@ class PeerServer:
             thread = threading.Thread(target=self._serve, args=(connection,), name="kvtier-lend-to", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # no thread left for it
+            except RuntimeError:  # no thread is free
                 self._note("not_accepted")
                 self._end(connection)
 
@@ -242,11 +240,11 @@ class PeerServer:
             send(connection, [session.answer(verb, is_other)], deadline)
             return
         if model is None or model.blocks != session.blocks or not model.is_alike(session):
-            self._say_none(connection, session, verb, len(names))
+            self._send_none(connection, session, verb, len(names))
             return
         with model.used_by(connection) as may:
             if not may:
-                self._say_none(connection, session, verb, len(names))
+                self._send_none(connection, session, verb, len(names))
             elif verb is wire.PeerVerb.HELD:
                 flags = bytes(self._held(model, names))
                 send(connection, [session.answer(verb, len(names), flags)], deadline)
@@ -255,7 +253,7 @@ class PeerServer:
             else:
                 self._lend_blocks(connection, session, model, names)
 
-    def _say_none(self, connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, num: int) -> None:
+    def _send_none(self, connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, num: int) -> None:
         nothing = {wire.PeerVerb.HELD: bytes(num), wire.PeerVerb.EVENTS: EventsAt().pack()}.get(verb, b"")
         answer = session.answer(verb, num if verb is wire.PeerVerb.HELD else 0, nothing)
         send(connection, [answer], time.monotonic() + self._config.deadline)
@@ -266,8 +264,6 @@ class PeerServer:
             flags += pool.holds(names[first : first + _HELD_AT_ONCE])
         return flags
 
-    # blocks
-
     def _lend_blocks(
         self, connection: socket.socket, session: wire.PeerSession, model: LentModel, names: Sequence[ChainHash]
     ) -> None:
@@ -277,7 +273,7 @@ class PeerServer:
         with self._room(most * slot_bytes, deadline) as has_room:
             if not has_room:
                 self._note("no_room")
-                self._say_none(connection, session, wire.PeerVerb.LEND, len(names))
+                self._send_none(connection, session, wire.PeerVerb.LEND, len(names))
                 return
             with model.hierarchy.host.pool.lease(names[:most]) as lease:
                 lent = self._leading(model, lease) if model.is_lent else []
@@ -289,7 +285,7 @@ class PeerServer:
 
     @staticmethod
     def _leading(model: LentModel, lease: Lease) -> list[tuple[BlockRecord, int, int]]:
-        """Record, slot and generation of the leased blocks, up to one that can't be said to another node."""
+        """Record, slot and generation of the leased blocks, up to the first that cannot be sent to another node."""
         host, lent = model.hierarchy.host, list[tuple[BlockRecord, int, int]]()
         for slot, time_taken, name in zip(lease.slots, lease.generations, lease.hashes, strict=True):
             record = host.records[slot]
@@ -306,7 +302,7 @@ class PeerServer:
         lent: Sequence[tuple[BlockRecord, int, int]],
         deadline: float,
     ) -> None:
-        """Some blocks at a time: the kernel sends them while the next are hashed. A rotten one: PeerFailed."""
+        """Send blocks in groups: the kernel sends one while the next is hashed. PeerFailed if a block is corrupt."""
         host, parts = model.hierarchy.host, list[bytes | memoryview]()
         for record, slot, generation in lent:
             payload = host.region.slot(slot)
@@ -323,7 +319,7 @@ class PeerServer:
 
     @contextmanager
     def _room(self, num_bytes: int, deadline: float) -> Iterator[bool]:
-        """Wait until so many bytes may be lent beside all others; False if that is not so before the deadline."""
+        """Wait until so many bytes may be lent beside all others; False if the deadline passes first."""
         most = max(self._config.in_flight, num_bytes)  # one block may be larger: then it goes alone
         with self._lock:
             has_room = self._lock.wait_for(
@@ -388,7 +384,7 @@ class _HostBlocks:
 
 
 class PeerFeeds:
-    """Opens feeds of other nodes' events, with the CURVE keys of this node's own publisher, if it has some."""
+    """Opens feeds of other nodes' events, with the CURVE keys of this node's publisher, if it has any."""
 
     def __init__(self, config: EventsConfig) -> None:
         keys = events.CurveKeys.load("events", config.curve_key_file, "curve_reader_file", config.curve_reader_file)

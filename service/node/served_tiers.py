@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_QUOTAS: Final = 1024  # tenants that have one
 _MOST_ROOTS: Final = 4096  # tenants known
-MOST_HEADS: Final = 1 << 16  # first blocks whose tenant was told with them
+MOST_HEADS: Final = 1 << 16  # first blocks whose tenant is known
 
 
 class Quota(NamedTuple):
@@ -32,15 +32,15 @@ class Quota(NamedTuple):
 
 
 class Quotas:
-    """The quotas of one model. Thread-safe; a tenant without one costs nothing, unless there is one for all of those.
+    """The quotas of one model. Thread-safe. A tenant without a quota costs nothing, unless there is a default one.
 
-    That one binds each cache_salt by itself, from its first store on, and not what has no salt, which is everybody's.
+    The default binds each cache_salt by itself, from its first store on; it does not bind requests without a salt.
 
-    A tenant is known by the root of chains with its salt (`Wanted.tenant`). What was in L2 before its quota, and what
-    comes up from below, is its own if its chains begin at that root: not under vLLM's names. A tenant that would
-    pass its quota loses its own least recently stored blocks, tails first; what is in use stays, and what cannot be had
-    is refused. Blocks that the pool evicts are noticed when their turn comes: a tenant never has more than its quota,
-    and may for a while be held to have more than it has.
+    A tenant is identified by the root of chains with its salt (`Wanted.tenant`). Blocks in L2 before its quota, and
+    promoted ones, count for it if its chains begin at that root; under vLLM's names they do not. A tenant that would
+    pass its quota loses its own least recently stored blocks, last blocks first; leased blocks stay, and if that is
+    not enough, stores are refused. Blocks that the pool evicts are noticed late: a tenant never has more than its
+    quota, and may for a while be counted as having more than it has.
     Lock: `_lock` guards everything; the pool's is taken inside it.
     """
 
@@ -50,7 +50,7 @@ class Quotas:
         self.binds = default is not None  # some tenant
         self._unsalted = root_hash(fingerprint)
         self._others: dict[ChainHash, _Tenant] = {}  # that have the default
-        self._num_noted = 0  # blocks since theirs were last compared with those that are there
+        self._num_noted = 0  # blocks stored since `keep` was last called
         self._host, self._fingerprint = host, fingerprint
         self._lock = Lock()
         self._tenants: dict[ChainHash, _Tenant] = {}  # by the root
@@ -59,7 +59,7 @@ class Quotas:
         return len(self._tenants)
 
     def set(self, cache_salt: str, num_bytes: int) -> None:
-        """Give the tenant a quota; what it has beyond it goes. Looks at all of L2. ConfigError: too many, too small."""
+        """Give the tenant a quota, and evict what exceeds it. Reads all of L2. ConfigError: too many, too small."""
         self.require(num_bytes)
         root, tenant = root_hash(self._fingerprint, cache_salt=cache_salt), self._tenant(cache_salt, num_bytes)
         with self._lock:
@@ -67,7 +67,7 @@ class Quotas:
                 raise ConfigError(f"cache_salt: {MAX_QUOTAS} tenants have a quota already; remove one first")
             self._others.pop(root, None)
             self.binds = True
-            self._tenants[root] = tenant  # it notes what is stored from here on; then what was stored before
+            self._tenants[root] = tenant  # from here on stores are counted; then the blocks stored before
         for run in in_runs(dict(self._host.held(tails=True))):
             with self._lock:
                 if run.parent == root or run.parent in tenant:
@@ -91,7 +91,7 @@ class Quotas:
         return [Quota(each.cache_salt, each.num_bytes, sum(pool.holds(names)) * stride) for each, names in tenants]
 
     def recount(self) -> None:
-        """Blocks came to L2 without anybody saying whose: look at all of them."""
+        """Blocks came to L2 without their tenants: count all of L2 again."""
         for quota in self.listing():
             self.set(quota.cache_salt, quota.num_bytes)
 
@@ -99,7 +99,7 @@ class Quotas:
         return name in self._tenants or (self._default is not None and name != self._unsalted)
 
     def room(self, wanted: Wanted) -> int:
-        """How many leading blocks the tenant may store now; makes room among its own for as many as it can."""
+        """How many leading blocks the tenant may store now; evicts its own blocks for as many as possible."""
         if not self.bound(wanted.tenant):
             return len(wanted.hashes)
         with self._lock:
@@ -119,7 +119,7 @@ class Quotas:
         if not hashes or not self.bound(name):
             return
         with self._lock:
-            self._note(len(hashes))  # first: it forgets who has nothing yet
+            self._note(len(hashes))  # first: it removes tenants without blocks
             if (tenant := self._of(name)) is not None:
                 if name not in self._tenants:
                     self._others[name] = tenant
@@ -127,7 +127,7 @@ class Quotas:
                     tenant.add(chain_hash, parent or name)
 
     def promoted(self, hashes: Sequence[ChainHash], parent: ChainHash) -> None:
-        """Consecutive blocks, leased now, may have come up from a lower tier: they count, and others go for them."""
+        """Count consecutive leased blocks, maybe promoted, and evict others of the tenant for them."""
         if not (self._tenants or self._others) or not hashes:
             return
         with self._lock:
@@ -145,14 +145,14 @@ class Quotas:
         return _Tenant(cache_salt, num_bytes, limit)
 
     def _of(self, name: ChainHash) -> "_Tenant | None":
-        """Whoever's chains begin there, if it has a quota at all; known once it has a block. Under the lock."""
+        """The tenant whose chains begin there, if a quota binds it; kept once it has a block. Under the lock."""
         tenant = self._tenants.get(name, self._others.get(name))
         if tenant is None and self.bound(name) and self._default is not None:
             tenant = self._tenant("", self._default)
         return tenant
 
     def _note(self, num_blocks: int) -> None:
-        """As often as L2 could be filled anew, forget what is there no more, and who has nothing. Under the lock."""
+        """Each time L2 could be full of new blocks, remove evicted ones, and tenants without any. Under the lock."""
         self._num_noted += num_blocks
         if self._num_noted > self._host.pool.num_slots and self._others:
             self._num_noted = num_blocks
@@ -163,7 +163,7 @@ class Quotas:
 
 
 class _Tenant:
-    """The blocks a tenant is held to have. No lock. The leaf stored least recently goes first, then its parent."""
+    """The blocks counted for one tenant. No lock. The least recently stored leaf goes first, then its parent."""
 
     def __init__(self, cache_salt: str, num_bytes: int, limit: int) -> None:
         self.cache_salt, self.num_bytes = cache_salt, num_bytes
@@ -183,13 +183,13 @@ class _Tenant:
         return list(self._parents)
 
     def keep(self, pool: SlotPool) -> None:
-        """Forget blocks that were not there at the last call either: one that is not there now may be being filled."""
+        """Remove blocks absent at this call and the last one: a block absent once may be being filled."""
         before, names = self._parents, self.names()
         absent = {name for name, is_held in zip(names, pool.holds(names), strict=True) if not is_held}
-        gone, self._absent = absent & self._absent, absent - self._absent
+        evicted, self._absent = absent & self._absent, absent - self._absent
         self._parents, self._children, self._leaves = {}, Counter(), OrderedDict()
         for chain_hash in names:
-            if chain_hash not in gone:
+            if chain_hash not in evicted:
                 self.add(chain_hash, before[chain_hash])
 
     def add(self, chain_hash: ChainHash, parent: ChainHash) -> None:
@@ -201,30 +201,30 @@ class _Tenant:
                 self._leaves[chain_hash] = None
 
     def adopt(self, run: HeldRun) -> None:
-        """It had these before all others; their head's parent is known."""
+        """Add blocks older than all others; the parent of their first is known."""
         for chain_hash, parent in zip(run.hashes, [run.parent, *run.hashes[:-1]], strict=True):
             self.add(chain_hash, parent)
         if run.hashes[-1] in self._leaves:
             self._leaves.move_to_end(run.hashes[-1], last=False)
 
     def make_room(self, pool: SlotPool, count: int, spare: Collection[ChainHash]) -> int:
-        """Let up to `count` blocks go, none of `spare` nor one in use. Returns how many went, or were gone before."""
-        gone = 0
+        """Evict up to `count` blocks, none of `spare` nor in use. Returns how many were evicted, now or before."""
+        evicted = 0
         if count <= 0:
-            return gone
+            return evicted
         for leaf in list(self._leaves):
-            branch = self._branch(leaf, count - gone, spare)
-            for chain_hash, is_gone in zip(branch, pool.evict_idle(branch), strict=True):
-                if not is_gone:
+            branch = self._branch(leaf, count - evicted, spare)
+            for chain_hash, is_evicted in zip(branch, pool.evict_idle(branch), strict=True):
+                if not is_evicted:
                     break
                 self._remove(chain_hash)
-                gone += 1
-            if gone == count:
+                evicted += 1
+            if evicted == count:
                 break
-        return gone
+        return evicted
 
     def _branch(self, leaf: ChainHash, count: int, spare: Collection[ChainHash]) -> list[ChainHash]:
-        """The leaf and what is before it, up to where another branch begins."""
+        """The leaf and its ancestors, up to where another branch begins."""
         branch: list[ChainHash] = []
         at = leaf
         while len(branch) < count and at in self._parents and at not in spare and self._children[at] == bool(branch):
@@ -244,10 +244,10 @@ class _Tenant:
 
 
 class Tenants:
-    """Which tenants a model has, as far as they have stored since the start. Bounded. On the loop's thread, but `of`.
+    """The tenants of a model that have stored since the start. Bounded. On the loop's thread, except `of`.
 
-    A tenant is known by the root of chains with its salt. Under vLLM's names all chains begin at one root: there a
-    first block is remembered with the tenant that stored it.
+    A tenant is identified by the root of chains with its salt. Under vLLM's names all chains begin at one root, so
+    each first block is recorded with the tenant that stored it.
     """
 
     def __init__(self, fingerprint: bytes) -> None:
@@ -283,7 +283,7 @@ ASSUMED: Final = "assumed"
 
 
 class Savings:
-    """Counts blocks taken, not computed: seconds as an engine measured or the operator assumes, or tokens alone."""
+    """Counts loaded tokens: in seconds at an engine's measured rate or the operator's assumed one, else as tokens."""
 
     def __init__(self, rates: Rates, assumed_rate: int | None) -> None:
         self.rates, self.assumed_rate = rates, assumed_rate
@@ -311,31 +311,31 @@ class Savings:
             self.num_untimed += num_tokens
 
 
-_MOST_OPEN: Final = 1024  # lookups whose end has not come
+_MOST_OPEN: Final = 1024  # lookups whose request has not ended
 _MOST_NAMES: Final = 1 << 16  # of blocks, in all lookups that are kept
-_LAST: Final = 3  # names of a prompt by one of which its lookup is known: the last may not have been asked for
+_LAST: Final = 3  # last names of a prompt that may end its lookup: a lookup may omit the last
 
 
-class _AskedLookup(NamedTuple):
+class _OpenLookup(NamedTuple):
     claim: Claim
     causes: Causes
     num_requests: int
 
 
 class SeenRequests:
-    """Joins each lookup to the end of its request. On the loop's thread, but `recent`."""
+    """Joins each lookup to the end of its request. On the loop's thread, except `recent`."""
 
     def __init__(self, fingerprint: bytes, log: RequestLog | None = None) -> None:
         self.recent: Recent[Sequence[ChainHash]] = Recent(most_items=_MOST_NAMES)  # names of prompts
         self._fingerprint, self._log = fingerprint, log
-        self._open: OrderedDict[ChainHash, _AskedLookup] = OrderedDict()  # by the last block asked for
+        self._open: OrderedDict[ChainHash, _OpenLookup] = OrderedDict()  # by the last block looked up
         self._num_names = 0
 
     def looked_up(self, claim: Claim, causes: Causes | None) -> None:
         last = claim.hashes[-1]
         if (before := self._open.pop(last, None)) is not None:
             self._num_names -= len(before.claim.hashes)
-        self._open[last] = _AskedLookup(claim, causes or {}, 1 if before is None else before.num_requests + 1)
+        self._open[last] = _OpenLookup(claim, causes or {}, 1 if before is None else before.num_requests + 1)
         self._num_names += len(claim.hashes)
         while len(self._open) > _MOST_OPEN or self._num_names > _MOST_NAMES:
             self._num_names -= len(self._open.popitem(last=False)[1].claim.hashes)
@@ -344,9 +344,9 @@ class SeenRequests:
         claim, causes = self._take(end)
         if end.request:
             names = claim.hashes if claim is not None else end.names[: end.num_prompt]
-            self.recent.note(end.client, end.request, names)
+            self.recent.record(end.client, end.request, names)
         if self._log is not None:
-            self._log.write(self._told(end, claim, causes))
+            self._log.write(self._logged(end, claim, causes))
 
     def _take(self, end: RequestEnd) -> tuple[Claim | None, Causes]:
         for name in reversed(end.names[max(0, end.num_prompt - _LAST) : end.num_prompt]):
@@ -359,7 +359,7 @@ class SeenRequests:
                 return found.claim, found.causes
         return None, {}
 
-    def _told(self, end: RequestEnd, claim: Claim | None, causes: Causes) -> LoggedRequest:
+    def _logged(self, end: RequestEnd, claim: Claim | None, causes: Causes) -> LoggedRequest:
         blocks, missed, size = dict[str, int](), dict(causes), 0
         if claim is not None and claim.found is not None:
             blocks, size = dict(claim.found.by_tier), claim.block_size
@@ -378,12 +378,12 @@ class SeenRequests:
         )
 
 
-_SAME: Final = 1.0  # seconds within which a question in vain, asked again, is one request's that waits its turn
-_MAX_VAIN: Final = 4096  # such questions remembered
+_SAME: Final = 1.0  # seconds: a lookup that missed, repeated within them, is of a request that still waits
+_MAX_MISSED: Final = 4096  # such lookups remembered
 
 
 class ServedTiers:
-    """A hierarchy's verbs for clients, on the loop's thread: those that are counted, traced or limited."""
+    """A hierarchy's verbs for clients, counted, traced and limited. On the loop's thread."""
 
     def __init__(
         self,
@@ -402,24 +402,24 @@ class ServedTiers:
         self.savings = Savings(hierarchy.rates, assumed_rate)
         self.tenants = Tenants(fingerprint)
         self.seen = SeenRequests(fingerprint, log)
-        self.recorder: TraceRecorder | None = None  # while somebody records
-        self.feed: TierFeed | None = None  # where KV events are published
-        self._vain: OrderedDict[ChainHash, float] = OrderedDict()  # last block asked for → when it was last in vain
+        self.recorder: TraceRecorder | None = None  # while a trace is recorded
+        self.feed: TierFeed | None = None  # if KV events are published
+        self._missed: OrderedDict[ChainHash, float] = OrderedDict()  # last block looked up → when it last missed
 
     def poll(self, claim: Claim) -> int | Pending:
-        """As `Hierarchy.poll`; a whole request's answer is counted, unless it was in vain a moment ago."""
+        """As `Hierarchy.poll`. Counts a whole request's answer, unless the same lookup missed a moment ago."""
         promised = self.hierarchy.poll(claim)
         if isinstance(promised, Pending) or claim.overlap is Overlap.BACK or not claim.hashes:
             return promised
         now, last = time.monotonic(), claim.hashes[-1]
-        before = self._vain.pop(last, None)
-        while self._vain and now - next(iter(self._vain.values())) >= _SAME:  # they would add up
-            self._vain.popitem(last=False)
+        before = self._missed.pop(last, None)
+        while self._missed and now - next(iter(self._missed.values())) >= _SAME:  # else they would accumulate
+            self._missed.popitem(last=False)
         if not promised:
-            self._vain[last] = now
-            if len(self._vain) > _MAX_VAIN:
-                self._vain.popitem(last=False)
-        if before is None or now - before >= _SAME:  # else an engine asks again while the request waits
+            self._missed[last] = now
+            if len(self._missed) > _MAX_MISSED:
+                self._missed.popitem(last=False)
+        if before is None or now - before >= _SAME:  # else an engine repeats the lookup while its request waits
             assert claim.found is not None
             causes = claim.causes
             self.hierarchy.count(claim.found, causes=causes)
@@ -432,14 +432,14 @@ class ServedTiers:
         return promised
 
     def ended(self, end: RequestEnd, client: int | None = None) -> None:
-        """As `Hierarchy.ended`; the request log and a trace that is recorded tell it, too. `client`: at its engine."""
+        """As `Hierarchy.ended`; the request log and a recorded trace get it, too. `client`: the request's tenant."""
         self.hierarchy.ended(end)
         self.seen.ended(end if client is None else end._replace(client=client))
         if self.recorder is not None:
             self.recorder.ended(end)
 
     def lease(self, claim: Claim) -> Lease:
-        """As `Hierarchy.lease`; what came up from below counts into its tenant's quota."""
+        """As `Hierarchy.lease`; promoted blocks count into their tenant's quota."""
         lease = self.hierarchy.lease(claim)
         if lease.hashes and claim.block_size:
             self.savings.took(claim.num_l1 * claim.block_size, len(lease) * claim.block_size)
@@ -447,7 +447,7 @@ class ServedTiers:
         return lease
 
     def reserve(self, wanted: Sequence[Wanted], *, may_retry: bool = False) -> list[Reservation | None]:
-        tenants = {each.tenant for each in wanted}  # mostly one
+        tenants = {each.tenant for each in wanted}  # usually one
         if self.feed is not None:
             for tenant in tenants:
                 self.feed.begin_at(tenant)

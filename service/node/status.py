@@ -1,4 +1,4 @@
-"""How the daemon is doing, and what fills its tiers: `/status`, `/memory`, and what Prometheus scrapes."""
+"""The daemon's status and what fills its tiers: `/status`, `/memory`, and Prometheus' metrics."""
 
 import hashlib
 import os
@@ -37,7 +37,7 @@ UNSALTED: Final = "no salt"
 OTHERS: Final = "others"
 UNKNOWN: Final = "not known"
 
-_MOST_TENANTS: Final = 10  # told by themselves
+_MOST_TENANTS: Final = 10  # listed one by one; the rest as one
 _MOST_PREFIXES: Final = 10
 _LONGEST: Final = 4096  # blocks of a prefix that are counted
 _MIX: Final = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
@@ -50,16 +50,16 @@ class TenantUse(NamedTuple):
 
 class PrefixUse(NamedTuple):
     head: ChainHash  # the first of these
-    root: ChainHash | None  # whose they are
-    num_shared: int  # leading blocks that all of them have in common
-    num_branches: int  # ways they go on after these
-    num_blocks: int  # with them
+    root: ChainHash | None  # the tenant's
+    num_shared: int  # leading blocks that all chains share
+    num_branches: int  # branches after these
+    num_blocks: int  # all blocks below `head`, with it
 
 
 class TierUse(NamedTuple):
     num_blocks: int
     num_tenants: int
-    tenants: Sequence[TenantUse]  # the largest first; then others and not known, if there are
+    tenants: Sequence[TenantUse]  # the largest first; then others and not known, if any
     prefixes: Sequence[PrefixUse]  # the largest first
 
 
@@ -78,18 +78,18 @@ def use_of(lineage: Lineage, tenants: Tenants) -> TierUse:
         by_root[root] = by_root.get(root, 0) + size
     unknown = by_root.pop(None, 0) + int(sizes[begun[MOST_HEADS:]].sum())
     ordered = sorted(by_root.items(), key=lambda each: each[1], reverse=True)
-    told = [TenantUse(root, size) for root, size in ordered[:_MOST_TENANTS]]
+    listed = [TenantUse(root, size) for root, size in ordered[:_MOST_TENANTS]]
     if rest := sum(size for _, size in ordered[_MOST_TENANTS:]):
-        told.append(TenantUse(b"", rest))
+        listed.append(TenantUse(b"", rest))
     if unknown:
-        told.append(TenantUse(None, unknown))
+        listed.append(TenantUse(None, unknown))
     top = begun[:_MOST_PREFIXES].tolist()
     shared = _shared(parents, top)
     prefixes = [
         PrefixUse(names[head].tobytes(), owner, *common, int(sizes[head]))
         for head, owner, common in zip(top, owners, shared, strict=False)
     ]
-    return TierUse(len(names), len(by_root), told, prefixes)
+    return TierUse(len(names), len(by_root), listed, prefixes)
 
 
 def _parents(names: Words, parents: Words) -> Slots:
@@ -101,7 +101,7 @@ def _parents(names: Words, parents: Words) -> Slots:
 
 def _heads(parents: Slots) -> Slots:
     heads = parents
-    for _ in range(64):  # twice as far with each turn; names that are no hashes might make a circle
+    for _ in range(64):  # each turn doubles the distance; names that are no hashes might form a cycle
         further = heads[heads]
         if (further == heads).all():
             break
@@ -125,12 +125,12 @@ def _shared(parents: Slots, heads: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class MemoryUse:
-    """What fills each model's tiers, looked at on demand; not again for fifty times as long as it took. Thread-safe."""
+    """What fills each model's tiers, computed on demand, then cached for 50 times as long as it took. Thread-safe."""
 
     def __init__(self, pause: float = 10.0) -> None:
         self._pause = pause
         self._key = secrets.token_bytes(16)
-        self._lock = Lock()  # held by whoever looks
+        self._lock = Lock()  # held while computing
         self._found: dict[bytes, tuple[float, dict[str, TierUse]]] = {}  # fingerprint → good until, by tier
 
     def of(self, models: Mapping[bytes, tuple[Hierarchy, Tenants]]) -> dict[bytes, dict[str, TierUse]]:
@@ -142,19 +142,19 @@ class MemoryUse:
                         use = {tier: use_of(each, tenants) for tier, each in lineages(hierarchy).items()}
                         now = time.monotonic()
                         self._found[fingerprint] = (now + max(self._pause, 50 * (now - began)), use)
-                for gone in self._found.keys() - models.keys():
-                    del self._found[gone]
+                for closed in self._found.keys() - models.keys():
+                    del self._found[closed]
             finally:
                 self._lock.release()
         return {fingerprint: use for fingerprint, (_, use) in list(self._found.items())}
 
     def label(self, name: ChainHash) -> str:
-        """For people who may not know names: the same for one name while this process lives, and no way back."""
+        """A label that hides the name: the same for one name while this process lives, and not reversible."""
         return hashlib.blake2b(name, key=self._key, digest_size=4).hexdigest()
 
 
 def memory(daemon: Daemon, use: MemoryUse, *, named: bool) -> statuses.MemoryStatus:
-    """By tier, tenant and prefix. `named`: for operators, who may know names. Waits for the loop as `status` does."""
+    """By tier, tenant and prefix. `named`: show names, for operators. Waits for the loop as `status` does."""
     namespaces, limits = daemon.call(lambda: (daemon.namespaces(), dict(daemon.limits)))
     found = use.of(_models(namespaces))
     models = []
@@ -162,9 +162,9 @@ def memory(daemon: Daemon, use: MemoryUse, *, named: bool) -> statuses.MemorySta
         tiers = found.get(namespace.fingerprint, {})
         quotas = {root_hash(namespace.fingerprint, cache_salt=each): (each, limits[each]) for each in limits}
         shown = _ShownNames(namespace.tiers.tenants, use, quotas if named else {}, named)
-        told = {tier: _tier(each, namespace.blocks.block_size, namespace.blocks.block_bytes, shown)
+        by_tier = {tier: _tier(each, namespace.blocks.block_size, namespace.blocks.block_bytes, shown)
                 for tier, each in tiers.items()}  # fmt: skip
-        models.append(statuses.ModelMemory(model=namespace.name, tiers=told))
+        models.append(statuses.ModelMemory(model=namespace.name, tiers=by_tier))
     return statuses.MemoryStatus(named=named, models=models)
 
 
@@ -179,7 +179,7 @@ def memory_series(namespaces: list[Namespace], use: MemoryUse) -> Iterator[Metri
             for tenant in each.tenants:
                 blocks[model, tier, shown.tenant(tenant.root)] = tenant.num_blocks
     yield gauge(
-        "kvtier_tenant_blocks", "Blocks by whose they are; a label says nothing of the cache_salt", blocks,
+        "kvtier_tenant_blocks", "Blocks by tenant; a label does not reveal the cache_salt", blocks,
         "fingerprint", "tier", "tenant",
     )  # fmt: skip
     yield gauge("kvtier_tenants", "Tenants that have blocks, as far as they are known", tenants, "fingerprint", "tier")
@@ -240,8 +240,8 @@ _FAILED: Final = "failed_"
 
 
 def borrowed_by(port: TierPort) -> Mapping[str, int] | None:
-    """Figures of a tier in other nodes' memory; None of any other, or a detached one."""
-    tier = port.tier  # a probe may detach it meanwhile
+    """The stats of a tier in other nodes' memory; None for any other tier, or a detached one."""
+    tier = port.tier  # a probe may detach it at any time
     stats = tier.stats() if tier is not None else {}
     return stats if "answering" in stats else None
 
@@ -251,27 +251,27 @@ def _failures(stats: Mapping[str, int]) -> dict[str, int]:
 
 
 def peers_series(daemon: Daemon, namespaces: Sequence[Namespace]) -> Iterator[Metric]:
-    """Nothing if no node is borrowed from and nothing is lent."""
-    told = {
+    """Metrics of peers. None if this node neither borrows nor lends."""
+    peer_stats = {
         namespace.name: borrowed
         for namespace in namespaces
         for port in namespace.hierarchy.ports
         if (borrowed := borrowed_by(port)) is not None
     }
-    if told:
+    if peer_stats:
         total = Counter[str]()
-        for stats in told.values():
+        for stats in peer_stats.values():
             total.update(stats)
         yield counter("kvtier_peer_failures", "Failures of other nodes to lend, by reason", _failures(total), "reason")
-        text = "Batches asked of a node because its KV events name their blocks; wrong: one was not there"
+        text = "Batches requested from a node because its KV events name their blocks; wrong: one was not there"
         yield counter("kvtier_peer_hints", text, {way: total[f"hints_{way}"] for way in ("right", "wrong")}, "result")
         yield counter("kvtier_peer_questions", "Questions to other nodes which blocks they hold", total["questions"])
         for name, what, text in (
             ("answering", "answering", "Other nodes that answer"),
-            ("sure", "sure", "Of these, whose KV events tell all"),
+            ("sure", "sure", "Of these, nodes whose KV events are complete"),
             ("told_blocks", "told", "Blocks of theirs known by events"),
         ):
-            yield gauge(f"kvtier_peers_{name}", text, {m: each[what] for m, each in told.items()}, "fingerprint")
+            yield gauge(f"kvtier_peers_{name}", text, {m: each[what] for m, each in peer_stats.items()}, "fingerprint")
     if (peer_server := daemon.peer_server) is not None:
         text = "Blocks and bytes lent to other nodes, and why connections were ended"
         yield counter("kvtier_lent", text, dict(peer_server.counts), "event")
@@ -279,7 +279,7 @@ def peers_series(daemon: Daemon, namespaces: Sequence[Namespace]) -> Iterator[Me
 
 
 def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> statuses.DaemonStatus:
-    """Everything. Waits for the loop: TierUnavailable. `optimum`: of models whose lookups are kept."""
+    """The whole status. Waits for the loop: TierUnavailable. `optimum`: for models whose lookups are kept."""
     namespaces, clients, given, refused = daemon.call(
         lambda: (daemon.namespaces(), daemon.clients(), daemon.models.used, daemon.refusals.all())
     )
@@ -360,16 +360,16 @@ def _model(
 def _lower(port: TierPort, values: MetricValues) -> statuses.LowerTierStatus:
     slots, breakers = values.of("kvtier_pool_slots", port.name), _breakers(port)
     room = [statuses.StorageRoom(**each._asdict()) for each in port.room()]
-    told: dict[str, Any] = {"room": room} if room else {}  # a tier that does not tell has no such field
+    optional: dict[str, Any] = {"room": room} if room else {}  # a tier that does not report it has no such field
     if (borrowed := borrowed_by(port)) is not None:
-        told |= {"answering": borrowed["answering"], "failures": _failures(borrowed), "sure": borrowed["sure"]}
+        optional |= {"answering": borrowed["answering"], "failures": _failures(borrowed), "sure": borrowed["sure"]}
     if saved := values.of("kvtier_compression_saved_bytes", port.name):
-        told["saved"] = saved
-    return statuses.LowerTierStatus(slots=slots, breakers=breakers, **told)
+        optional["saved"] = saved
+    return statuses.LowerTierStatus(slots=slots, breakers=breakers, **optional)
 
 
 def _called(about: Mapping[str, str]) -> str | None:
-    name = about.get("model")  # of a local folder its name alone: everybody may read the status
+    name = about.get("model")  # only the name of a local folder: the status is public
     return PurePath(name).name if name and name.startswith(("/", ".", "~")) else name
 
 
@@ -428,14 +428,14 @@ def _own(
     yield gauge("kvtier_uptime_seconds", "Since the daemon started", time.monotonic() - daemon.started)
     yield gauge("kvtier_clients", "Clients connected", sum(client.connected for client in clients))
     dead = sum(not client.connected for client in clients)
-    yield gauge("kvtier_dead_clients", "Clients gone whose processes may still copy", dead)
+    yield gauge("kvtier_dead_clients", "Dead clients whose processes may still copy", dead)
     yield gauge("kvtier_budget_bytes", "Host memory there is for all models", daemon.config.host.size)
     yield wanting(each.part for each in wanting_parts(daemon, namespaces))
     sizes = {namespace.name: namespace.size for namespace in namespaces}
     yield gauge("kvtier_host_bytes", "Host memory a model has", sizes, "fingerprint")
-    yield counter("kvtier_client_events", "What became of clients and their leases", dict(daemon.counts), "event")
-    told = dict(daemon.publisher.counts) if daemon.publisher is not None else {}
-    yield counter("kvtier_kv_events", "KV events published, in batches, and told again", told, "event")
+    yield counter("kvtier_client_events", "Events of clients and their leases", dict(daemon.counts), "event")
+    published = dict(daemon.publisher.counts) if daemon.publisher is not None else {}
+    yield counter("kvtier_kv_events", "KV events published, in batches, and replayed", published, "event")
     log = {} if daemon.request_log is None else dict(daemon.request_log.counts)
     yield counter("kvtier_request_log_lines", "Lines of the request log", log, "outcome")
     yield gauge("kvtier_pinned_blocks", "Blocks kept by pins", pins.blocks_by_model(), "fingerprint")
@@ -444,19 +444,19 @@ def _own(
 
 
 def _possible(namespaces: list[Namespace], watch: OptimumWatch | None) -> Iterator[Metric]:
-    """What was found in the last hour, and what the best policy would have found. Of models whose lookups are kept."""
+    """Shares of blocks found in the last hour, and found by the best policy. For models whose lookups are kept."""
     looks = {each.name: watch.of(each.fingerprint) for each in namespaces if watch is not None}
-    told = {model: look for model, look in looks.items() if look is not None and look.asked}
-    text = "Of the blocks asked for in the last hour, the share that the best possible policy would have found"
-    yield gauge("kvtier_optimum_share", text, {m: each.optimum / each.asked for m, each in told.items()}, "fingerprint")
+    seen = {model: look for model, look in looks.items() if look is not None and look.asked}
+    text = "Of the blocks looked up in the last hour, the share that the best possible policy would have found"
+    yield gauge("kvtier_optimum_share", text, {m: each.optimum / each.asked for m, each in seen.items()}, "fingerprint")
     text = "Of the same blocks, the share that was found"
-    yield gauge("kvtier_found_share", text, {m: each.found / each.asked for m, each in told.items()}, "fingerprint")
+    yield gauge("kvtier_found_share", text, {m: each.found / each.asked for m, each in seen.items()}, "fingerprint")
     dropped = {each.name: each.tiers.past.num_dropped for each in namespaces if each.tiers.past is not None}
     yield counter("kvtier_lookups_not_kept", "Lookups and stores that this leaves out", dropped, "fingerprint")
 
 
 def _returns(namespaces: list[Namespace]) -> Iterator[Metric]:
-    """How long after a request's end the next one of its conversation came, where a policy learns it."""
+    """How long after a request's end the next one of its conversation came, if a policy learns it."""
     seconds: dict[tuple[str, str], float] = {}
     for namespace in namespaces:
         gaps = namespace.hierarchy.host.pool.return_gaps()

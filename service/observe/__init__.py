@@ -1,4 +1,4 @@
-"""Figures as people look at them: tables, the live page, Prometheus."""
+"""Figures for people: tables, the live page, Prometheus."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""The live page: its files, the status as server-sent events while somebody looks, and the past hour."""
+"""The live page: its files, the status as server-sent events while pages watch, and the past hour."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ _MOST_SERIES: Final = 512  # series; with the samples that is 3 MiB, however lon
 _DEEPEST: Final = 6  # names in a path
 _IDENTITIES: Final = ("model", "name")  # the field by which an entry of a list is the same in two statuses
 
-Path = tuple[str, ...]  # where a number stands in the status: keys, and for an entry of a list what names it
+Path = tuple[str, ...]  # a number's place in the status: keys, and an identity for an entry of a list
 
 
 class PageHistory:
@@ -38,9 +38,9 @@ class PageHistory:
     def __init__(self, parts: Sequence[str], *, kept: int = _KEPT, most: int = _MOST_SERIES) -> None:
         self._parts = tuple(parts)
         self._most = most
-        self._lock = Lock()  # guards what follows
+        self._lock = Lock()  # guards the fields below
         self._columns: dict[Path, int] = {}
-        self._at = np.zeros(kept, np.int64)  # ms of the monotonic clock, as a stream's events have it
+        self._at = np.zeros(kept, np.int64)  # ms of the monotonic clock, as in a stream's events
         self._values = np.full((kept, 64), np.nan)
         self._next = 0  # samples taken so far
 
@@ -58,7 +58,7 @@ class PageHistory:
             self._next += 1
 
     def as_json(self) -> Json:
-        """Series by path at times `at` (monotonic ms); one value if they agree, null: not known."""
+        """Series by path at times `at` (monotonic ms); one value if all are equal; null: not known."""
         with self._lock:
             kept = len(self._at)
             rows = np.arange(max(0, self._next - kept), self._next) % kept
@@ -121,28 +121,28 @@ _HEADERS: Final = {
     "cache-control": "no-cache",
 }
 _MAX_WATCHERS: Final = 16
-_PERIOD: Final = 1.0  # seconds between two looks at the status
+_PERIOD: Final = 1.0  # seconds between two reads of the status
 _TICK: Final = 0.25  # seconds until a stream sees that the server stops
 _LIFE: Final = 600.0  # seconds a stream lasts; the page then asks for another
-_PATIENCE: Final = 10.0  # seconds longer, for a reader who takes nothing
+_PATIENCE: Final = 10.0  # seconds longer, for a client that reads nothing
 
 
 class LivePage:
-    """The page of one server, and its memory of the past hour. On the HTTP loop alone.
+    """The page of one server, and its samples of the past hour. On the HTTP loop alone.
 
-    `status` gives the status as JSON. For streams it is awaited once a second however many look, and never while nobody
-    does; for the past hour once in five seconds while `remembering` is entered. What it raises as KVTierError is
-    shown. It must not name what only some may see: the page is for everybody.
+    `status` returns the status as JSON. Streams await it once a second however many watch, and never without watchers;
+    the past hour once in five seconds while `remembering` is entered. A KVTierError it raises is shown.
+    It must not contain what only operators may see: everyone may read the page.
     """
 
     def __init__(self, status: StatusSource, stopping: Event, parts: Sequence[str] = ()) -> None:
-        """`stopping` ends every stream. `parts` are the fields of the status whose numbers are remembered."""
+        """`stopping` ends every stream. The numbers in the fields `parts` of the status are kept for an hour."""
         self._status, self._stopping = status, stopping
         self._history = PageHistory(parts)
         self._num_watchers = 0
         self._asking = asyncio.Lock()
         self._latest = b""  # the status as an event
-        self._due = 0.0  # when that is too old
+        self._due = 0.0  # when it is too old
 
     def routes(self) -> list[Route]:
         pages = resources.files("kvtier.service.observe") / "pages"
@@ -166,10 +166,10 @@ class LivePage:
     async def _remember(self) -> None:
         due = time.monotonic()
         while True:
-            with contextlib.suppress(KVTierError):  # an hour has a gap then
+            with contextlib.suppress(KVTierError):  # the hour has a gap then
                 at = time.monotonic()
                 self._history.add(await self._status(), at)
-            due = max(due + PERIOD, time.monotonic())  # whoever was slow does not catch up
+            due = max(due + PERIOD, time.monotonic())  # no catching up after a slow sample
             await asyncio.sleep(due - time.monotonic())
 
     async def _past(self) -> Response:
@@ -185,12 +185,12 @@ class LivePage:
         self._num_watchers += more
 
     async def _events(self) -> AsyncIterator[bytes]:
-        """One at once, then one a second, until the stream's life or the server ends."""
+        """One event at once, then one a second, until the stream's life or the server ends."""
         end = time.monotonic() + _LIFE
         yield b"retry: 1000\n\n"
         while time.monotonic() < end and not self._stopping.is_set():
             yield await self._fresh()
-            due = self._due  # of what was told just now: another watcher may move it on
+            due = self._due  # of the status just sent: another watcher may advance it
             while (wait := due - time.monotonic()) > 0 and not self._stopping.is_set():
                 await asyncio.sleep(min(wait, _TICK))
 
@@ -202,7 +202,7 @@ class LivePage:
             return self._latest
 
     async def _look(self) -> bytes:
-        at = int(time.monotonic() * 1000)  # the page's rates are by this clock, not by when the event came
+        at = int(time.monotonic() * 1000)  # the page computes its rates by this clock
         try:
             return _event("status", at, await self._status())
         except KVTierError as error:

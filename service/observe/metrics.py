@@ -1,4 +1,4 @@
-"""What became of blocks, read from a model's metrics; and metrics in the text format that Prometheus scrapes."""
+"""Figures of a model's blocks, read from its metrics; and metrics in Prometheus' text format."""
 
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
@@ -64,7 +64,7 @@ def counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
 
 
 def wanting(parts: Iterable[str]) -> Metric:
-    """Of a daemon and of an engine alike: what /status names under the same word."""
+    """The parts that /status lists as wanting, of a daemon or an engine."""
     text = "1 for each part that is not there as configured, or too small"
     return gauge("kvtier_wanting", text, dict.fromkeys(parts, 1), "part")
 
@@ -74,7 +74,7 @@ def gauge(name: str, help_text: str, values: Values, *labels: str) -> Metric:
 
 
 def histogram(name: str, help_text: str, counts: Mapping[str, int], total: float) -> Metric:
-    """A histogram without labels. `counts` are its buckets by upper bound in order, none of them counted twice."""
+    """A histogram without labels. `counts`: its buckets by upper bound, in order, not cumulative."""
     below = zip(counts, accumulate(counts.values()), strict=True)
     buckets = [("+Inf" if bound == "inf" else bound, float(number)) for bound, number in below]
     return HistogramMetricFamily(name, help_text, buckets=buckets, sum_value=total)

@@ -1,7 +1,7 @@
-"""What `/status` says, typed: the status of a daemon, of an engine's server and of a router.
+"""`/status`, typed: the status of a daemon, of an engine's server and of a router.
 
-The process itself fills them in; `as_json` writes them at the edge, `parse` reads what came over HTTP. The names of the
-fields are the JSON keys that people's tools read: a field may be added, none may change its name or type.
+The process itself fills it in; `as_json` writes it, `parse` reads what came over HTTP. Operators' tools read the
+fields' names as JSON keys: a field may be added, none may change its name or type.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,17 +13,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from kvtier.service import Json, first_error, shown
 from kvtier.tiers import FormatError
 
-Counts = dict[str, int]  # by reason, tier or event; usually without those that are zero
+Counts = dict[str, int]  # by reason, tier or event; usually without zeros
 
 
 class StatusPart(BaseModel):
-    """A part of a status, or all of it. Keys that this version does not know are passed over."""
+    """A part of a status, or all of it. Unknown keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     @classmethod
     def parse(cls, page: Mapping[str, Any]) -> Self:
-        """What a page of JSON holds. FormatError names the first field that is missing or wrong."""
+        """Parse a page's JSON. FormatError names the first field that is missing or wrong."""
         try:
             return cls.model_validate(page)
         except ValidationError as error:
@@ -38,18 +38,18 @@ class StatusPart(BaseModel):
 
 
 class BlockFigures(StatusPart):
-    lookups: Counts  # blocks asked for, by the tier that had them; "miss" for none
+    lookups: Counts  # blocks looked up, by the tier that had them; "miss" for none
     missed: Counts  # blocks not served, by reason
     stored: Counts  # blocks, by tier
     dropped: dict[str, Counts]  # blocks not stored, by tier and reason
     evicted: Counts  # blocks, by tier
     corrupted: Counts  # blocks, by tier
     moved: dict[str, Counts]  # bytes, by tier and direction
-    absent: dict[str, Counts] = {}  # blocks that no tier held, by what became of them and the tier they left
+    absent: dict[str, Counts] = {}  # blocks that no tier held, by eviction reason and the tier they left
     ages: dict[str, list[int]] = {}  # by tier: evicted blocks by their age, below 1 s, 2 s, 4 s …, and any
 
 
-# --- a daemon -------------------------------------------------------------------------------------------------------
+# --- a daemon --------------------------------------------------------------------------------------------------------
 
 
 class WantingPart(StatusPart):
@@ -62,7 +62,7 @@ class DegradedTier(StatusPart):
     tier: str
     direction: str
     breaker: str
-    why: str | None = None  # if it is no count of failures
+    why: str | None = None  # if it is not a count of failures
 
 
 class MemoryBudget(StatusPart):
@@ -71,7 +71,7 @@ class MemoryBudget(StatusPart):
 
 
 class PublishedEvents(StatusPart):
-    """KV events: where they are told, and how many so far. Further keys count batches, events, replays and failures."""
+    """KV events: where they are published, and counts. More keys count batches, events, replays and failures."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -98,12 +98,12 @@ class HostTierStatus(StatusPart):
 
 
 class StorageRoom(StatusPart):
-    """What a tier lies on, in bytes, whoever fills it; and its slab."""
+    """Storage of a tier, in bytes, whatever uses it; and the tier's slab."""
 
     place: str  # a directory, a server's address, or the slab's file
     used: int
     limit: int | None  # None: no bound is set
-    is_own: bool = False  # a slab: nothing else fills it
+    is_own: bool = False  # a slab: nothing else uses it
 
 
 class LowerTierStatus(StatusPart):
@@ -111,9 +111,9 @@ class LowerTierStatus(StatusPart):
     breakers: dict[str, str]  # by direction
     room: list[StorageRoom] = []
     answering: int = 0  # other nodes, of the tier in their memory
-    sure: int = 0  # of these, whose KV events tell all that they hold
+    sure: int = 0  # of these, nodes whose KV events are complete
     failures: Counts = {}  # of these, by reason
-    saved: Counts = {}  # bytes that compression kept off the way, sent and received
+    saved: Counts = {}  # bytes that compression saved, sent and received
 
 
 class AgeCounts(StatusPart):
@@ -125,25 +125,25 @@ class AgeCounts(StatusPart):
 
 class OptimumFigures(StatusPart):
     capacity: int  # blocks that the tiers of this node hold
-    seconds: float  # that the lookups are of
+    seconds: float  # covered by the lookups
     asked: int
     found: int
     optimum: int
-    steps: list[tuple[float, int, int, int]]  # seconds ago, and these three, of each part of that time
+    steps: list[tuple[float, int, int, int]]  # seconds ago, and these three, for each part of that time
 
 
 class SavedFigures(StatusPart):
     tokens: int  # loaded instead of computed
-    untimed_tokens: int  # of these, nobody knows how long computing them takes
+    untimed_tokens: int  # of these, without a known rate
     prefill_s: float  # seconds of prefill that the others would have taken
-    load_s: float  # seconds that lower tiers took to bring blocks; net of these is what was saved
+    load_s: float  # seconds of loading from lower tiers, to subtract from the saving
     tokens_per_s: float | None  # of prefill now
-    assumed: bool  # by [service] prefill_rate: no engine has told what it measures
+    assumed: bool  # by [service] prefill_rate: no engine has reported a measured rate
 
 
 class _OpenModel(StatusPart):
     model: str  # the first digits of its fingerprint
-    name: str | None = None  # as engines call it, without the folders of a path
+    name: str | None = None  # the engines' name of it, without the folders of a path
     fingerprint: str
     block_size: int  # tokens
     block_bytes: int
@@ -172,14 +172,14 @@ class ClientStatus(StatusPart):
 
 
 class RefusedClient(StatusPart):
-    """A reason for which the daemon refused engines or their workers, and the last of them."""
+    """A reason for which the daemon refused engines or their workers, and the last refusal for it."""
 
     why: str
     count: int
     seconds_ago: float  # of the last one
     pid: int
     uid: int
-    model: str | None  # None: it was refused before it said which
+    model: str | None  # None: refused before it named one
 
 
 class TierCaption(StatusPart):
@@ -198,22 +198,22 @@ class DaemonStatus(StatusPart):
     degraded: list[DegradedTier]
     wanting: list[WantingPart] = []
     socket: str
-    token_file: str | None = None  # where its user finds the token of the verbs; None: it was configured
+    token_file: str | None = None  # the file with the token of the verbs; None: it was configured
     budget: MemoryBudget
-    events: Counts  # what became of clients
+    events: Counts  # events of clients
     tier_captions: list[TierCaption]  # nearest first
     kv_events: PublishedEvents | None
     lent: Counts | None = None  # blocks and bytes to other nodes, and why connections were ended
     gpu_hour: float | None = None  # price of an hour of an engine's GPUs
     models: list[ModelStatus]
     clients: list[ClientStatus]
-    refused: list[RefusedClient] = []  # the last one first; gone once an engine of that model was taken in
+    refused: list[RefusedClient] = []  # the last one first; removed once an engine of that model is accepted
 
 
 class TenantMemory(StatusPart):
-    tenant: str  # "no salt", "others", "not known", or a label that says nothing of the cache_salt
+    tenant: str  # "no salt", "others", "not known", or a label that does not reveal the cache_salt
     cache_salt: str | None = None  # to operators, of a tenant that has a quota
-    quota_bytes: int | None = None  # with it: what it may have of host memory
+    quota_bytes: int | None = None  # with it: bytes of host memory it may use
     blocks: int
     bytes: int
 
@@ -221,8 +221,8 @@ class TenantMemory(StatusPart):
 class PrefixMemory(StatusPart):
     prefix: str  # to operators the name of the first block, to others a label
     tenant: str
-    tokens: int  # that all of them begin with
-    branches: int  # ways they go on after these
+    tokens: int  # that all of them share
+    branches: int  # branches after these
     blocks: int
     bytes: int
 
@@ -237,7 +237,7 @@ class TierMemory(StatusPart):
 
 class ModelMemory(StatusPart):
     model: str
-    tiers: dict[str, TierMemory]  # those that can tell
+    tiers: dict[str, TierMemory]  # those that can list their blocks
 
 
 class MemoryStatus(StatusPart):
@@ -245,7 +245,7 @@ class MemoryStatus(StatusPart):
     models: list[ModelMemory]
 
 
-# --- an engine's server ---------------------------------------------------------------------------------------------
+# --- an engine's server ----------------------------------------------------------------------------------------------
 
 
 class SequenceCounts(StatusPart):
@@ -273,12 +273,12 @@ class StepCounts(StatusPart):
 
 
 class SegmentCounts(StatusPart):
-    """What came of reused segments (docs/reuse.md)."""
+    """Results of reused segments (docs/reuse.md)."""
 
     tokens: Counts  # "reused"; of these "repaired"
     blends: Counts  # requests: repaired "in_part", or computed "in_full"
     outcomes: Counts  # segments
-    deviations: Counts  # requests by the upper bound of what was left unrepaired, each in one
+    deviations: Counts  # requests by the upper bound of their unrepaired deviation, each in one bucket
     deviation_sum: float
 
 
@@ -303,7 +303,7 @@ class EngineStatus(StatusPart):
     tiers: BlockFigures | None = None  # if the engine has its own tiers
 
 
-# --- a router -------------------------------------------------------------------------------------------------------
+# --- a router --------------------------------------------------------------------------------------------------------
 
 
 class FeedStatus(StatusPart):
@@ -316,7 +316,7 @@ class FeedStatus(StatusPart):
 
 
 class LatencyFigures(StatusPart):
-    """Seconds that a replica's requests waited in the last minute, as its own metrics tell."""
+    """Seconds that a replica's requests waited in the last minute, by its own metrics."""
 
     num: int  # waits
     p50_s: float
@@ -347,7 +347,7 @@ class ReplicaListStatus(StatusPart):
 @dataclass(frozen=True, slots=True)  # no pydantic model: the policy makes one for every replica and request
 class ReplicaScore:
     name: str
-    cached: int  # of the prompt, in any tier; 0 if it is not known for sure
+    cached: int  # of the prompt, in any tier; 0 if not known for sure
     load: float
     work: float | None  # estimated work before the first token: least is best. None: it cannot take a request
 
@@ -362,8 +362,8 @@ class RoutingDecision(StatusPart):
 
 class RoutedTokens(StatusPart):
     prompt: int
-    promised: int  # of these, what the replica that answered held by the index
-    told_prompt: int  # as the replicas' usage said
+    promised: int  # of these, tokens that the answering replica held by the index
+    told_prompt: int  # by the usage that replicas report
     told_cached: int
     told_tiers: Counts
 

@@ -1,4 +1,4 @@
-"""Statuses of a daemon, an engine or a router for people: pages of text, and `kvtier top`, a row for each look."""
+"""Statuses of a daemon, engine or router as text: whole pages, and `kvtier top`, one row for each look."""
 
 import contextlib
 import itertools
@@ -23,8 +23,8 @@ _STATES: Final = ("ready", "leased", "dirty", "tails", "filling", "quarantined",
 
 
 def hit_share(lookups: Mapping[str, int]) -> float:
-    asked = sum(lookups.values())
-    return (asked - lookups.get(MISS, 0)) / asked if asked else 0.0
+    total = sum(lookups.values())
+    return (total - lookups.get(MISS, 0)) / total if total else 0.0
 
 
 def daemon_lines(status: statuses.DaemonStatus) -> Iterable[str]:
@@ -51,9 +51,9 @@ def daemon_lines(status: statuses.DaemonStatus) -> Iterable[str]:
         yield ""
         yield _CLIENT.format("client pids", "model", "for", "claims", "leases", "filling")
         for client in clients[:_MAX_CLIENTS]:
-            pids = ",".join(map(str, client.pids)) + ("" if client.connected else " (gone)")
-            held = client.claims, client.leases, client.reservations
-            yield _CLIENT.format(pids or "-", client.model or "-", brief_time(client.seconds), *held)
+            pids = ",".join(map(str, client.pids)) + ("" if client.connected else " (dead)")
+            counts_held = client.claims, client.leases, client.reservations
+            yield _CLIENT.format(pids or "-", client.model or "-", brief_time(client.seconds), *counts_held)
         if len(clients) > _MAX_CLIENTS:
             yield f"and {len(clients) - _MAX_CLIENTS} more"
 
@@ -98,7 +98,7 @@ def row(title: str, text: str) -> str:
 
 
 def counts(found: Mapping[str, Any]) -> str:
-    """What is not nought: "l2 3 · file 1"."""
+    """The values that are not zero: "l2 3 · file 1"."""
     return " · ".join(f"{name} {count}" for name, count in found.items() if count) or "none"
 
 
@@ -112,7 +112,7 @@ def _by_tier(tiers: Mapping[str, Mapping[str, Any]], shown: Any) -> str:
 
 
 def brief_time(seconds: float) -> str:
-    """In the largest unit it fills: "2.5 min"."""
+    """A duration in the largest unit it fills: "2.5 min"."""
     whole = int(seconds)
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if whole >= size:
@@ -171,15 +171,15 @@ def router_lines(status: statuses.RouterStatus) -> Iterable[str]:
         at = time.strftime("%H:%M:%S", time.localtime(decision.time))
         left = ((each, "cannot take it" if each.work is None else f"{each.work:.0f}") for each in decision.scores)
         scores = " · ".join(f"{each.name} {each.cached}, {work}" for each, work in left)
-        yield _DECISION.format(at, decision.prompt_blocks, decision.chosen or "nobody", decision.reason, scores)
+        yield _DECISION.format(at, decision.prompt_blocks, decision.chosen or "none", decision.reason, scores)
 
 
-# --- what changed between two looks ----------------------------------------------------------------------------------
+# --- changes between two looks ---------------------------------------------------------------------------------------
 
 _HEADER_EVERY: Final = 20  # lines, and rows of a table
 
 TopRow = dict[str, int | float | str | None]
-"""One look, by column: counts and states as they are, what happened since the look before a second, shares of 1."""
+"""One look, by column: counts and states as they are, events per second since the last look, shares of 1."""
 
 
 class Column(NamedTuple):
@@ -194,13 +194,13 @@ class TopView(NamedTuple):
 
 
 def watch(ask: Callable[[], Json], interval: float, count: int, *, as_json: bool) -> None:
-    """Show what changed in /status every `interval` seconds, `count` times or until Ctrl-C; `as_json`: as lines."""
+    """Show the changes in /status every `interval` seconds, `count` times or until Ctrl-C; `as_json`: as lines."""
     from rich.console import Console  # a daemon has these pages too, and needs no terminal
     from rich.live import Live
 
-    told, at = ask(), time.monotonic()
-    view = view_of(told)
-    before = view.parse(told)
+    status, at = ask(), time.monotonic()
+    view = view_of(status)
+    before = view.parse(status)
     console = Console()
     rows: deque[list[str]] = deque(maxlen=_HEADER_EVERY)
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
@@ -224,9 +224,9 @@ def watch(ask: Callable[[], Json], interval: float, count: int, *, as_json: bool
             before = now
 
 
-def view_of(told: Json) -> TopView:
-    """By what a status has: a router's names replicas, an engine's counts steps, else it is a daemon's."""
-    return _ROUTER if "replicas" in told else _ENGINE if "steps" in told else _DAEMON
+def view_of(status: Json) -> TopView:
+    """A router's status has replicas, an engine's has steps; else it is a daemon's."""
+    return _ROUTER if "replicas" in status else _ENGINE if "steps" in status else _DAEMON
 
 
 def _line(view: TopView, cells: Any) -> str:
@@ -263,7 +263,7 @@ def _daemon_row(before: statuses.DaemonStatus, after: statuses.DaemonStatus, sec
 
 
 def _daemon_totals(status: statuses.DaemonStatus) -> Counter[str]:
-    """What only ever grows, over all models; a model that was closed takes its part along."""
+    """Counters over all models; a model that closes takes its part away."""
     models = status.models
     moved = [by_direction for model in models for by_direction in model.moved.values()]
     return Counter(
@@ -277,15 +277,15 @@ def _daemon_totals(status: statuses.DaemonStatus) -> Counter[str]:
 
 
 def _router_row(before: statuses.RouterStatus, after: statuses.RouterStatus, seconds: float) -> TopRow:
-    asked = after.tokens.told_prompt - before.tokens.told_prompt
+    prompt_tokens = after.tokens.told_prompt - before.tokens.told_prompt
     cached = after.tokens.told_cached - before.tokens.told_cached
     return {
         "replicas": len(after.replicas),
         "up": after.num_up,
         "in_flight": sum(replica.in_flight for replica in after.replicas),
         "requests": _grown(before.requests, after.requests, seconds),
-        "tokens": _rate(asked, seconds),
-        "cached": _share(cached, asked),
+        "tokens": _rate(prompt_tokens, seconds),
+        "cached": _share(cached, prompt_tokens),
         "retries": _grown(before.retries, after.retries, seconds),
         "errors": _grown(before.errors, after.errors, seconds),
         "state": "ok" if after.num_up == len(after.replicas) else "degraded",
@@ -293,15 +293,15 @@ def _router_row(before: statuses.RouterStatus, after: statuses.RouterStatus, sec
 
 
 def _engine_row(before: statuses.EngineStatus, after: statuses.EngineStatus, seconds: float) -> TopRow:
-    asked = after.tokens.prompt_tokens - before.tokens.prompt_tokens
+    prompt_tokens = after.tokens.prompt_tokens - before.tokens.prompt_tokens
     cached = _hits(after.cached_tokens) - _hits(before.cached_tokens)
     return {
         "running": after.requests.running,
         "waiting": after.requests.waiting + after.requests.loading,
         "used": _share(after.l1.blocks - after.l1.free, after.l1.blocks),
         "requests": _grown(before.outcomes, after.outcomes, seconds),
-        "tokens": _rate(asked, seconds),
-        "cached": _share(cached, asked),
+        "tokens": _rate(prompt_tokens, seconds),
+        "cached": _share(cached, prompt_tokens),
         "generated": _rate(after.tokens.generated_tokens - before.tokens.generated_tokens, seconds),
         "refused": _grown(before.refused, after.refused, seconds),
         "state": after.status,

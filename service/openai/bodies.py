@@ -21,7 +21,7 @@ _MAX_NOTED: Final = 64  # unknown names of one body
 
 
 def must_be(*neutral: object, fix: str = "leave it out") -> BeforeValidator:
-    """A field that is not supported. Its neutral values are accepted, since they change nothing."""
+    """A field that is not supported. Its neutral values are accepted, since they have no effect."""
 
     def check(value: object) -> object:
         if value is not None and value not in neutral:
@@ -32,7 +32,7 @@ def must_be(*neutral: object, fix: str = "leave it out") -> BeforeValidator:
 
 
 def few_fields(value: object) -> object:
-    """Refuse an object of too many fields, since pydantic would collect an error for each."""
+    """Refuse an object with too many fields, since pydantic would collect an error for each."""
     if isinstance(value, dict) and len(value) > _MAX_FIELDS:
         raise ValueError(f"an object of {len(value)} fields; at most {_MAX_FIELDS} are read")
     return value
@@ -54,18 +54,17 @@ def kind_of(value: object) -> str | None:
 
 
 def by_kind(field: str, message: str, kind: Callable[[Any], str | None] = kind_of) -> Discriminator:
-    """Chooses among tagged types by the kind of a value; `message` says what one of no kind is."""
+    """Chooses among tagged types by a value's kind; `message` is the error for a value of no kind."""
     return Discriminator(kind, custom_error_type=field, custom_error_message=message)
 
 
 @cache
 def _known(body_type: type[BaseModel]) -> frozenset[str]:
-    """The names of its fields, as they are sent."""
     return frozenset(field.alias or name for name, field in body_type.model_fields.items())
 
 
 class Strict(BaseModel):
-    """An object of kvtier's own, in which an unknown field is a mistake."""
+    """An object of kvtier's own: an unknown field is an error."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -73,7 +72,7 @@ class Strict(BaseModel):
 class Tolerant(BaseModel):
     """An object of OpenAI's, in which an unknown field is ignored, as vLLM ignores it.
 
-    Its name is noted in the context of the validation, where that is a set.
+    Its name is added to the validation's context, if that is a set.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
@@ -103,11 +102,11 @@ Ignored = Annotated[None, BeforeValidator(lambda value: None)]  # any value: the
 Off = Annotated[None, must_be(False)]
 
 
-# --- what only kvtier's engine knows of a request: the fields under kvtier -------------------------------------------
+# --- kvtier's own fields of a request, under kvtier ------------------------------------------------------------------
 
 
 def _shape(value: object) -> str:
-    """Whether segments are those of one prompt, or a list for each of several: one of the tags below."""
+    """Tag of a segments field: for one prompt, or a list for each of several."""
     lists = [each for each in value if isinstance(each, list)] if isinstance(value, list) else []
     is_nested = any(isinstance(each, list) for one in lists for each in one) or (lists and not any(lists))
     return "=lists" if is_nested else "=pairs"
@@ -120,7 +119,7 @@ class RepairFields(Strict):
     max_deviation: Annotated[float, Field(ge=0)] | None = None
 
 
-SaidHint = Annotated[Hint, Field(strict=False)]  # JSON has words, no members of an enumeration
+SaidHint = Annotated[Hint, Field(strict=False)]  # JSON has strings, not members of an enumeration
 
 
 def _note_unknown(info: ValidationInfo, name: str) -> None:
@@ -139,10 +138,10 @@ def _envelope(value: object, info: ValidationInfo) -> Hint | None:
 
 
 CacheMark = Annotated[bool, BeforeValidator(_mark)]
-"""Anthropic's `cache_control`: whether it is one. What is none is ignored."""
+"""Anthropic's `cache_control`: whether it is one. Other values are ignored."""
 
 KVHints = Annotated[Hint | None, BeforeValidator(_envelope)]
-"""vLLM's `kv_hints`: what they say. What says nothing is ignored."""
+"""vLLM's `kv_hints`. Unknown values are ignored."""
 
 
 class ChatReuse(Strict):
@@ -171,13 +170,13 @@ class CompletionReuse(Strict):
     ) = None
 
 
-# --- tools that may be called, which must be, and calls of earlier turns ---------------------------------------------
+# --- tools, the choice among them, and calls of earlier turns --------------------------------------------------------
 
 _MAX_TOOLS: Final = 1024
 
 
 def _as_sent(value: Any, check: pydantic.ValidatorFunctionWrapHandler) -> Any:
-    """Checked, and kept as it was sent: a template may read whatever stands there."""
+    """Checked, and kept as it was sent: a template may read any part of it."""
     check(value)
     return value
 
@@ -197,7 +196,7 @@ class _Tool(Tolerant):
 
 class _CalledFunction(Tolerant):
     name: Annotated[Text, Field(min_length=1, max_length=256)]
-    arguments: Text | dict[str, Any] | None = None  # JSON, or what it means
+    arguments: Text | dict[str, Any] | None = None  # JSON text, or its value
 
 
 class _SentCall(Tolerant):
@@ -234,11 +233,11 @@ ToolChoice = Annotated[
 
 
 class PartOptions(Strict):
-    segment: bool | None = None  # its KV may come from another place
+    segment: bool | None = None  # its KV may be reused at any position
 
 
 class TextPart(Tolerant):
-    """A part of a message or a prompt. Only text is supported. The longer names are those of other APIs of OpenAI's."""
+    """A part of a message or a prompt. Only text is supported. The longer names are from OpenAI's other APIs."""
 
     type: Literal["text", "input_text", "output_text"]
     text: Text
@@ -279,7 +278,7 @@ class Message(Tolerant):
     name: Text | None = None
     tool_calls: SentCalls | None = None
     tool_call_id: Text | None = None
-    reasoning: Text | None = None  # of an answer that a client sends back, under the name that it had
+    reasoning: Text | None = None  # of an answer that a client sends back, under its original name
     reasoning_content: Text | None = None
     thinking: Text | None = None
     refusal: Annotated[None, must_be()] = None
@@ -295,7 +294,7 @@ class Message(Tolerant):
 
     @property
     def sent(self) -> Json:
-        sent = {name: told for name in _READ if (told := getattr(self, name)) is not None}
+        sent = {name: value for name in _READ if (value := getattr(self, name)) is not None}
         if isinstance(self.content, list):
             sent["content"] = [_sent_part(part) for part in self.content]
         return sent
@@ -359,7 +358,7 @@ ResponseFormat = Annotated[
 
 
 def schema_of(wanted: "ResponseFormat | None") -> tuple[Json, str] | None:
-    """The schema of the answer, and the field that has it; None: it may be any text."""
+    """The schema of the answer, and the field that has it; None: any text."""
     if isinstance(wanted, _SchemaFormat):
         schema = wanted.json_schema.schema_
         return ({"type": "object"} if schema is None else schema), "response_format.json_schema.schema"
@@ -377,7 +376,7 @@ _DIGITS: Final = 11  # more than a token id has
 
 
 def _by_token(value: object) -> object:
-    """JSON has names of fields only as texts."""
+    """JSON has only strings as names of fields."""
     if value is None:
         return None
     if not isinstance(value, dict):
@@ -428,7 +427,7 @@ class Sampling(Tolerant):
     response_format: ResponseFormat | None = None
     user: Ignored = None
     metadata: Ignored = None
-    # of vLLM, and what they would change is another answer
+    # vLLM's; they would change the answer
     min_tokens: Annotated[None, must_be(0)] = None
     bad_words: Annotated[None, must_be([])] = None
     allowed_token_ids: Annotated[None, must_be()] = None
@@ -475,7 +474,7 @@ AnyPrompt = str | list[int] | tuple[PromptPiece, ...]  # a text, token ids, or a
 
 
 class RequestBody(BaseModel):
-    """The fields that decide which KV a request can use: all that a router reads."""
+    """The fields that decide which KV a request can use: the only ones a router reads."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -586,8 +585,8 @@ class ChatBody(ChatPrompt, Sampling):
 
     @property
     def hint(self) -> Hint | None:
-        if said := (None if self.kvtier is None else self.kvtier.hint) or self.kv_hints:
-            return said
+        if hint := (None if self.kvtier is None else self.kvtier.hint) or self.kv_hints:
+            return hint
         tools: list[Any] = self.tools or []
         is_marked = self.cache_control or any(message.is_marked for message in self.messages)
         return Hint.GOES_ON if is_marked or any(is_cache_mark(tool.get("cache_control")) for tool in tools) else None
@@ -684,7 +683,7 @@ class DetokenizeBody(Tolerant):
 
 
 class ExplainBody(Strict):
-    """`POST /explain`: a prompt as the API takes it, or a request's id; one of the three."""
+    """`POST /explain`: a prompt as the API takes it, or a request's id: one of the three."""
 
     model: Text | None = None
     cache_salt: ApiCacheSalt | None = None
@@ -692,7 +691,7 @@ class ExplainBody(Strict):
     messages: Messages | None = None
     tools: Tools | None = None  # beside messages
     request: Annotated[Text, Field(min_length=1, max_length=512)] | None = None
-    tokens: ApiTokenIds | None = None  # what another tokenizer made of the text
+    tokens: ApiTokenIds | None = None  # the text's tokens by another tokenizer
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
@@ -701,7 +700,7 @@ class ExplainBody(Strict):
         return self
 
     @property
-    def asked(self) -> "CompletionPrompt | ChatPrompt | None":
+    def wanted_prompt(self) -> "CompletionPrompt | ChatPrompt | None":
         if self.messages is not None:
             return ChatPrompt.model_construct(model="", messages=self.messages, tools=self.tools)
         return None if self.prompt is None else CompletionPrompt.model_construct(model="", prompt=self.prompt)

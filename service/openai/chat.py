@@ -31,7 +31,7 @@ from kvtier.connector import AS_SENT, ChatPrefix
 from kvtier.service import shown
 from kvtier.service.openai.errors import OpenAIError, bad_field
 
-Turn = dict[str, Any]  # `role`, `content` (a text, or parts of type text), and what else that role may have
+Turn = dict[str, Any]  # `role`, `content` (a text, or parts of type text), and other fields of that role
 
 _TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type: its field
 _REASONING: Final = ("reasoning", "reasoning_content", "thinking")  # one field: a template reads one of the names
@@ -150,12 +150,12 @@ def _tool(tool: object) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(tool, dict) or not isinstance(function, dict) or tool.get("type", "function") != "function":
         raise bad_field("tools", "a tool that is not a function")
-    told = {name: function.get(name) for name in ("name", "description", "parameters")}
+    kept = {name: function.get(name) for name in ("name", "description", "parameters")}
     later = function.get("defer_loading", tool.get("defer_loading"))
-    told |= {"strict": function["strict"]} if function.get("strict") is not None else {}
-    told |= {"defer_loading": later} if later is not None else {}
+    kept |= {"strict": function["strict"]} if function.get("strict") is not None else {}
+    kept |= {"defer_loading": later} if later is not None else {}
     of_tool = {} if tool.get("defer_loading") is None else {"defer_loading": tool["defer_loading"]}
-    return {"type": "function", "function": told, **of_tool}
+    return {"type": "function", "function": kept, **of_tool}
 
 
 def _variables(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class TokenizedPrompt:
 
 
 def text_pieces(param: str, parts: Iterable[tuple[str, bool]]) -> list[PromptPiece]:
-    """Texts that follow each other, of which some are marked. What is not marked is one piece, up to the next mark."""
+    """Consecutive texts, some of them marked. Unmarked texts up to the next mark become one piece."""
     pieces: list[PromptPiece] = []
     for number, (text, is_segment) in enumerate(parts):
         if is_segment:
@@ -207,7 +207,7 @@ def chat_pieces(chat: Chat, render: Callable[[Chat], str]) -> list[PromptPiece]:
     """A chat's text in pieces. Raises OpenAIError if the template leaves out, repeats or changes a marked text."""
     if not chat.segments:
         return [PromptPiece(render(chat))]
-    now = datetime.now()  # both renderings tell the same time
+    now = datetime.now()  # both renderings have the same time
     chat = replace(chat, variables={"strftime_now": lambda form: now.strftime(form), **chat.variables})
     whole = render(chat)
     name = f"kvtier{secrets.token_hex(8)}"  # letters and digits, which templates leave as they are
@@ -238,7 +238,7 @@ def _with_placeholders(chat: Chat, name: str) -> Chat:
 def _require_equal(chat: Chat, places: Sequence[tuple[int, int]], pieces: Sequence[PromptPiece], whole: str) -> None:
     """Raise OpenAIError, about the first marked text that is not as it was sent, unless the pieces are the whole."""
     end = 0
-    for number, piece in enumerate(pieces):  # an odd number is a segment's; what differs behind it is its fault, too
+    for number, piece in enumerate(pieces):  # odd numbers are segments; a difference behind one is its fault, too
         if not whole.startswith(piece.text, end):
             raise _bad_segment(chat, places[max(0, number - 1) // 2], _CHANGED)
         end += len(piece.text)
@@ -322,8 +322,8 @@ class ChatTemplate:
         system = [turn for turn in made if turn["role"] == "system"]
         if len(system) == 1 and made[0] is system[0]:
             return made
-        told = [text for turn in system if (text := join_texts(turn["content"]))]
-        return [{"role": "system", "content": "\n\n".join(told)}, *(t for t in made if t["role"] != "system")]
+        texts = [text for turn in system if (text := join_texts(turn["content"]))]
+        return [{"role": "system", "content": "\n\n".join(texts)}, *(t for t in made if t["role"] != "system")]
 
     def _content(self, turn: Turn) -> str | list[dict[str, str]]:
         content: str | list[dict[str, str]] = turn["content"]

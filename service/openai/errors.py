@@ -52,7 +52,7 @@ def bad_field(param: str, why: str, code: str = "invalid_value") -> OpenAIError:
 
 
 def error_handlers(refused: Counter[str]) -> dict[Any, ErrorHandler]:
-    """Starlette's handlers: an OpenAIError for each, counted by status unless there is no such page."""
+    """Starlette's handlers: each error becomes an OpenAIError, counted by status unless the page does not exist."""
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         converted = _as_openai(request, error)
@@ -75,7 +75,7 @@ def _as_openai(request: Request, error: Exception) -> OpenAIError:
 
 
 def refusal(status: int, message: str) -> JSONResponse:
-    """What the HTTP server itself refuses a request with, in this form, too."""
+    """A refusal by the HTTP server itself, in this form too."""
     return OpenAIError(status, message, code="overloaded" if status == 503 else None).response
 
 
@@ -87,12 +87,12 @@ def stopping_error() -> OpenAIError:
     return OpenAIError(503, "the server is stopping; ask another one", code="stopping")
 
 
-def unknown_model(asked: str, served: str) -> OpenAIError:
-    shown = asked if len(asked) <= 60 else f"{asked[:57]}..."
+def unknown_model(wanted: str, served: str) -> OpenAIError:
+    shown = wanted if len(wanted) <= 60 else f"{wanted[:57]}..."
     return OpenAIError(404, f"model {shown!r}: not served here; use {served!r}", param="model", code="model_not_found")
 
 
 def too_long(param: str, num_prompt: int, num_asked: int, room: int) -> OpenAIError:
-    asked = f"{param} has {num_prompt}, and the answer may have {num_asked}"
-    message = f"This model's maximum context length is {room} tokens; {asked}: shorten one of them"
+    lengths = f"{param} has {num_prompt}, and the answer may have {num_asked}"
+    message = f"This model's maximum context length is {room} tokens; {lengths}: shorten one of them"
     return OpenAIError(400, message, param=param, code="context_length_exceeded")

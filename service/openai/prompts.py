@@ -69,7 +69,7 @@ class HermesReader:
 
     def push(self, text: str) -> AnswerPart:
         self._held += text
-        told: list[str] = []
+        texts: list[str] = []
         calls: list[ToolCall] = []
         while True:
             mark = _HERMES_END if self._is_inside else HERMES_MARK
@@ -77,22 +77,22 @@ class HermesReader:
             if not found:
                 break
             if self._is_inside:
-                told += self._close(before, HERMES_MARK + before + _HERMES_END, calls)
+                texts += self._close(before, HERMES_MARK + before + _HERMES_END, calls)
             else:
-                told.append(before.rstrip())
+                texts.append(before.rstrip())
             self._is_inside, self._held = not self._is_inside, rest
         if not self._is_inside:
             certain = self._held[: len(self._held) - overlap(self._held, HERMES_MARK)].rstrip()
-            told.append(self._held[: len(certain)])
+            texts.append(self._held[: len(certain)])
             self._held = self._held[len(certain) :]
-        return AnswerPart("".join(told), tuple(calls))
+        return AnswerPart("".join(texts), tuple(calls))
 
     def end(self) -> AnswerPart:
         calls: list[ToolCall] = []
         left, self._held = self._held, ""
         if self._is_inside:
-            told = self._close(left, HERMES_MARK + left, calls)
-            return AnswerPart("".join(told), tuple(calls))
+            texts = self._close(left, HERMES_MARK + left, calls)
+            return AnswerPart("".join(texts), tuple(calls))
         return AnswerPart("" if self.num_calls and not left.strip() else left)
 
     def _close(self, inside: str, whole: str, calls: list[ToolCall]) -> list[str]:
@@ -122,8 +122,8 @@ class LlamaReader:
         begun = self._held.lstrip()
         if not begun or begun.startswith("{") or LLAMA_MARK.startswith(begun[: len(LLAMA_MARK)]):
             return AnswerPart()
-        self._is_text, told, self._held = True, self._held, ""
-        return AnswerPart(told)
+        self._is_text, text, self._held = True, self._held, ""
+        return AnswerPart(text)
 
     def end(self) -> AnswerPart:
         whole, self._held = self._held, ""
@@ -149,7 +149,7 @@ class LlamaReader:
 
 
 class GuidedReader:
-    """An answer that a guide made a call, or a list of calls: it is nothing else, unless it was cut off."""
+    """An answer that a guide made a call, or a list of calls; only a cut-off answer is anything else."""
 
     def __init__(self, chosen: str | None) -> None:
         """`chosen`: the tool whose arguments the answer is; None: it is a list of calls."""
@@ -177,7 +177,7 @@ CallReader = HermesReader | LlamaReader | GuidedReader
 
 
 def _call_of(value: Any, names: tuple[str, str]) -> tuple[str, str]:
-    """The name and the arguments, as JSON, of a call. ValueError if it is none; without arguments there are none."""
+    """The name and the arguments, as JSON, of a call. ValueError if it is not a call; arguments may be missing."""
     name = value.get("name") if isinstance(value, dict) else None
     arguments: Any = next((value[each] for each in names if each in value), {}) if isinstance(value, dict) else None
     if isinstance(arguments, str):
@@ -191,7 +191,7 @@ def _call_of(value: Any, names: tuple[str, str]) -> tuple[str, str]:
 
 
 def _read(text: str) -> Any:
-    """What the text is as JSON. ValueError if it is none, NaN and Infinity included."""
+    """The text parsed as JSON. ValueError if it is not JSON, or has NaN or Infinity."""
     return json.loads(text, parse_constant=_no_json)
 
 
@@ -201,7 +201,7 @@ def _no_json(name: str) -> None:
 
 # --- single tokens as texts ------------------------------------------------------------------------------------------
 
-_UNKNOWN: Final = "\ufffd"  # what decoding makes of bytes that are no character
+_UNKNOWN: Final = "\ufffd"  # decoded from bytes that are no character
 _BYTE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte by its number, in vocabularies of SentencePiece
 _MOST: Final = 1 << 16  # tokens that are remembered
 
@@ -239,7 +239,7 @@ def _letters() -> dict[str, int]:
 _CHARACTER: Final = 4  # most tokens of one character: its bytes
 _RUBBISH: Final = 16  # after so many tokens without a whole character, the bytes are invalid
 _THOUGHT: Final = "kvtierthinks"  # letters alone, which templates leave as they are
-# What an answer has besides its text, and what follows it: another question, or what a tool said.
+# What an answer has besides its text, and what follows it: another question, or a tool's result.
 _LATER: Final[Sequence[Turn]] = ({}, {"role": "user", "content": "3+3"})
 _CALL: Final = {"id": "abcdef123", "type": "function", "function": {"name": "f", "arguments": {}}}
 _IN_CALLS: Final[Sequence[Turn]] = (
@@ -305,7 +305,7 @@ class Prompts:
         return self._joined("messages", self._pieces(chat), chat.add_special_tokens)
 
     def segment(self, param: str, text: str) -> list[int]:
-        """A text as it stands in every prompt that marks it."""
+        """A text's tokens, the same in every prompt that marks it."""
         return self._encode(param, text, add_special_tokens=False)
 
     @property
@@ -323,7 +323,7 @@ class Prompts:
             return chat_pieces(chat, lambda each: template.render(each, *limit))
         except TextTooLong as error:
             raise self._too_long("messages", int(error.args[0])) from None
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:  # by the template
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:  # raised by the template
             raise OpenAIError(400, f"messages: the model's template refuses them: {error}", param="messages") from None
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -331,11 +331,11 @@ class Prompts:
         return text
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary has it; empty for an id that has none."""
+        """Each token's string in the vocabulary; empty for an unknown id."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def detokenizer(self, shown: Sequence[str] = ()) -> "Detokenizer":
-        """`shown`: special tokens that are text all the same."""
+        """`shown`: special tokens that stay in the text."""
         spoken = {token_id: text for text in shown if (token_id := self._tokenizer.token_to_id(text)) is not None}
         return Detokenizer(self._tokenizer, self.special - set(spoken), spoken)
 
@@ -344,30 +344,30 @@ class Prompts:
         return text
 
     def reasoning(self) -> Reasoning | None:
-        """How answers reason, if the template leaves it out of later turns. None: it does not, or nothing shows it."""
+        """How answers reason, if the template drops it from later turns. None: it keeps it, or this is not known."""
         for marks in REASONING_MARKS:
             begins, ends = (self._tokenizer.token_to_id(mark) for mark in marks)
-            if begins is not None and ends is not None and not self._tells_reasoning(marks, _LATER):
-                return Reasoning(begins, ends, self._tells_reasoning(marks, _IN_CALLS))
+            if begins is not None and ends is not None and not self._keeps_reasoning(marks, _LATER):
+                return Reasoning(begins, ends, self._keeps_reasoning(marks, _IN_CALLS))
         return None
 
-    def _tells_reasoning(self, marks: tuple[str, str], turns: Sequence[Turn]) -> bool:
+    def _keeps_reasoning(self, marks: tuple[str, str], turns: Sequence[Turn]) -> bool:
         """Whether the template may write the reasoning of an answer sent back before these turns."""
-        said: Turn = {"role": "assistant", "content": f"{marks[0]}\n{_THOUGHT}\n{marks[1]}\n\n4", **turns[0]}
+        answer: Turn = {"role": "assistant", "content": f"{marks[0]}\n{_THOUGHT}\n{marks[1]}\n\n4", **turns[0]}
         try:
-            pieces = self._pieces(Chat([{"role": "user", "content": "2+2"}, said, *turns[1:]]))
+            pieces = self._pieces(Chat([{"role": "user", "content": "2+2"}, answer, *turns[1:]]))
         except OpenAIError:
             return True
         return any(_THOUGHT in piece.text for piece in pieces)
 
     @property
     def call_form(self) -> CallForm | None:
-        """How this model writes tool calls, as its template and its vocabulary show; None: they do not."""
+        """How this model writes tool calls, by its template and vocabulary; None: not known."""
         return next((form for form, marks in MARKS.items() if self._has(marks[0])), None)
 
     def _has(self, mark: str) -> bool:
-        is_told = any(template.says(mark) for template in self._templates.values())
-        return is_told or self._tokenizer.token_to_id(mark) is not None
+        in_template = any(template.says(mark) for template in self._templates.values())
+        return in_template or self._tokenizer.token_to_id(mark) is not None
 
     def _joined(self, param: str, pieces: Sequence[PromptPiece], add_special_tokens: bool) -> TokenizedPrompt:
         if len(pieces) == 1 and not pieces[0].is_segment:
@@ -435,7 +435,7 @@ class Detokenizer:
         certain = text.rstrip(_UNKNOWN)  # the next token may complete the character
         is_rubbish = certain != text and len(self._ids) - self._num_context > _RUBBISH
         if is_rubbish:
-            certain = text[:-1]  # bytes that are not a character by now never will be, except perhaps the last
+            certain = text[:-1]  # bytes that are not a character yet never will be, except perhaps the last
         piece = certain[self._num_returned :]
         self._num_returned = max(self._num_returned, len(certain))
         if is_rubbish or (piece and certain == text):  # keep the context short

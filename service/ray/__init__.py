@@ -1,4 +1,4 @@
-"""kvtier on Ray Serve: engines as replicas, and requests routed to who holds their prompt's KV."""
+"""kvtier on Ray Serve: engines as replicas, and requests routed to the replica with their prompt's KV."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""build: the application for Ray Serve, as `serve run kvtier.service.ray:build model=…` and `serve.run` want it."""
+"""`build`: the application for Ray Serve, for `serve run kvtier.service.ray:build model=…` and `serve.run`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,14 +19,14 @@ from kvtier.service.ray.ingress import Ingress
 from kvtier.service.ray.options import ROUTER, RayOptions
 from kvtier.service.ray.replica import EngineReplica
 
-_MOST: Final = 4096  # requests at one ingress at a time
-_HEALTH: Final = 5.0  # seconds between two looks at a replica
+_MOST: Final = 4096  # requests at one ingress at once
+_HEALTH: Final = 5.0  # seconds between two health checks of a replica
 _GRACE: Final = 15.0  # seconds more than the engine has to end
-_OURS: Final = ("max_blocks", "model", "weights")  # what our request router takes
+_OURS: Final = ("max_blocks", "model", "weights")  # options of our request router
 
 
 def build(options: RayOptions) -> Application:
-    """Engines as replicas behind an ingress. ConfigError for options that cannot be meant; it names the field."""
+    """Engines as replicas behind an ingress. ConfigError names the field of a wrong option."""
     engines = serve.deployment(EngineReplica).options(
         name="engines",
         num_replicas=options.replicas,
@@ -57,13 +57,13 @@ def _routing(options: RayOptions) -> RequestRouterConfig:
         config = RequestRouterConfig(request_router_class=options.router, request_router_kwargs=given)
         chosen = config.get_request_router_class()
     if not (isinstance(chosen, type) and issubclass(chosen, RequestRouter)):
-        raise ConfigError(f'router "{options.router}": no class of request routers; write MODULE:CLASS')
+        raise ConfigError(f'router "{options.router}": not a class of request routers; write MODULE:CLASS')
     return config
 
 
 def _scaling(given: dict[str, Any]) -> AutoscalingConfig:
     if unknown := sorted(given.keys() - AutoscalingConfig.model_fields.keys()):
-        raise ConfigError(f"autoscaling: unknown {', '.join(unknown)}; Ray Serve's AutoscalingConfig has none such")
+        raise ConfigError(f"autoscaling: unknown {', '.join(unknown)}; Ray Serve's AutoscalingConfig lacks it")
     with _named("autoscaling", given):
         return AutoscalingConfig(**given)
 

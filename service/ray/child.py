@@ -1,4 +1,4 @@
-"""EngineChild: the engine of one replica, a child process that ends with it in every case."""
+"""EngineChild: the engine of one replica, a child process that always ends with the replica."""
 
 import http.client
 import json
@@ -16,7 +16,7 @@ from kvtier.service.web import get_page
 from kvtier.tiers import KVTierError
 from kvtier.tiers.config import child_environment
 
-_LOOK: Final = 0.2  # seconds between two looks whether it is ready
+_LOOK: Final = 0.2  # seconds between two checks that it is ready
 _ANSWER: Final = 5.0  # seconds for a page
 _PAGES: Final = ("/readyz", "/health")  # kvtier's; vLLM's and many others'
 _LOOPBACK: Final = "127.0.0.1"
@@ -24,7 +24,7 @@ _LOOPBACK: Final = "127.0.0.1"
 
 @contextmanager
 def held_ports(count: int) -> Iterator[list[int]]:
-    """Free ports, given to nobody else until the block ends; servers with SO_REUSEADDR can bind them."""
+    """Free ports, reserved until the block ends; servers with SO_REUSEADDR can bind them meanwhile."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -43,14 +43,14 @@ class EngineChild:
     def __init__(self, command: Sequence[str], env: Mapping[str, str], port: int) -> None:
         """`port`: of loopback, where it answers. KVTierError if the program cannot be started."""
         self._address = f"{_LOOPBACK}:{port}"
-        tied = [sys.executable, "-m", "kvtier.service.ray.die_with_parent", str(os.getpid())]
+        wrapper = [sys.executable, "-m", "kvtier.service.ray.die_with_parent", str(os.getpid())]
         try:
-            self._process = subprocess.Popen([*tied, *command], env=child_environment(env), stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen([*wrapper, *command], env=child_environment(env), stdin=subprocess.DEVNULL)
         except OSError as error:
             raise KVTierError(f"{command[0]}: {error.strerror}") from error
 
     def wait_ready(self, timeout: float) -> Any:
-        """Wait until it answers requests; returns its page `/v1/models`. KVTierError if it does not come to that."""
+        """Wait until it answers requests; returns its page `/v1/models`. KVTierError if it does not become ready."""
         until = time.monotonic() + timeout
         while not self.is_healthy():
             if (status := self._process.poll()) is not None:
@@ -76,7 +76,7 @@ class EngineChild:
             return False
 
     def stop(self, grace: float) -> None:
-        """Have it end what it answers, and kill it after `grace` seconds. Idempotent."""
+        """Let it finish its answers, and kill it after `grace` seconds. Idempotent."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM if grace > 0 else signal.SIGKILL)
             try:

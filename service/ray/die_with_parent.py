@@ -1,4 +1,4 @@
-"""Becomes another program that the kernel kills when the process that started it ends: `tied PID COMMAND…`."""
+"""Runs another program that the kernel kills when this process's parent ends: `PID COMMAND…`, the parent's pid."""
 
 import ctypes
 import os

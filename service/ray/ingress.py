@@ -1,4 +1,4 @@
-"""Ingress: what clients of the application talk to. It reads a request whole, and passes the answer on as it comes."""
+"""Ingress: the HTTP server that clients reach. It reads whole requests and streams the answers."""
 
 import asyncio
 import uuid
@@ -24,7 +24,7 @@ _MAX_TRIES: Final = 3  # replicas that a request is given to, before a byte of i
 _MAX_BROKEN: Final = 2  # of these, replicas that may end under it: the request may be what ends them
 _AGAIN: Final = (429, 500, 502, 503)  # another replica may do better
 _REPLICA: Final = b"x-kvtier-replica"
-_PAGES: Final = ("/metrics", "/status", "/healthz", "/health", "/readyz")  # each engine's own, and no answer for all
+_PAGES: Final = ("/metrics", "/status", "/healthz", "/health", "/readyz")  # of each engine, not of all
 
 
 _Begun = tuple[AnswerHead, AsyncIterator[bytes]]  # of an answer
@@ -56,34 +56,34 @@ class Ingress:
         query = f"?{request.url.query}" if request.url.query else ""
         headers = passed(request.headers.raw, NOT_ASKED)
         body = await read_body(request, _MAX_BODY)
-        asked = EngineRequest(request.method, path + query, headers, body, uuid.uuid4().hex)
+        forwarded = EngineRequest(request.method, path + query, headers, body, uuid.uuid4().hex)
         deadline = asyncio.get_running_loop().time() + self._options.request_timeout
         try:
             async with asyncio.timeout_at(deadline):
-                head, pieces = await self._begun(asked)
+                head, pieces = await self._begun(forwarded)
         except TimeoutError:
             raise OpenAIError(504, "no answer began in time; ask for less, or later", code="deadline") from None
         for ranking in rankings():
-            ranking.begun(asked.key)
+            ranking.begun(forwarded.key)
         named = [*passed(head.headers, NOT_ANSWERED), (_REPLICA, head.replica.encode())]
         response = StreamingResponse(pieces, head.status)
         response.raw_headers = named
         return response
 
-    async def _begun(self, asked: EngineRequest) -> _Begun:
-        """The first answer that is no refusal, of `_MAX_TRIES` replicas; else what tells most. Raises OpenAIError."""
+    async def _begun(self, forwarded: EngineRequest) -> _Begun:
+        """The first answer that is no refusal, of `_MAX_TRIES` replicas; else the most informative one. OpenAIError."""
         last: _Begun | OpenAIError | None = None
         num_broken = num_tries = 0
         while num_tries < _MAX_TRIES and num_broken < _MAX_BROKEN:
             num_tries += 1
-            response = self._engines.remote(asked)
+            response = self._engines.remote(forwarded)
             try:
                 head = await anext(response)
             except BackPressureError:
                 raise busy("every replica is at its limit, and so is the queue; try again later") from None
             except (ray.exceptions.RayError, DeploymentUnavailableError, StopAsyncIteration) as error:
                 num_broken += isinstance(error, ray.exceptions.RayError)
-                if last is None or isinstance(last, OpenAIError):  # what an engine says tells more
+                if last is None or isinstance(last, OpenAIError):  # an engine's own answer is more informative
                     why = f"no replica could answer ({type(error).__name__}); try again"
                     last = OpenAIError(502, why, code="broken")
                 continue
@@ -94,9 +94,9 @@ class Ingress:
             if head.status not in _AGAIN:
                 return head, _pieces(response)
             num_broken += head.is_broken
-            if not isinstance(last, tuple) or last[0].status != 429:  # busy tells a client most
+            if not isinstance(last, tuple) or last[0].status != 429:  # "busy" is the most informative for a client
                 last = head, _pieces(response)
-            asked = replace(asked, tried=asked.tried | {head.replica})
+            forwarded = replace(forwarded, tried=forwarded.tried | {head.replica})
         assert last is not None
         if isinstance(last, OpenAIError):
             raise last

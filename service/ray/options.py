@@ -1,4 +1,4 @@
-"""What an application for Ray Serve is made of: the engine, how many of them, and how the ingress behaves."""
+"""RayOptions: the options of the application for Ray Serve, and the engine's command line made from them."""
 
 import shutil
 import sys
@@ -16,7 +16,7 @@ TimeLimit = Annotated[float, Field(gt=0, le=86400)]
 
 ROUTER: Final = "kvtier.service.ray.request_router.KVTierRequestRouter"
 _VLLM_BLOCK: Final = 16  # tokens, of vLLM's cache on most devices
-_CHOSEN: Final = {"kvtier": ("--http", "--model"), "vllm": ("--block-size", "--host", "--port")}  # words of ours
+_CHOSEN: Final = {"kvtier": ("--http", "--model"), "vllm": ("--block-size", "--host", "--port")}  # set by `command`
 _MAX_WAITING: Final = 65_536  # that `[server] max_waiting` may be
 _ENDPOINTS: Final = ("tcp://{node}:{events}", "tcp://{node}:{replay}")
 
@@ -28,13 +28,13 @@ class RayOptions(BaseModel):
 
     model: NotEmpty  # the checkpoint's folder, at the same path on every node; for vLLM also a name of the hub
     engine: Literal["kvtier", "vllm"] = "kvtier"
-    program: tuple[str, ...] = ()  # what starts the engine, if it is not beside this Python
-    options: tuple[str, ...] = ()  # more words for its command line; {node}, {http}, {events}, {replay} are filled in
+    program: tuple[str, ...] = ()  # the engine's command; default: the one beside this Python
+    options: tuple[str, ...] = ()  # more arguments; {node}, {http}, {events}, {replay} are filled in
     env: Mapping[str, str] = {}  # of the engine, likewise filled in: `KVTIER_REDIS__URL` and others
-    block_size: Annotated[int, Field(ge=1, le=4096)] | None = None  # tokens, if the engine does not tell
-    max_batched_tokens: Annotated[int, Field(ge=1)] = 2048  # of one step: for Ray's own router, which wants to know it
+    block_size: Annotated[int, Field(ge=1, le=4096)] | None = None  # tokens, if the engine does not report them
+    max_batched_tokens: Annotated[int, Field(ge=1)] = 2048  # of one step: for Ray's own router
     router: NotEmpty = ROUTER  # or another class of Ray Serve's
-    router_options: Mapping[str, Any] | None = None  # of its `initialize_state`; ours has what it needs without
+    router_options: Mapping[str, Any] | None = None  # of its `initialize_state`; ours needs none
     replicas: Annotated[int, Field(ge=1, le=10_000)] = 1
     autoscaling: Mapping[str, Any] | None = None  # Ray Serve's `AutoscalingConfig`, in place of `replicas`
     resources: Mapping[str, Any] = {"num_cpus": 1}  # of a replica: Ray's `ray_actor_options`
@@ -47,12 +47,12 @@ class RayOptions(BaseModel):
     first_byte_timeout: TimeLimit = 600.0
     stall_timeout: TimeLimit = 120.0
     request_timeout: TimeLimit = 1800.0
-    stop_timeout: TimeLimit = 40.0  # for an engine to end what it answers, before it is killed
+    stop_timeout: TimeLimit = 40.0  # for an engine to finish its answers, before it is killed
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.autoscaling is not None and "replicas" in self.model_fields_set:
-            raise ValueError("replicas and autoscaling: both say how many; leave one out")
+            raise ValueError("replicas and autoscaling: both set the number of replicas; leave one out")
         for word in self.options:
             name = word.partition("=")[0]
             if name in _CHOSEN[self.engine]:
@@ -70,15 +70,15 @@ class RayOptions(BaseModel):
         return {name: _filled(value, ports) for name, value in {**own, **self.env}.items()}
 
     def endpoints(self, ports: Mapping[str, str]) -> tuple[str, str] | None:
-        """Where an engine that does not tell it publishes KV events, and repeats them; None: it tells."""
+        """Where an engine publishes and replays KV events, if it does not report that itself; None: it does."""
         if self.engine == "kvtier":
             return None
         publish, replay = (_filled(each, ports) for each in _ENDPOINTS)
         return publish, replay
 
     @property
-    def told_block_size(self) -> int | None:
-        """Tokens in a block of an engine that does not tell; None: it tells."""
+    def fallback_block_size(self) -> int | None:
+        """Tokens in a block of an engine that does not report them; None: it does."""
         return self.block_size or (_VLLM_BLOCK if self.engine == "vllm" else None)
 
     @property
@@ -87,7 +87,7 @@ class RayOptions(BaseModel):
             return self.program
         if self.engine == "kvtier":
             return [sys.executable, "-m", "kvtier.cli"]
-        beside = Path(sys.executable).with_name(self.engine)  # a worker of Ray's may have another PATH
+        beside = Path(sys.executable).with_name(self.engine)  # a Ray worker may have another PATH
         found = str(beside) if beside.exists() else shutil.which(self.engine)
         if found is None:
             raise ConfigError(f'engine "{self.engine}": no such program beside {sys.executable}; set program')
@@ -103,11 +103,11 @@ class RayOptions(BaseModel):
             '"replay_endpoint": "tcp://*:{replay}"}'
         )
         address = ["--host", "127.0.0.1", "--port", "{http}"]
-        return [self.model, *address, "--block-size", str(self.told_block_size), "--kv-events-config", events]
+        return [self.model, *address, "--block-size", str(self.fallback_block_size), "--kv-events-config", events]
 
 
 def _kvtier_own(max_requests: int) -> dict[str, str]:
-    """It publishes events, and refuses nothing that Ray Serve sends it: what is too much waits there."""
+    """Publish events, and refuse nothing that Ray Serve sends: excess requests wait in the engine."""
     publish, replay = _ENDPOINTS
     return {
         "KVTIER_SERVER__MAX_WAITING": str(min(max_requests, _MAX_WAITING)),

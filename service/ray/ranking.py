@@ -1,4 +1,4 @@
-"""ReplicaRanking: which replicas to ask first for a request, by who holds its prompt and by what each has to do."""
+"""ReplicaRanking: ranks replicas for a request, by their cached blocks of its prompt and by their load."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
@@ -14,14 +14,14 @@ from kvtier.service.router import Candidate, Headers, Held, Publishers, ReplicaP
 from kvtier.tiers import KVTierError
 from kvtier.tiers.config import MAX_BLOCKS
 
-# --- what goes between ingress and replica ---------------------------------------------------------------------------
+# --- between ingress and replica -------------------------------------------------------------------------------------
 
-METADATA: Final = "kvtier"  # what a replica tells routers of itself is under this name
+METADATA: Final = "kvtier"  # the key of a replica's metadata for routers
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """An HTTP request for an engine. The request router reads its prompt; the replica sends it on as it is."""
+    """An HTTP request for an engine. The request router reads its prompt; the replica forwards it unchanged."""
 
     method: str
     path: str  # with the query
@@ -41,26 +41,26 @@ class AnswerHead:
     status: int
     headers: Headers
     replica: str  # `ReplicaID.unique_id`
-    is_broken: bool = False  # the engine hung up on it: the request may be what ended it
+    is_broken: bool = False  # the engine closed the connection: the request may have crashed it
 
 
 # --- the ranking -----------------------------------------------------------------------------------------------------
 
 _MAX_ITEMS: Final = 1 << 18  # values in a body that is parsed: more block the event loop for over 20 ms
-_BYTES: Final = 64  # bytes of a body that count as a block if the prompt is not known
-_KEPT: Final = 8192  # requests that are known until they end
+_BYTES: Final = 64  # bytes of a body that count as a block if its prompt cannot be read
+_KEPT: Final = 8192  # requests tracked until they end
 _RUNNING: Final = 1.0  # blocks of work in an answer that has begun
 _USUAL: Final = 8.0  # blocks of work in a request of another process
 
 
 class Queue(NamedTuple):
     name: str
-    num_requests: int  # of all who ask it, as far as is known
+    num_requests: int  # of all clients, as far as known
     most: int
 
 
 class _ModelIndex(NamedTuple):
-    """What replicas must agree on so that one index serves them; a new version of the deployment may differ."""
+    """What replicas must agree on to share one index; a new version of the deployment may differ."""
 
     block_size: int | None
     fingerprint: str | None
@@ -74,14 +74,14 @@ class _RankedRequest:
     num_blocks: int  # of the prompt, or an estimate
     session: bytes | None
     key: str
-    replica: str | None = None  # who has it, once that is decided
+    replica: str | None = None  # the replica that serves it, once chosen
     work: float = 0.0  # blocks
     reason: str = ""
-    ended: set[str] = field(default_factory=set)  # who said so before it was told who had taken it
+    ended: set[str] = field(default_factory=set)  # replicas that completed it before `routed` was called
 
 
 class ReplicaRanking:
-    """Belongs to one event loop, but for `begun` and `figures`, which any thread may call."""
+    """Belongs to one event loop, except `begun` and `figures`, which any thread may call."""
 
     def __init__(
         self, model: str | None = None, max_blocks: int = MAX_BLOCKS, weights: Mapping[str, float] = router.WEIGHTS
@@ -94,72 +94,72 @@ class ReplicaRanking:
         self._weights = weights
         self._holdings = router.FleetHoldings[_ModelIndex](strict=False, max_blocks=max_blocks)
         self._models: dict[str, _ModelIndex] = {}  # by replica
-        self._asked: OrderedDict[str, _RankedRequest] = OrderedDict()  # by the id that the caller gives a request
+        self._requests: OrderedDict[str, _RankedRequest] = OrderedDict()  # by the caller's request id
         self._turn = 0
         self._reasons: Counter[str] = Counter()
         self._unknown: Counter[str] = Counter()
         self._prompt_tokens = self._promised_tokens = 0
         _RANKINGS.add(self)
 
-    def change(self, told: Mapping[str, Mapping[str, Any]]) -> None:
-        """The replicas that there are now, by name, and what each tells of itself (`EngineReplica`)."""
-        for name in self._models.keys() - told.keys():
+    def change(self, metadata: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set the current replicas, by name, with each one's metadata (`EngineReplica`)."""
+        for name in self._models.keys() - metadata.keys():
             self._holdings.leave(name)
             del self._models[name]
-        for name in told.keys() - self._models.keys():
-            self._follow(name, told[name])
+        for name in metadata.keys() - self._models.keys():
+            self._follow(name, metadata[name])
 
     async def rank(self, request_id: str, request: EngineRequest | None, queues: Sequence[Queue]) -> list[str] | None:
-        """Replicas, the best first, without those that failed it (None: all full). Reads a prompt once."""
+        """Replicas, the best first, without those that failed it. None: all are full. Reads each prompt once."""
         tried = frozenset[str]() if request is None else request.tried
         left = [each for each in queues if each.name not in tried] or queues
-        if (asked := self._asked.get(request_id)) is None:
+        if (ranked := self._requests.get(request_id)) is None:
             self._turn += 1
-            asked = self._asked[request_id] = await self._read(request)
-            while len(self._asked) > _KEPT:
-                self._asked.popitem(last=False)
-        asked.ended.clear()
+            ranked = self._requests[request_id] = await self._read(request)
+            while len(self._requests) > _KEPT:
+                self._requests.popitem(last=False)
+        ranked.ended.clear()
         given: dict[str, list[float]] = {}
-        for each in list(self._asked.values()):
+        for each in list(self._requests.values()):
             if each.replica is not None:
                 given.setdefault(each.replica, []).append(each.work)
-        able = [self._candidate(each, asked, given.get(each.name, [])) for each in left]
-        choice = router.choose_or_stick(able, asked.num_blocks, asked.session, weights=self._weights, turn=self._turn)
+        able = [self._candidate(each, ranked, given.get(each.name, [])) for each in left]
+        choice = router.choose_or_stick(able, ranked.num_blocks, ranked.session, weights=self._weights, turn=self._turn)
         if choice.name is None:
             return None
-        asked.reason = choice.reason
+        ranked.reason = choice.reason
         work = {score.name: float("inf") if score.work is None else score.work for score in choice.scores}
         return sorted(work, key=lambda name: (name != choice.name, work[name]))
 
     def routed(self, request_id: str, name: str) -> None:
-        if (asked := self._asked.get(request_id)) is None:
+        if (ranked := self._requests.get(request_id)) is None:
             return
-        if name in asked.ended:  # a short answer may end before it is told who gives it
-            del self._asked[request_id]
-        asked.replica, cached = name, sum(self._prefix(name, asked).values())
-        asked.work = max(_RUNNING, asked.num_blocks - cached)
-        self._reasons[asked.reason] += 1
-        self._prompt_tokens += asked.num_tokens
+        if name in ranked.ended:  # Ray may report a short answer's end first
+            del self._requests[request_id]
+        ranked.replica, cached = name, sum(self._prefix(name, ranked).values())
+        ranked.work = max(_RUNNING, ranked.num_blocks - cached)
+        self._reasons[ranked.reason] += 1
+        self._prompt_tokens += ranked.num_tokens
         if (model := self._models.get(name)) is not None:
             self._promised_tokens += cached * (model.block_size or 0)
 
     def completed(self, request_id: str, name: str) -> None:
-        """It has ended at this replica, or that refused it. Ray Serve may tell this before `routed`."""
-        if (asked := self._asked.get(request_id)) is None:
+        """The replica has completed or refused the request. Ray Serve may call this before `routed`."""
+        if (ranked := self._requests.get(request_id)) is None:
             return
-        if asked.replica is None:
-            asked.ended.add(name)
-        elif asked.replica == name:
-            self._asked.pop(request_id, None)
+        if ranked.replica is None:
+            ranked.ended.add(name)
+        elif ranked.replica == name:
+            self._requests.pop(request_id, None)
 
     def begun(self, key: str) -> None:
         """The answer to the request of this key has begun, so its prompt is computed."""
-        for asked in list(self._asked.values()):
-            if asked.key == key:
-                asked.work = _RUNNING
+        for ranked in list(self._requests.values()):
+            if ranked.key == key:
+                ranked.work = _RUNNING
 
     def figures(self) -> dict[str, Any]:
-        """What was decided so far and why, and what each replica is known to hold, for people."""
+        """Decisions so far by reason, and the blocks that each replica is known to hold, for people."""
         replicas = {}
         for name in list(self._models):
             state = self._holdings.of(name).state(name)
@@ -172,7 +172,7 @@ class ReplicaRanking:
             "requests": dict(self._reasons),
             "unknown_prompts": dict(self._unknown),
             "tokens": {"prompt": self._prompt_tokens, "promised": self._promised_tokens},
-            "under_way": sum(each.replica is not None for each in list(self._asked.values())),
+            "under_way": sum(each.replica is not None for each in list(self._requests.values())),
             "replicas": replicas,
         }
 
@@ -181,15 +181,15 @@ class ReplicaRanking:
         self._holdings.close()
         self._models.clear()
 
-    def _follow(self, name: str, told: Mapping[str, Any]) -> None:
+    def _follow(self, name: str, metadata: Mapping[str, Any]) -> None:
         try:
-            profile = ReplicaProfile.of(told.get("models"))
+            profile = ReplicaProfile.of(metadata.get("models"))
         except router.ReplicaFailed:
             profile = ReplicaProfile((), None, None, Publishers())
-        model = _ModelIndex(profile.block_size or told.get("block_size"), profile.fingerprint, profile.namespace)
-        publishers = profile.publishers.reached_at(str(told.get("node", "127.0.0.1")))
-        if publishers.events is None and told.get("endpoints"):
-            publish, replay = told["endpoints"]
+        model = _ModelIndex(profile.block_size or metadata.get("block_size"), profile.fingerprint, profile.namespace)
+        publishers = profile.publishers.reached_at(str(metadata.get("node", "127.0.0.1")))
+        if publishers.events is None and metadata.get("endpoints"):
+            publish, replay = metadata["endpoints"]
             publishers = Publishers(publish, replay, publishers.node, publishers.node_replay)
         self._models[name] = model
         self._holdings.follow(name, model, publishers, model.block_size, model.fingerprint)
@@ -223,25 +223,25 @@ class ReplicaRanking:
             return _RankedRequest(0, {}, 1, None, "")
         return _RankedRequest(0, {}, -(-len(request.body) // _BYTES), session, request.key)
 
-    def _candidate(self, queue: Queue, asked: _RankedRequest, own: Sequence[float]) -> Candidate:
+    def _candidate(self, queue: Queue, ranked: _RankedRequest, own: Sequence[float]) -> Candidate:
         num_requests = max(len(own), queue.num_requests)
         usual = sum(own) / len(own) if own else _USUAL
-        held = self._held_of(queue.name, asked)
+        held = self._held_of(queue.name, ranked)
         return Candidate(
             queue.name,
-            self._prefix(queue.name, asked),
+            self._prefix(queue.name, ranked),
             sum(own) + usual * (num_requests - len(own)),
             limit=0.0 if num_requests >= queue.most else float("inf"),
             num_requests=num_requests,
             is_sure=held is not None and queue.name in held.sure,
         )
 
-    def _prefix(self, name: str, asked: _RankedRequest) -> Mapping[str, int]:
-        held = self._held_of(name, asked)
+    def _prefix(self, name: str, ranked: _RankedRequest) -> Mapping[str, int]:
+        held = self._held_of(name, ranked)
         return {} if held is None else held.prefixes.get(name, {})
 
-    def _held_of(self, name: str, asked: _RankedRequest) -> Held | None:
-        return asked.held.get(self._models[name]) if name in self._models else None
+    def _held_of(self, name: str, ranked: _RankedRequest) -> Held | None:
+        return ranked.held.get(self._models[name]) if name in self._models else None
 
 
 _RANKINGS: Final[WeakSet[ReplicaRanking]] = WeakSet()

@@ -1,4 +1,4 @@
-"""EngineReplica: a deployment of Ray Serve of which each replica has one engine, and passes requests on to it."""
+"""EngineReplica: one replica of the Ray Serve deployment: starts one engine, and forwards requests to it."""
 
 import asyncio
 import contextlib
@@ -35,34 +35,34 @@ class EngineReplica:
             self._models = self._engine.wait_ready(options.start_timeout)
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        told = {"models": self._models, "node": self._node, "block_size": self._options.told_block_size}
-        return {METADATA: {**told, "endpoints": self._endpoints}}
+        metadata = {"models": self._models, "node": self._node, "block_size": self._options.fallback_block_size}
+        return {METADATA: {**metadata, "endpoints": self._endpoints}}
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """The same in the words of Ray Serve's own `KVAwareRouter`, where the engine publishes KV events."""
+        """The same for Ray Serve's own `KVAwareRouter`, if the engine publishes KV events."""
         profile = ReplicaProfile.of(self._models)
         events = profile.publishers.reached_at(self._node)
         publish, replay = self._endpoints or (events.events, events.replay)
         if publish is None:
             return {}
-        size = profile.block_size or self._options.told_block_size
-        told = {"endpoint": publish, "replay_endpoint": replay, "block_size": size, "dp_rank": 0}
-        return {"kv_event_metadata": {**told, "max_num_batched_tokens": self._options.max_batched_tokens}}
+        size = profile.block_size or self._options.fallback_block_size
+        metadata = {"endpoint": publish, "replay_endpoint": replay, "block_size": size, "dp_rank": 0}
+        return {"kv_event_metadata": {**metadata, "max_num_batched_tokens": self._options.max_batched_tokens}}
 
     async def check_health(self) -> None:
-        """Raise if the engine does not answer: Ray Serve then starts another replica."""
+        """Raise if the engine does not answer; Ray Serve then starts another replica."""
         if not await asyncio.to_thread(self._engine.is_healthy):
             raise KVTierError("the engine does not answer, or has ended")
 
     async def answer(self, request: EngineRequest) -> AsyncIterator[AnswerHead | bytes]:
-        """The head of the engine's answer, then its bytes; status 502 if none. ReplicaFailed in the middle."""
+        """The head of the engine's answer, then its bytes; status 502 without one. ReplicaFailed if it breaks off."""
         options = self._options
         deadlines = Deadlines(options.connect_timeout, options.first_byte_timeout, options.stall_timeout)
         if self._client is None:  # it belongs to the event loop that answers
             self._client = ReplicaClient("127.0.0.1", self._port, lambda: None)
-        asked = request.method, request.path, request.headers, request.body
+        parts = request.method, request.path, request.headers, request.body
         try:
-            answer = await self._client.ask(*asked, deadlines)
+            answer = await self._client.ask(*parts, deadlines)
         except ReplicaFailed as error:
             is_broken = error.failure is Failure.BROKEN
             yield AnswerHead(http.client.BAD_GATEWAY, [(b"content-type", b"application/json")], self._name, is_broken)
@@ -70,7 +70,7 @@ class EngineReplica:
             yield json.dumps(OpenAIError(http.client.BAD_GATEWAY, why, code=error.failure).content).encode()
             return
         try:
-            here = f"http://127.0.0.1:{self._port}".encode()  # nobody else's: a redirect becomes one of this server
+            here = f"http://127.0.0.1:{self._port}".encode()  # a redirect to the engine becomes one to this server
             headers = [
                 (bytes(name), bytes(value).removeprefix(here) if name == b"location" else bytes(value))
                 for name, value in answer.headers

@@ -1,7 +1,7 @@
-"""KVTierRequestRouter: a request router of Ray Serve's that knows who holds which prompt, from KV events.
+"""KVTierRequestRouter: a request router for Ray Serve that knows from KV events which replica holds which prompt.
 
-Ray Serve makes one in each process that sends requests to the deployment. It sends the class by value, so what is kept
-for the process is in `ranking.py`.
+Ray Serve makes one in each process that sends requests to the deployment. It sends the class by value, so the
+state of the process is in `ranking.py`.
 """
 
 import logging
@@ -11,7 +11,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, R
 
 from kvtier.service.ray.ranking import METADATA, EngineRequest, Queue, ReplicaRanking
 
-_log = logging.getLogger("ray.serve")  # whose lines Ray Serve keeps
+_log = logging.getLogger("ray.serve")  # Ray Serve keeps this logger's lines
 
 
 class KVTierRequestRouter(RequestRouter):
@@ -21,25 +21,25 @@ class KVTierRequestRouter(RequestRouter):
         self._ranking = ReplicaRanking(**options)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Follow the events of who is new, and forget who has left."""
+        """Follow the events of new replicas, and stop following removed ones."""
         super().update_replicas(replicas)
-        told = {each.replica_id.unique_id: each.replica_metadata.get(METADATA, {}) for each in replicas}
-        self._ranking.change(told)
+        metadata = {each.replica_id.unique_id: each.replica_metadata.get(METADATA, {}) for each in replicas}
+        self._ranking.change(metadata)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Each replica by itself, the best first: if one is full, Ray Serve asks the next. All at once if all are."""
+        """Each replica by itself, the best first: if one is full, Ray Serve tries the next. All at once if all are."""
         if pending_request is None:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # or a full deployment is asked without a pause
+        pending_request.routing_context.should_backoff = True  # else a full deployment is retried without a pause
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
         queues = [self._queue(name, replica) for name, replica in by_name.items()]
         request = next((each for each in pending_request.args if isinstance(each, EngineRequest)), None)
         try:
             names = await self._ranking.rank(pending_request.metadata.internal_request_id, request, queues)
-        except Exception:  # Ray Serve would leave the request without a replica, for ever
-            _log.exception("a request could not be ranked: any replica may have it")
+        except Exception:  # Ray Serve would never give the request a replica
+            _log.exception("a request could not be ranked: any replica may get it")
             names = None
         return [candidate_replicas] if names is None else [[by_name[name]] for name in names]
 

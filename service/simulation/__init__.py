@@ -1,4 +1,4 @@
-"""What tiers of other sizes and policies would have found, from a trace."""
+"""Simulates tiers of other sizes and policies under a trace."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Simulates tiers of other sizes and policies under a trace, and says in seconds and money what they are worth."""
+"""Simulates tiers of other sizes and policies under a trace, and their value in seconds and money."""
 
 import multiprocessing
 import os
@@ -24,8 +24,8 @@ from kvtier.tiers.file import BareSlab
 from kvtier.tiers.pool import Lease, SlotPool
 from kvtier.tiers.reuse import Hint, RequestEnd
 
-_SIGHTINGS_PER_SLOT: Final = 4  # that are remembered, as in `tiers/hierarchy/stores.py`
-_ROOT: Final = bytes(32)  # what first blocks stand behind: the slab begins a run there, as for a model's own root
+_SIGHTINGS_PER_SLOT: Final = 4  # remembered, as in `tiers/hierarchy/stores.py`
+_ROOT: Final = bytes(32)  # the parent of first blocks: the slab begins a run there, as at a model's own root
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class Capacity:
 class SimulatedTiers:
     """What a node's tiers would find and keep, request by request. For one thread.
 
-    A request is over as soon as it has come: what it finds is leased, loaded into L2 and used; the rest is computed,
+    A request ends as soon as it arrives: blocks that it finds are leased and loaded into L2; the rest is computed,
     stored in L2 and written through to the tiers below. Nothing fails, and no queue is ever full.
     """
 
     def __init__(self, capacity: Capacity, block_bytes: int, block_size: int) -> None:
-        """ValueError if memory has no room for a block."""
+        """ValueError if memory has no room for one block."""
         num_slots = capacity.memory // block_bytes
         if num_slots < 1:
             raise ValueError("no room for a block in memory")
@@ -57,27 +57,27 @@ class SimulatedTiers:
         self.redis = _ExpiringStore(capacity.redis // block_bytes, capacity.redis_ttl) if capacity.redis else None
 
     def request(self, end: RequestEnd, now: float, ended: float | None = None) -> tuple[int, int, int]:
-        """A request comes at `now` and ends at `ended` (None: at once); leading blocks that L2, slab and Redis had."""
+        """A request at `now` that ends at `ended` (None: at once). Returns the leading blocks of L2, slab and Redis."""
         self.now = now
         names = end.names
         leases, found = self._find(names[: end.num_prompt])
         at = sum(found)
         leases += self._store(names[at:], names[at - 1] if at else None)
         self.now = now if ended is None else ended
-        if (told := self.pool.ended(end)) is not None and self.slab is not None:
-            self.slab.ended(told)
+        if (resolved := self.pool.ended(end)) is not None and self.slab is not None:
+            self.slab.ended(resolved)
         for lease in leases:
             lease.release()
         return found[0], found[1], found[2]
 
     def check(self) -> None:
-        """Raise AssertionError where a law of the pool or the slab is broken."""
+        """Raise AssertionError if a law of the pool or the slab is broken."""
         self.pool.check()
         if self.slab is not None:
             self.slab.check()
 
     def _find(self, prompt: Sequence[ChainHash]) -> tuple[list[Lease], list[int]]:
-        """Lease what leads the prompt, from whatever tier has it; and how many blocks each had."""
+        """Lease the prompt's leading blocks from any tier; returns also how many each tier had."""
         lease = self.pool.lease(prompt)
         leases, found = [lease], [len(lease), 0, 0]
         at = len(lease)
@@ -97,7 +97,7 @@ class SimulatedTiers:
         return leases, found
 
     def _below(self, rest: Sequence[ChainHash]) -> tuple[int, int]:
-        """Which lower tier has the first block, and how many leading ones, up to the next that L2 has."""
+        """The lower tier that has the first block, and its leading blocks, up to the next that L2 has."""
         tier, count = 1, self.slab.lookup(rest) if self.slab is not None else 0
         if not count and self.redis is not None:
             tier, count = 2, self.redis.lookup(rest, self.now)
@@ -105,7 +105,7 @@ class SimulatedTiers:
         return tier, held.index(True) if True in held else count
 
     def _load(self, prompt: Sequence[ChainHash], at: int, count: int, tier: int) -> Lease | None:
-        """Bring blocks into L2, fewer where there is less room; the block behind them is linked to them again."""
+        """Load blocks into L2, fewer if room is short, and link the block behind them to them again."""
         parent, after = prompt[at - 1] if at else None, at + count
         behind = [name for name in prompt[after : after + 1] if self.pool.holds([name])[0]]
         reservation = self.pool.reserve([*prompt[at:after], *behind], parent)
@@ -119,7 +119,7 @@ class SimulatedTiers:
         return self.pool.seal(reservation)
 
     def _store(self, names: Sequence[ChainHash], parent: ChainHash | None) -> list[Lease]:
-        """Store what was computed, or as much of its head as there is room for."""
+        """Store computed blocks, or as many leading ones as fit."""
         count = self._seen_enough(names) if self._admit_after > 1 else len(names)
         while count:
             if (reservation := self.pool.reserve(names[:count], parent)) is not None:
@@ -134,7 +134,7 @@ class SimulatedTiers:
         return []
 
     def _seen_enough(self, names: Sequence[ChainHash]) -> int:
-        """How many leading blocks have been seen often enough to be stored, this time included."""
+        """How many leading blocks have been seen often enough to be stored, including this time."""
         num_seen = 0
         for i, name in enumerate(names):
             self._sightings[name] = times = self._sightings.pop(name, 0) + 1
@@ -145,14 +145,14 @@ class SimulatedTiers:
 
 
 class _ExpiringStore:
-    """Redis as a number of blocks, each with an expiry that a hit renews; the block used longest ago makes room."""
+    """Redis as a number of blocks, each with an expiry that a hit renews; the least recently used makes room."""
 
     def __init__(self, num_blocks: int, ttl: float) -> None:
         self._num_blocks, self._ttl = num_blocks, ttl
         self._used: OrderedDict[ChainHash, float] = OrderedDict()
 
     def lookup(self, hashes: Sequence[ChainHash], now: float) -> int:
-        """How many leading blocks it has; that counts as a use of each."""
+        """How many leading blocks it has; counts as a use of each."""
         while self._used and now - next(iter(self._used.values())) >= self._ttl:
             self._used.popitem(last=False)
         count = next((i for i, name in enumerate(hashes) if name not in self._used), len(hashes))
@@ -171,7 +171,7 @@ class _ExpiringStore:
 
 _HINTS: Final = (None, *map(Hint, HINTS))
 TIERS: Final = (L2, "file", "redis")
-_MOST_DISK: Final = 4  # times all blocks: extents are not filled to the last slot
+_MOST_DISK: Final = 4  # times all blocks, since extents are not filled completely
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +183,12 @@ class SimulatedRun:
 
 
 class TraceReplay:
-    """One trace, ready to be run at any capacity. Its blocks get names of 32 bytes, as in a pool."""
+    """One trace, ready to run at any capacity. Its blocks get names of 32 bytes, as in a pool."""
 
     def __init__(self, trace: RequestTrace, block_bytes: int) -> None:
         self.trace, self.block_bytes = trace, block_bytes
         words = np.zeros((trace.num_names, 4), np.uint64)
-        # Plain numbers: the index mixes them, and numbers in a row spread evenly over its buckets that way.
+        # Plain numbers: the index mixes them, so consecutive numbers spread evenly over its buckets.
         words[:, 0] = np.arange(1, trace.num_names + 1)
         raw = words.tobytes()
         self._names = [raw[at : at + 32] for at in range(0, len(raw), 32)]
@@ -200,7 +200,7 @@ class TraceReplay:
         return RequestEnd(names, int(trace.num_prompt[request]), int(trace.num_output[request]), hint, tenant)
 
     def run(self, capacity: Capacity) -> SimulatedRun:
-        """All requests in order. ValueError without room for a block. Room beyond the trace's takes no memory."""
+        """Run all requests in order. ValueError without room for a block. Room beyond the trace's takes no memory."""
         most = max(1, self.trace.num_names) * self.block_bytes
         disk = min(capacity.disk, _MOST_DISK * (most + BATCH_BYTES))
         room = replace(capacity, memory=min(capacity.memory, most), disk=disk)
@@ -212,13 +212,13 @@ class TraceReplay:
         return SimulatedRun(capacity, found, tiers.pool.num_evicted, written)
 
 
-_REPLAYS: list[TraceReplay] = []  # of a worker process: what it runs
+_REPLAYS: list[TraceReplay] = []  # the trace of a worker process
 
 
 def sweep(
     replay: TraceReplay, capacities: Sequence[Capacity], progress: Callable[[int, int], None], num_processes: int = 0
 ) -> list[SimulatedRun]:
-    """A run at each capacity, in order. `progress` gets how many ended. `num_processes` 0: one per usable core."""
+    """A run at each capacity, in order. `progress` gets the number of ended ones. `num_processes` 0: one per core."""
     workers = min(len(capacities), num_processes or len(os.sched_getaffinity(0)))
     if workers <= 1:
         runs: list[SimulatedRun] = []
@@ -240,7 +240,7 @@ def sweep(
         for future in as_completed(waiting):
             done[waiting[future]] = future.result()
             progress(len(done), len(waiting))
-    except BaseException:  # Ctrl-C, too: a pool would run to its end all that was submitted
+    except BaseException:  # Ctrl-C, too: a pool would complete all that was submitted
         for worker in {*multiprocessing.active_children()} - others:
             worker.terminate()
         raise
@@ -251,7 +251,7 @@ def sweep(
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Ctrl-C waits, and what is started meanwhile never sees it: who started it ends it."""
+    """Delay Ctrl-C; processes started meanwhile never get it: their parent ends them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
         yield
@@ -265,7 +265,7 @@ def _begin(trace: RequestTrace, block_bytes: int) -> None:
 
 
 def _follow() -> None:
-    """End this worker with the process that started it: nobody else ends it if that one was killed."""
+    """End this worker with its parent: no one else ends it if the parent was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -276,7 +276,7 @@ def _run(capacity: Capacity) -> SimulatedRun:
     return _REPLAYS[0].run(capacity)
 
 
-# --- what it is worth ------------------------------------------------------------------------------------------------
+# --- its value -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +289,7 @@ class LoadRates:
 
 @dataclass(frozen=True, slots=True)
 class RunValue:
-    """One row of a simulation. Shares are of 1; times are seconds of the whole trace if not said otherwise."""
+    """One row of a simulation. Shares are of 1; times are seconds of the whole trace unless noted."""
 
     policy: str
     memory_bytes: int
@@ -297,10 +297,10 @@ class RunValue:
     redis_bytes: int
     block_hit_share: float
     token_hit_share: float
-    l2_hit_share: float  # of blocks, as the next two
+    l2_hit_share: float  # of blocks, as are the next two
     file_hit_share: float
     redis_hit_share: float
-    optimum_block_hit_share: float  # with room for all that memory and disk hold together
+    optimum_block_hit_share: float  # with memory's and disk's room together
     prefill_seconds: float  # without kvtier
     seconds_saved: float  # prefill that was not computed, less the time of loading
     mean_ttft: float
@@ -313,15 +313,15 @@ class RunValue:
 
 
 def rates_from(path: Path, rates: LoadRates) -> LoadRates:
-    """The rates that `kvtier worth --json` measured, over those given. ConfigError if the file is none of its."""
-    told = measured_by(path)
+    """The rates that `kvtier worth --json` measured, else those given. ConfigError if the file is not its output."""
+    measured = measured_by(path)
     found: dict[str, float] = {}
     for name in (each.name for each in fields(LoadRates)):
-        value = told.get("prefill_tokens_per_second" if name == "prefill" else f"{name}_bytes_per_second")
+        value = measured.get("prefill_tokens_per_second" if name == "prefill" else f"{name}_bytes_per_second")
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e18:
-            raise ConfigError(f"--from {path}: {name}: {value!r:.40} is no rate; measure anew, by kvtier worth --json")
+            raise ConfigError(f"--from {path}: {name}: {value!r:.40} is no rate; measure again by kvtier worth --json")
         found[name] = float(value)
     return replace(rates, **found)
 
@@ -333,22 +333,22 @@ def optimum_of(trace: RequestTrace) -> Optimum:
 def value_of(
     run: SimulatedRun, trace: RequestTrace, optimum: Optimum, block_bytes: int, rates: LoadRates, gpu_hour: float | None
 ) -> RunValue:
-    """A run in figures. A request loads what it found only where that is faster than computing it."""
+    """A run in figures. A request loads found blocks only if that is faster than computing them."""
     found = run.found.astype(np.int64)
     blocks, prompts = found.sum(1), np.maximum(trace.num_tokens, 1)
     load = found @ (block_bytes / np.array([rates.l2, rates.file, rates.redis]))
     saved = np.maximum(blocks * trace.block_size / rates.prefill - load, 0.0)
     without = prompts / rates.prefill
-    asked = max(1, optimum.num_asked)
+    num_prompt_blocks = max(1, optimum.num_asked)
     capacity = run.capacity
-    shares = dict(zip(TIERS, (found.sum(0) / asked).tolist(), strict=True))
+    shares = dict(zip(TIERS, (found.sum(0) / num_prompt_blocks).tolist(), strict=True))
     seconds = float(saved.sum())
     return RunValue(
         policy=capacity.policy,
         memory_bytes=capacity.memory,
         disk_bytes=capacity.disk,
         redis_bytes=capacity.redis,
-        block_hit_share=float(blocks.sum()) / asked,
+        block_hit_share=float(blocks.sum()) / num_prompt_blocks,
         token_hit_share=float(blocks.sum()) * trace.block_size / float(prompts.sum()),
         l2_hit_share=shares[L2],
         file_hit_share=shares["file"],
@@ -366,13 +366,13 @@ def value_of(
     )
 
 
-# --- as people see it ------------------------------------------------------------------------------------------------
+# --- for people ------------------------------------------------------------------------------------------------------
 
 _GIB: Final = 1 << 30
 
 
 def table_of_runs(values: Sequence[RunValue], requests: RequestTrace, assumed: Sequence[str]) -> Table:
-    """A row for each run; columns of tiers and of money only where there are some."""
+    """A row for each run; columns of tiers and of money only if there are any."""
     with_disk, with_redis = any(each.disk_bytes for each in values), any(each.redis_bytes for each in values)
     with_money = any(each.money_saved is not None for each in values)
     heads = ["memory", *["disk"] * with_disk, *["redis"] * with_redis, "policy", "hits", "optimum", "tokens"]
@@ -394,7 +394,7 @@ def table_of_runs(values: Sequence[RunValue], requests: RequestTrace, assumed: S
 
 
 def charts_of_runs(values: Sequence[RunValue]) -> list[Chart]:
-    """Hit share and time to the first token by memory: a line for each policy, and for each size of what lies below."""
+    """Hit share and time to the first token by memory: a line for each policy and for each size of the tiers below."""
     below = list(dict.fromkeys((each.disk_bytes, each.redis_bytes) for each in values))
     hits, times = [], []
     for rooms in below:
@@ -413,6 +413,6 @@ def charts_of_runs(values: Sequence[RunValue]) -> list[Chart]:
     sizes = sorted({each.memory_bytes / _GIB for each in values})
     times.append(Line("without", sizes, [1000 * values[0].mean_ttft_without] * len(sizes), is_dashed=True))
     return [
-        Chart("Blocks that were found", "memory, GiB", "% of blocks asked for", hits, log_x=True),
+        Chart("Blocks that were found", "memory, GiB", "% of blocks looked up", hits, log_x=True),
         Chart("Time to the first token", "memory, GiB", "mean TTFT, ms", times, log_x=True),
     ]

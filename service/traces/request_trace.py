@@ -1,4 +1,4 @@
-"""Requests of traces: read line by line with all that is wrong named, and as arrays, ready to be replayed."""
+"""Requests of traces: read line by line, each error named, and as arrays, ready to be replayed."""
 
 import gzip
 import json
@@ -18,18 +18,18 @@ from kvtier.tiers import ConfigError, FormatError
 
 @dataclass(frozen=True, slots=True)
 class TraceLine:
-    """One request. Equal `hash_ids` are equal blocks, head first. What is not told has its default."""
+    """One request. Equal `hash_ids` are equal blocks, head first. Missing fields have their defaults."""
 
     timestamp: int  # milliseconds since the trace began
     input_length: int  # tokens
     output_length: int  # tokens; 0 if it was not known
     hash_ids: tuple[int, ...]
     block_size: int | None = None  # tokens
-    answer_ids: tuple[int, ...] | None = None  # the full blocks that its answer left behind those of the prompt
+    answer_ids: tuple[int, ...] | None = None  # the full blocks of its answer behind those of the prompt
     ended: int | None = None  # milliseconds since the trace began
     hint: str | None = None
     tenant: int | None = None
-    has_time: bool = True  # whether `timestamp` was told
+    has_time: bool = True  # whether the line has `timestamp`
 
 
 MAX_LINE: Final = 8 << 20  # bytes of a line that is read: a prompt of a million blocks
@@ -43,25 +43,25 @@ MOONCAKE: Final = "Mooncake"
 BAILIAN: Final = "Bailian"
 LMCACHE: Final = "LMCache lookup log"
 
-# What a line of another kind of file has, and what such a file is.
+# A field of another kind of file, and what such a file is.
 _FOREIGN: Final[Mapping[str, str]] = {
     "custom_id": "a batch of OpenAI requests: it has texts, and no names of blocks",
     "messages": "a list of chats: it has texts, and no names of blocks",
     "conversations": "a list of ShareGPT conversations: it has texts, and no names of blocks",
     "prompt": "a list of prompts: it has texts, and no names of blocks",
-    "block_hashes": "KV events: they tell what is stored and removed, and not what is asked for",
-    "ContextTokens": "a trace of lengths alone, which tells no names of blocks",
+    "block_hashes": "KV events: they list blocks stored and removed, and no requests",
+    "ContextTokens": "a trace of lengths alone, without names of blocks",
     "traceEvents": "a profile of a program",
 }
 _KNOWN: Final = "name a trace in Mooncake's form, one of `kvtier trace`, or a lookup log of LMCache's"
 
 
 class ForeignTrace(FormatError):
-    """A file of a form that has no requests by their blocks: no line of it can be read."""
+    """A file of a form without requests by their blocks: none of its lines can be read."""
 
 
 def fields_of(line: bytes) -> Fields:
-    """The JSON object of a line. FormatError says why it is none."""
+    """The JSON object of a line. FormatError says what is wrong."""
     if len(line) > MAX_LINE:
         raise FormatError(f"longer than {MAX_LINE} bytes")
     if line.startswith(b"\x1f\x8b"):
@@ -78,7 +78,7 @@ def fields_of(line: bytes) -> Fields:
 
 
 def form_of(fields: Fields) -> str:
-    """The form that a file with this line has. ForeignTrace names a file of another kind."""
+    """The form of a file with this line. ForeignTrace names a file of another kind."""
     if "hash_ids" in fields:
         return BAILIAN if "chat_id" in fields else MOONCAKE
     if "chunk_hashes" in fields:
@@ -93,7 +93,7 @@ def form_of(fields: Fields) -> str:
 
 
 def mooncake(fields: Fields) -> TraceLine:
-    """A line in Mooncake's form, with what `kvtier trace` adds. FormatError names the field that is wrong."""
+    """A line in Mooncake's form, with the fields `kvtier trace` adds. FormatError names a wrong field."""
     input_length = _count("input_length", fields.get("input_length"))
     ids = _ids("hash_ids", fields.get("hash_ids"))
     if len(ids) > input_length:
@@ -129,7 +129,7 @@ def bailian(fields: Fields) -> TraceLine:
 
 
 class LookupLog:
-    """Lines of LMCache's lookup logs: names of chunks become numbers, times count from the first line on."""
+    """Lines of LMCache's lookup logs: chunks' names become numbers; times count from the first line."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[str, str], int] = {}
@@ -193,7 +193,7 @@ def _seconds(name: str, value: object) -> float:
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
-_MOST_FAULTS: Final = 20  # lines that are named, of those that are wrong
+_MOST_FAULTS: Final = 20  # wrong lines that are listed
 _LOG_FILES: Final = "lookup_hashes_*.jsonl*"  # of LMCache's directory
 
 Progress = Callable[[int, int], None]  # bytes read of all
@@ -208,7 +208,7 @@ def read_trace(path: Path) -> Iterator[TraceLine]:
 
 
 def load_lines(path: Path, limit: int | None = None, progress: Progress | None = None) -> list[TraceLine]:
-    """The first `limit` requests of a file or of LMCache's directory. ConfigError names up to twenty wrong lines."""
+    """The first `limit` requests of a file or LMCache's directory. ConfigError lists up to twenty wrong lines."""
     found: list[TraceLine] = []
     faults: list[str] = []
     num_faults = 0
@@ -230,7 +230,7 @@ def load_lines(path: Path, limit: int | None = None, progress: Progress | None =
 
 
 def _each(path: Path, progress: Progress | None) -> Iterator[TraceLine | FormatError]:
-    """Every line as a request, or as what is wrong with it; nothing comes after a fault that ends the file."""
+    """Every line as a request, or as its error; a fault that ends the file is the last."""
     last, read, file, number = 0, 0, path, 0
     try:
         files = sorted(path.glob(_LOG_FILES)) if path.is_dir() else [path]
@@ -262,7 +262,7 @@ def _each(path: Path, progress: Progress | None) -> Iterator[TraceLine | FormatE
 
 
 def _numbered(file: Path, raw: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Lines with their numbers; a line past the limit comes cut, and then the file is over."""
+    """Lines with their numbers; a line past the limit is cut, and ends the file."""
     number = 0
     with gzip.open(raw) if file.suffix == ".gz" else nullcontext(raw) as stream:
         while line := stream.readline(MAX_LINE + 1):
@@ -275,7 +275,7 @@ def _numbered(file: Path, raw: BinaryIO) -> Iterator[tuple[int, bytes]]:
 def _taken(
     file: Path, number: int, line: bytes, parser: Callable[[Fields], TraceLine] | None
 ) -> tuple[Callable[[Fields], TraceLine] | None, TraceLine | FormatError]:
-    """The line as a request or a fault; and the parser of the file, which its first whole line decides."""
+    """The line as a request or a fault, and the parser of the file, set by its first whole line."""
     try:
         fields = fields_of(line)
         parser = parser or parser_of(form_of(fields))
@@ -289,23 +289,23 @@ def parse_line(line: bytes) -> TraceLine:
     return parser_of(form_of(fields))(fields)
 
 
-def times_told(lines: Sequence[TraceLine]) -> bool:
+def has_times(lines: Sequence[TraceLine]) -> bool:
     return bool(lines) and all(line.has_time for line in lines) and any(line.timestamp for line in lines)
 
 
-# --- which blocks an answer left behind ------------------------------------------------------------------------------
+# --- the blocks of answers -------------------------------------------------------------------------------------------
 
-_MOST_BLOCKS: Final = 1 << 20  # of one answer: as many as a line has room for in a prompt
+_MOST_BLOCKS: Final = 1 << 20  # of one answer: the most that a line can have of a prompt
 
 Ids = Sequence[int]
 
 
-def told_by_next_turns(lines: Sequence[TraceLine], prompts: Sequence[Ids], size: int, assumed: list[str]) -> list[Ids]:
-    """For each request the full blocks that its answer leaves behind those of its prompt.
+def answers_of(lines: Sequence[TraceLine], prompts: Sequence[Ids], size: int, assumed: list[str]) -> list[Ids]:
+    """For each request the full blocks of its answer, behind those of its prompt.
 
-    As told, else from the first prompt that begins with all full blocks of this one, two or more, and is longer than it
-    with its answer: that is its next turn. An answer without one has blocks of its own, which nobody asks for again.
-    What was assumed is added to `assumed`.
+    If the trace does not list them, they come from the next turn: the first later prompt that begins with all full
+    blocks of this one, two or more, and is longer than it with its answer. Other answers get blocks that no request
+    uses again. Assumptions are added to `assumed`.
     """
     answers: list[Ids] = [line.answer_ids or () for line in lines]
     unknown = [line.answer_ids is None and line.output_length > 0 for line in lines]
@@ -317,18 +317,18 @@ def told_by_next_turns(lines: Sequence[TraceLine], prompts: Sequence[Ids], size:
             if count > _MOST_BLOCKS:
                 what = f"output_length {lines[i].output_length}: {count} blocks of {size} tokens"
                 raise ConfigError(f"{what}, of one answer at most {_MOST_BLOCKS} are simulated; count tokens there")
-            told = known.get(i, ())[:count]
-            answers[i] = (*told, *range(fresh, fresh + count - len(told)))
-            fresh += count - len(told)
-        assumed.append("answers: their blocks are those of the next turn's prompt; where none follows, of no other")
+            found = known.get(i, ())[:count]
+            answers[i] = (*found, *range(fresh, fresh + count - len(found)))
+            fresh += count - len(found)
+        assumed.append("answers: their blocks are those of the next turn's prompt; without a next turn, of no other")
     if all(line.answer_ids is None and not line.output_length for line in lines):
-        assumed.append("answers: no lengths are told, so only prompts are stored, and each counts as short")
+        assumed.append("answers: no lengths are given, so only prompts are stored, and each counts as short")
     return answers
 
 
 def _from_next_turns(lines: Sequence[TraceLine], prompts: Sequence[Ids], unknown: Sequence[bool]) -> dict[int, Ids]:
     """Request → blocks of its next turn's prompt behind its own full blocks."""
-    waiting: dict[int, int] = {}  # last full block of a prompt → the request, until its next turn has come
+    waiting: dict[int, int] = {}  # last full block of a prompt → the request, until its next turn is found
     known: dict[int, Ids] = {}
     for i, (line, prompt) in enumerate(zip(lines, prompts, strict=True)):
         for block in reversed(prompt):
@@ -345,7 +345,7 @@ def _from_next_turns(lines: Sequence[TraceLine], prompts: Sequence[Ids], unknown
 # --- the whole trace -------------------------------------------------------------------------------------------------
 
 _MOST_BLOCK: Final = 1 << 20  # tokens
-_GAP: Final = 1.0  # seconds between two requests where no times are told
+_GAP: Final = 1.0  # seconds between two requests if the trace has no times
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +377,7 @@ class RequestTrace:
 def load_trace(
     path: Path, *, block_size: int | None = None, limit: int | None = None, progress: Progress | None = None
 ) -> RequestTrace:
-    """The first `limit` requests of a trace; `block_size` if it does not tell. ConfigError names every wrong line."""
+    """The first `limit` requests of a trace; `block_size` if the trace has none. ConfigError lists wrong lines."""
     lines = load_lines(path, limit, progress)
     try:
         return trace_of(lines, block_size=block_size)
@@ -389,7 +389,7 @@ def trace_of(lines: Sequence[TraceLine], *, block_size: int | None = None) -> Re
     assumed: list[str] = []
     size = _block_size(lines, block_size, assumed)
     prompts = [line.hash_ids[: line.input_length // size] for line in lines]
-    answers = told_by_next_turns(lines, prompts, size, assumed)
+    answers = answers_of(lines, prompts, size, assumed)
     numbers: dict[int, int] = {}
     blocks = np.fromiter(
         (
@@ -400,13 +400,13 @@ def trace_of(lines: Sequence[TraceLine], *, block_size: int | None = None) -> Re
         np.int64,
     )
     lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    if times_told(lines):
+    if has_times(lines):
         begun = np.array([line.timestamp / 1e3 for line in lines])
     else:
         begun = _GAP * np.arange(len(lines))
-        assumed.append(f"times: none are told, so a request comes every {_GAP:g} s")
+        assumed.append(f"times: none are given, so a request comes every {_GAP:g} s")
     if all(line.tenant is None for line in lines) and any(line.hint for line in lines):
-        assumed.append("tenants: none are told, so all hints count as one client's")
+        assumed.append("tenants: none are given, so all hints count as one client's")
     return RequestTrace(
         size,
         blocks,
@@ -422,11 +422,11 @@ def trace_of(lines: Sequence[TraceLine], *, block_size: int | None = None) -> Re
 
 
 def _block_size(lines: Sequence[TraceLine], given: int | None, assumed: list[str]) -> int:
-    """What the trace tells, else what was given, else the only size that the lengths of all requests allow."""
-    told = {line.block_size for line in lines}
-    if len(told) > 1:
+    """The trace's block size, else the one given, else the only one that the lengths of all requests allow."""
+    sizes = {line.block_size for line in lines}
+    if len(sizes) > 1:
         raise ConfigError("block_size: not the same in all lines; simulate each part by itself")
-    (size,) = told
+    (size,) = sizes
     if size is not None:
         if given not in (None, size):
             raise ConfigError(f"--block-size {given}: the trace says {size}; leave the option out")
@@ -445,13 +445,13 @@ def _block_size(lines: Sequence[TraceLine], given: int | None, assumed: list[str
     elif len(powers) == 1:
         size = powers[0]
     else:
-        raise ConfigError("block_size: the trace does not tell how many tokens a block has; say it, by --block-size")
+        raise ConfigError("block_size: the trace does not say how many tokens a block has; give --block-size")
     assumed.append(f"block_size: {size} tokens, the size that fits the lengths of all requests")
     return size
 
 
 def _sizes(lines: Sequence[TraceLine]) -> tuple[int, int]:
-    """The least and the largest block size that the lengths allow: the last block may be left out, or be in part."""
+    """The least and largest block size that the lengths allow: the last block may be missing or partial."""
     lowest, highest = 1, _MOST_BLOCK
     for line in lines:
         count = len(line.hash_ids)

@@ -1,4 +1,4 @@
-"""HTTP plumbing: the server's loop, the client, and what every request must get past."""
+"""HTTP plumbing: the server's loop, the client, and the checks of every request."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""A deadline for answers that come byte by byte: for a socket each byte begins a new wait; and one GET under it."""
+"""A deadline for answers that come byte by byte, since a socket's timeout restarts at each; and one GET under it."""
 
 import http.client
 import socket
@@ -37,6 +37,6 @@ def get_page(address: str, path: str, seconds: float, most: int = 1 << 20) -> tu
             connection.request("GET", path)
             answer = connection.getresponse()
             status, body = answer.status, answer.read(most)
-        if late.is_set():  # a head or a body cut short counts as whole
+        if late.is_set():  # otherwise a cut-off head or body would count as whole
             raise TimeoutError(f"no whole answer within {seconds:g} s")
         return status, body

@@ -43,7 +43,7 @@ class HttpClient:
         self._socket: socket.socket | None = None  # of the connection made last
         self._patience = _ANSWER  # seconds, of the request under way
         headers = {} if token is None else _carrying(token)
-        # mostly all is plain HTTP; the default context reads 20 ms of certificates
+        # most URLs are plain HTTP; the default context reads certificates for 20 ms
         is_plain = url is None or not url.startswith("https://")
         trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if is_plain else ssl.create_default_context()
         try:
@@ -56,12 +56,12 @@ class HttpClient:
         )
 
     def get(self, path: str, *fields: str) -> Json:
-        """The answer. Raises FormatError unless it has all of these fields: another program answers there."""
+        """The answer. FormatError unless it has all these fields: then another program answers there."""
         with self._answer("GET", path, None) as answer:
             return self._with(fields, self._object(self._whole(answer)))
 
     def status(self, *fields: str) -> Json:
-        """Get /status. Raises FormatError if it has none of these fields: another program answers there."""
+        """Get /status. FormatError if it has none of these fields: then another program answers there."""
         status = self.get("/status")
         return self._with([next((field for field in fields if field in status), fields[0])], status)
 
@@ -70,7 +70,7 @@ class HttpClient:
             return self._with(fields, self._object(self._whole(answer)))
 
     def lines(self, path: str, body: Mapping[str, Any]) -> Iterator[Json]:
-        """Run a long verb, and yield its JSON lines as they come. The last one says how it ended."""
+        """Run a long verb, and yield its JSON lines as they come. The last one is its result."""
         with self._answer("POST", path, body) as answer:
             for line in answer.iter_lines():
                 yield self._object(line.encode())
@@ -83,7 +83,7 @@ class HttpClient:
         content = None if body is None else _encoded(body)
         if self._find_token is not None and path.startswith("/admin/"):
             find, self._find_token = self._find_token, None
-            with suppress(KVTierError):  # what is wrong there is said of the request itself
+            with suppress(KVTierError):  # errors there are reported by the request itself
                 file = self.status("clients").get("token_file")
                 if isinstance(file, str):
                     self._carry(find, Path(file))
@@ -119,10 +119,10 @@ class HttpClient:
         except ConfigError as error:
             self._no_token = error
 
-    def _watch(self, event: str, told: Mapping[str, Any]) -> None:
-        """Note each new connection's socket. The names are those of httpx2's `trace` extension."""
+    def _watch(self, event: str, info: Mapping[str, Any]) -> None:
+        """Keep each new connection's socket. The names are those of httpx2's `trace` extension."""
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
-            self._socket = told["return_value"].get_extra_info("socket")
+            self._socket = info["return_value"].get_extra_info("socket")
 
     def _refusal(self, answer: httpx2.Response) -> KVTierError:
         if answer.status_code == 401 and self._no_token is not None:
@@ -143,7 +143,7 @@ class HttpClient:
         return KVTierError(line) if answer.status_code == 404 else ConfigError(line)
 
     def _whole(self, answer: httpx2.Response) -> bytes:
-        """The answer's body. Raises TierUnavailable if it goes on for too long, also in pieces, or is too large."""
+        """The answer's body. TierUnavailable if it takes too long, also in pieces, or is too large."""
         until = monotonic() + self._patience
         data = bytearray()
         for piece in answer.iter_bytes():
@@ -187,7 +187,7 @@ def _carrying(token: SecretStr) -> dict[bytes, bytes]:
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:
-    """A body as JSON. ConfigError names the field that JSON has no way to say: bytes of a command line, NaN."""
+    """A body as JSON. ConfigError names a field that JSON cannot represent: bytes of a command line, NaN."""
     for name, value in body.items():
         try:
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()

@@ -1,4 +1,4 @@
-"""An HTTP server on its own thread: who may ask, by which names, and which clients are dropped as too slow."""
+"""An HTTP server on its own thread: which clients are admitted, by which host names, and which are too slow."""
 
 import asyncio
 import errno
@@ -59,7 +59,6 @@ class Guard:
 
 
 async def disconnected(receive: Receive) -> None:
-    """Wait until the client has hung up."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -84,7 +83,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-# --- pages that need nothing but leave to be read --------------------------------------------------------------------
+# --- pages without a body --------------------------------------------------------------------------------------------
 
 
 def page(path: str, answer: Callable[[], Response | Awaitable[Response]], guard: Guard | None = None) -> Route:
@@ -152,15 +151,15 @@ _HEAD: Final = 5.0  # seconds until the head of a connection's first request mus
 _IDLE: Final = 10.0  # seconds from one request to the end of the next one's head
 _GRACE: Final = 2  # seconds that requests may take to end at a stop
 _STOPPED: Final = 3.0  # seconds that the thread may take beyond that
-_LOOK: Final = 0.02  # seconds between two looks whether they have ended
-_PAUSE: Final = 60.0  # seconds between two lines that no connection can be taken
+_LOOK: Final = 0.02  # seconds between two checks that they have ended
+_PAUSE: Final = 60.0  # seconds between two log lines that no connection can be accepted
 _NO_FILES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _MANY: Final = "too many requests at once; try again later"
 _TWO_LENGTHS: Final = "content-length, transfer-encoding: a body has only one of them; send one"
 _NO_HTTP: Final = "request: not HTTP/1.1; see what the client sends before the body"
 
 RefusalForm = Callable[[int, str], Response]
-"""Makes the answer that refuses a request: from the status, and what is wrong."""
+"""Makes the answer that refuses a request, from its status and message."""
 
 
 def _plain(status: int, message: str) -> Response:
@@ -168,7 +167,7 @@ def _plain(status: int, message: str) -> Response:
 
 
 class _Listening(socket.socket):
-    """One backlog, whatever asyncio asks for: it takes as many connections in a row, and logs each that it cannot."""
+    """One backlog, whatever asyncio requests: asyncio accepts so many connections in a row, and logs each failure."""
 
     def listen(self, backlog: int = _BACKLOG, /) -> None:
         del backlog
@@ -210,11 +209,10 @@ class HttpServer:
     """Serves an application from `start` until `stop`, on its own thread.
 
     A request past `max_requests` at once is refused; health checks have room of their own. `refusal` makes refusals in
-    the form of the application's errors. Connections without a whole request head do not count. If there are more than
-    `max_requests` of them, one is closed: of the address that has most, the one that waits longest. Either bound is at
-    most a quarter of the files that the process may have open. `stopping` is set
-    at a stop, for streams that would go on and for the application. That is asked for `drain` seconds more, or until no
-    request is under way. Then those left have `grace` seconds.
+    the form of the application's errors. Connections without a whole request head do not count; past `max_requests`
+    of them one is closed: the longest waiting of the address that has most. Either bound is at most a quarter of the
+    files that the process may open. `stop` sets `stopping`, for endless streams and the application, which goes on
+    for at most `drain` seconds while requests are under way. Requests left then have `grace` seconds.
     """
 
     def __init__(
@@ -231,8 +229,8 @@ class HttpServer:
         self.address = listening.address
         self._app, self._listening, self._grace, self._drain = app, listening, grace, drain
         max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        max_requests = min(max_requests, max_files // 4)  # the rest is for what requests open, and for engines
-        self._max_requests, self._refuse, self._told_at = max_requests, refusal, -math.inf
+        max_requests = min(max_requests, max_files // 4)  # the rest is for files of requests, and for engines
+        self._max_requests, self._refuse, self._logged_at = max_requests, refusal, -math.inf
         self._num_requests = self._num_health = 0
         self._stopping = stopping or threading.Event()
         config = uvicorn.Config(
@@ -288,16 +286,16 @@ class HttpServer:
                 self._num_requests -= 1
 
     def _not_accepted(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What asyncio tells: that no connection can be taken, each second, and what is nobody's."""
+        """Handle asyncio's reports: of connections it cannot accept, each second, and of other errors."""
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in _NO_FILES:
             loop.default_exception_handler(context)
-        elif loop.time() - self._told_at >= _PAUSE:
-            self._told_at = loop.time()
+        elif loop.time() - self._logged_at >= _PAUSE:
+            self._logged_at = loop.time()
             _log.warning("http %s: takes no connection: %s; raise the limit of open files", self.address, error)
 
     async def _answer_health(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a health check. It takes room only until the answer is made: a client that never reads keeps none."""
+        """Answer a health check. Its room is free once the answer is made: a client that never reads keeps none."""
         answer: list[Message] = []
 
         async def keep(message: Message) -> None:
@@ -334,7 +332,7 @@ class HttpServer:
 
 
 def _named(scope: Scope, receive: Receive, send: Send) -> tuple[Scope, Receive, Send]:
-    """The request with an id: the client's or ours, for the log, for whom it is passed on to, and in the answer."""
+    """The request with an id, the client's or ours: for the log, for forwarding, and in the answer."""
     given = next((value for name, value in scope["headers"] if name == REQUEST_ID), None)
     header = (REQUEST_ID, begin_request(None if given is None else given.decode("latin-1")).encode())
 
@@ -351,7 +349,7 @@ def _named(scope: Scope, receive: Receive, send: Send) -> tuple[Scope, Receive, 
 class _Protocol(H11Protocol):
     """Closes connections whose request head is late, or whose client reads nothing: uvicorn would wait for ever.
 
-    What is no HTTP is refused as any other request is, not with uvicorn's text.
+    Requests that are not HTTP get the application's refusal, not uvicorn's text.
     A request's `state` has `pass_chunks`, which writes ready-made chunks of an answer.
     """
 
@@ -390,7 +388,7 @@ class _Protocol(H11Protocol):
         super().connection_lost(error)
 
     def send_400_response(self, msg: str) -> None:
-        """`msg` is uvicorn's: it says no more."""
+        """`msg` is uvicorn's, without details."""
         del msg
         answer = (
             h11.Response(status_code=400, headers=self.no_http.raw_headers, reason=b"Bad Request"),
@@ -405,11 +403,11 @@ class _Protocol(H11Protocol):
         if not self.transport.is_closing():
             self._wait()
         super().on_response_complete()
-        if not self.waits:  # the next request was there already
+        if not self.waits:  # the next request has arrived already
             self.waiting.discard(self)
 
     def _pass_chunks(self, chunks: bytes) -> bool:
-        """Write ready chunks past ASGI and h11. False, and nothing written, for a slow or gone client, or no chunks."""
+        """Write ready chunks past ASGI and h11. False, unwritten, for a slow or dead client, or no chunks."""
         is_body = self.conn.our_state is h11.SEND_BODY and self.conn.their_http_version == b"1.1"
         if not is_body or self.flow.write_paused or self.transport.is_closing():
             return False
@@ -417,7 +415,7 @@ class _Protocol(H11Protocol):
         return True
 
     def _look(self) -> None:
-        """Every `_IDLE` seconds: close a connection that makes no progress in what it reads, nor with a request."""
+        """Every `_IDLE` seconds: close a connection that makes no progress, neither in reading nor with a request."""
         num_unread = self.transport.get_write_buffer_size()
         if num_unread and num_unread == self._num_unread:
             self.transport.abort()

@@ -21,7 +21,7 @@ _DEADLINE: Final = 60.0  # seconds that one call may take
 
 
 class LoopFile:
-    """One file used from an event loop. KVTierError for every error; a call past its deadline is given up."""
+    """One file used from an event loop. KVTierError for every error; a call past its deadline is abandoned."""
 
     def __init__(self, file: "AsyncBufferedIOBase | AsyncBufferedReader", path: Path) -> None:
         self.path, self._file = path, file
@@ -29,7 +29,7 @@ class LoopFile:
 
     @classmethod
     async def create(cls, path: Path) -> "LoopFile":
-        """Create a file that only its owner can read: it holds what users said. Raises ConfigError if it exists."""
+        """Create a file that only its owner can read: it holds users' texts. Raises ConfigError if it exists."""
         pool = ThreadPoolExecutor(1, "kvtier-create")
         made = pool.submit(_make, path)
         pool.shutdown(wait=False)
@@ -54,7 +54,7 @@ class LoopFile:
             raise ConfigError(f"{path}: {error.strerror}; choose a file that can be read") from error
 
     async def write(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """Append the pieces; their bytes must not change until this returns. They then survive a kill, no power cut."""
+        """Append the pieces; they must not change until this returns. They then survive a kill, but no power cut."""
         await self._do(self._file.writelines(pieces))
         await self._do(self._file.flush())
 
@@ -90,7 +90,7 @@ def _make(path: Path) -> BufferedWriter:
 
 
 def _unmake(path: Path, made: "Future[BufferedWriter]") -> None:
-    """Nobody waits for the file any more: it goes, now or once its thread has made it."""
+    """Remove the file, now or once its thread has made it: its caller waits no more."""
     if not made.cancelled() and made.exception() is None:
         made.result().close()
         path.unlink(missing_ok=True)

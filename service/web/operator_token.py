@@ -1,4 +1,4 @@
-"""A daemon's own token, if none is configured: made at its start, in a file that its user alone can read."""
+"""A daemon's own token if none is configured: made at its start, in a file that only its user can read."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ _MOST: Final = 4096  # bytes of the file
 
 
 class OperatorToken(NamedTuple):
-    """What admin requests must carry, and where `kvtier` finds it; no file if the token was configured."""
+    """The token that admin requests carry, and the file where `kvtier` finds it; None: the token was configured."""
 
     secret: SecretStr
     file: Path | None
@@ -27,7 +27,7 @@ class OperatorToken(NamedTuple):
 
     @classmethod
     def made(cls, socket: Path, http: str) -> "OperatorToken":
-        """A new one for the daemon at `socket` whose pages are at `http`. If no file can be written, nobody has it."""
+        """A new token for the daemon at `socket` with pages at `http`. Without a writable file, no client has it."""
         file, secret = Path(f"{socket.absolute()}.token"), secrets.token_urlsafe(_BYTES)
         try:
             _write(file, http, secret)
@@ -39,13 +39,13 @@ class OperatorToken(NamedTuple):
         return cls(SecretStr(secret), file, http)
 
     def keep(self) -> None:
-        """Put the file there again if somebody removed it: the same token. May wait."""
+        """Write the file again if it was removed, with the same token. May wait."""
         if self.file is not None and not self.file.exists():
             with suppress(OSError):
                 _write(self.file, self.http, self.secret.get_secret_value())
 
     def forget(self) -> None:
-        """The daemon ends. Its file goes, if nobody else's stands there by now."""
+        """Remove the file at the daemon's end, unless another daemon's is there now."""
         if self.file is not None:
             with suppress(OSError, ConfigError):
                 if read_token(self.file)[1].get_secret_value() == self.secret.get_secret_value():
@@ -67,10 +67,10 @@ def _write(file: Path, http: str, secret: str) -> None:
 
 
 def token_at(file: Path, http: str) -> SecretStr:
-    """The token in a daemon's file. ConfigError unless it is this user's or root's, and of the pages at `http`."""
-    told, secret = read_token(file)
-    if told != http and not (_is_local(told) and _is_local(http) and _port(told) == _port(http)):
-        raise ConfigError(f'"{file}": the token of the daemon at {told}, not of {http}; give --token')
+    """The token in a daemon's file. ConfigError unless the file is this user's or root's, for the pages at `http`."""
+    address, secret = read_token(file)
+    if address != http and not (_is_local(address) and _is_local(http) and _port(address) == _port(http)):
+        raise ConfigError(f'"{file}": the token of the daemon at {address}, not of {http}; give --token')
     return secret
 
 
@@ -80,9 +80,9 @@ def read_token(file: Path) -> tuple[str, SecretStr]:
         with open(descriptor, "rb") as opened:
             about = os.fstat(opened.fileno())
             if about.st_uid not in (os.geteuid(), 0) or about.st_mode & 0o077:
-                raise ConfigError(f"\"{file}\": not this user's alone, so it is no daemon's token; give --token")
-            told = json.loads(opened.read(_MOST))
-            return str(told["http"]), SecretStr(str(told["token"]))
+                raise ConfigError(f"\"{file}\": another user's, or readable by others: no daemon's token; give --token")
+            content = json.loads(opened.read(_MOST))
+            return str(content["http"]), SecretStr(str(content["token"]))
     except OSError as error:
         raise ConfigError(f'"{file}": {error.strerror}; run this as the daemon\'s user, or give --token') from None
     except (ValueError, TypeError, LookupError):

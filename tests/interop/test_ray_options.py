@@ -22,7 +22,7 @@ from kvtier.tiers import ConfigError
         ({"autoscaling": {"min_replicas": 3, "max_replicas": 1}}, r"^autoscaling (.|\n)*max_replicas \(1\)"),
         ({"router": "nonsense"}, "^router 'nonsense': No module"),
         ({"router": "kvtier.service.ray.request_router:Other"}, "^router .*has no attribute 'Other'"),
-        ({"router": "os.path"}, '^router "os.path": no class of request routers'),
+        ({"router": "os.path"}, '^router "os.path": not a class of request routers'),
         ({"router_options": {"tokenizer": "x"}}, "^router_options: unknown tokenizer; known are max_blocks, mo"),
     ],
 )

@@ -121,7 +121,7 @@ def test_each_claim_that_fails_is_reported() -> None:
     ("arguments", "complaint"),
     [
         (("rag", "--rule", "all"), "repair_rule 'all': use one of deviation, question, first, borders, random"),
-        (("--json", "rag"), "write options behind `rag`"),
+        (("--json", "rag"), "write options after `rag`"),
     ],
 )
 def test_a_wrong_option_is_one_line_and_status_2(arguments: tuple[str, ...], complaint: str) -> None:

@@ -116,7 +116,7 @@ def test_an_evicted_prompt_leaves_every_tier_and_no_other_does(daemon: DaemonPro
     assert tiers.drain(60)
     tokens = json.dumps(list(range(16)))
     shown = says(daemon, "purge", "--blocks", "-", "--cache-salt", "alice", stdin=tokens)
-    assert shown == "evicted 4 from l2, 4 from file; 0 pins let go\n"
+    assert shown == "evicted 4 from l2, 4 from file; 0 pins removed\n"
     assert where(tiers, secret).miss == 4
     assert load(tiers, other) == 4
 
@@ -137,7 +137,7 @@ def test_a_prompt_is_named_by_its_text_as_well(daemon: DaemonProcess, tiers: Rem
         "exported 4 of 4 blocks"
     )
     shown = says(daemon, "purge", "--text", "-", *named, stdin=text.read_text())
-    assert shown == "evicted 4 from l2, 4 from file; 1 pins let go\n"
+    assert shown == "evicted 4 from l2, 4 from file; 1 pins removed\n"
 
 
 def test_blocks_evicted_while_an_engine_loads_them_stay_right(daemon: DaemonProcess, tiers: RemoteTiers) -> None:
@@ -173,7 +173,7 @@ def test_pins_by_command(daemon: DaemonProcess, tiers: RemoteTiers, home: Path) 
     assert [(pin["pin"], pin["blocks"], pin["model"]) for pin in listed] == [(1, 4, MODEL), (2, 2, MODEL)]
     assert "seconds left" in says(daemon, "pin")
     for number in ("1", "2"):
-        assert says(daemon, "unpin", number) == f"pin {number} is gone\n"
+        assert says(daemon, "unpin", number) == f"pin {number} is removed\n"
     assert json.loads(says(daemon, "pin", "--json")) == {"pins": []}
 
 
@@ -197,12 +197,12 @@ def test_quotas_by_command_hold_for_models_to_come(
     }
     assert "alice" not in httpx2.get(f"http://{daemon.http}/summary").text  # a salt is not for everybody
     assert "alice" not in httpx2.get(f"http://{daemon.http}/metrics").text
-    assert says(daemon, "quota", "alice", "--remove") == "alice has no quota any more\n"
+    assert says(daemon, "quota", "alice", "--remove") == "alice has no quota now\n"
     assert store(tiers, chain, 2) == 4
     again = kvtier("quota", "alice", "--remove", "--http", daemon.http)
     assert (again.returncode, again.stderr) == (
         1,
-        "kvtier: cache_salt: this tenant has no quota; `kvtier quota` lists those that have\n",
+        "kvtier: cache_salt: this tenant has no quota; `kvtier quota` lists those that have one\n",
     )
 
 
@@ -280,9 +280,7 @@ def test_an_archive_in_the_clear_is_not_for_a_daemon_with_a_key(home: Path, disk
     assert load(tiers, chain) == 0
     refused = kvtier("import", str(file), "--http", daemon.http)
     assert refused.returncode == 2
-    assert (
-        "not encrypted, and [file] key_file is set: anybody may have made it; import it by --unsealed" in refused.stderr
-    )
+    assert "not encrypted, and [file] key_file is set: its origin is unknown; import it by --unsealed" in refused.stderr
     assert load(tiers, chain) == 0
     says(daemon, "import", str(file), "--unsealed")
     assert load(tiers, chain) == 6
@@ -407,7 +405,7 @@ def test_a_row_is_what_changed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "mistake"),
     [
-        (["status", "--socket", "/s"], '--socket "/s": engines attach there; give --http HOST:PORT'),
+        (["status", "--socket", "/s"], '--socket "/s": only engines use it; give --http HOST:PORT'),
         (["status", "--http", "nowhere"], '--http "nowhere": not HOST:PORT; write it as in 127.0.0.1:9400'),
         (
             ["top", "--interval", "soon"],
@@ -415,7 +413,7 @@ def test_a_row_is_what_changed() -> None:
         ),
         (["quota", "alice"], 'quota "alice": give a size, as in 4GiB, or --remove'),
         (["quota", "alice", "4XB"], 'SIZE "4XB": no unit'),
-        (["purge"], "purge: say what is to be forgotten, by --blocks FILE, --text FILE, --model FINGERPRINT or --all"),
+        (["purge"], "purge: select what is to be removed, by --blocks FILE, --text FILE, --model FINGERPRINT or --all"),
         (
             ["pin", "--blocks", "/nowhere"],
             '--blocks "/nowhere": No such file or directory; name a file that can be read',
@@ -427,9 +425,9 @@ def test_a_row_is_what_changed() -> None:
         (["pin", "--blocks", "-", "--tokenizer", "/m"], '--tokenizer "/m": it cuts --text, which is not given; '),
         (["purge", "--all", "--cache-salt", "bob"], '--cache-salt "bob": it belongs to a prompt; '),
         (["purge", "--model", "ab", "--cache-salt", "bob"], '--cache-salt "bob": it belongs to a prompt; '),
-        (["purge", "--all", "--blocks", "-"], "purge --all: it forgets all there is; leave it out, or --blocks, "),
-        (["purge", "--all", "--text", "-"], "purge --all: it forgets all there is; leave it out, or --blocks, "),
-        (["purge", "--all", "--model", "ab"], "purge --all: it forgets all there is; leave it out, or --blocks, "),
+        (["purge", "--all", "--blocks", "-"], "purge --all: it removes every block; leave it out, or --blocks, "),
+        (["purge", "--all", "--text", "-"], "purge --all: it removes every block; leave it out, or --blocks, "),
+        (["purge", "--all", "--model", "ab"], "purge --all: it removes every block; leave it out, or --blocks, "),
         (["export", "/f", "--tokenizer", "/m"], '--tokenizer "/m": it cuts --text, which is not given; '),
         (["purge", "--text", "-", "--blocks", "-"], '--text "-": --blocks names the prompt, too; give one of them'),
         (["status", "--url", "localhost:1"], '--url "localhost:1": not a URL; write it as in http://127.0.0.1:8000'),

@@ -14,7 +14,7 @@ from router_rig import RawReplica
 from service_rig import FINGERPRINT, DaemonProcess, attach, store, where
 
 from kvtier.service.explain.lines import changing_part, explained
-from kvtier.service.node.namespaces import BlockDimensions, Namespace, note_model
+from kvtier.service.node.namespaces import BlockDimensions, Namespace, record_model
 from kvtier.service.node.operators import BlockSelection, explain
 from kvtier.service.node.served_tiers import ServedTiers
 from kvtier.service.web import http_client
@@ -108,11 +108,11 @@ def test_a_closed_slab_of_the_same_checkpoint_is_told_field_by_field(tmp_path: P
     renamed = {**own.about, "model": "llama-copy", "dtype": "float16"}  # the weights decide, not what people call them
     for fingerprint, about in ((before, renamed), (gone, own.about)):
         (tmp_path / f"{fingerprint.hex()}.slab").write_bytes(bytes(4096))
-        note_model(tmp_path, fingerprint, about)
+        record_model(tmp_path, fingerprint, about)
     (tmp_path / f"{gone.hex()}.slab").unlink()
     stranger = bytes([3]) * 32
     (tmp_path / f"{stranger.hex()}.slab").write_bytes(bytes(4096))
-    note_model(tmp_path, stranger, {**own.about, "model": "qwen", "revision": "sha256:bb"})
+    record_model(tmp_path, stranger, {**own.about, "model": "qwen", "revision": "sha256:bb"})
     torn = tmp_path / f"{(bytes([4]) * 32).hex()}"
     torn.with_suffix(".slab").write_bytes(bytes(4096))
     torn.with_suffix(".about.json").write_text("{")

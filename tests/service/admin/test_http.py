@@ -231,7 +231,7 @@ def test_without_a_token_of_the_operators_one_is_made_that_its_user_alone_finds(
         )
         file.write_text(json.dumps(told))
         file.chmod(0o644)
-        assert "not this user's alone" in kvtier("quota", "--http", daemon.http).stderr
+        assert "readable by others" in kvtier("quota", "--http", daemon.http).stderr
         for content in ("", "[]", '{"http": 1}'):
             file.chmod(0o600)
             file.write_text(content)
@@ -342,7 +342,7 @@ def test_a_stopped_daemon_is_one_line_long_before_a_long_verb_ends(home: Path, m
     [
         ("reset", "", "body: not JSON (Expecting value: line 1 column 1 (char 0)); send an object"),
         ("reset", "[1]", "body [1]: not a JSON object; send one"),
-        ("reset", "{}", "model, all: name a model, or say that all are meant"),
+        ("reset", "{}", "model, all: give a model, or all"),
         ("reset", '{"all": "yes"}', 'all "yes": Input should be a valid boolean'),
         ("reset", '{"all": true, "aII": 1}', "aII 1: unknown field; known are model, all"),
         ("reset", '{"all": true, "=all": 1}', "=all 1: unknown field; known are model, all"),
@@ -375,7 +375,7 @@ def test_a_stopped_daemon_is_one_line_long_before_a_long_verb_ends(home: Path, m
             '{"tokens": [1], "hashes": []}',
             "hashes []: List should have at least 1 item after validation, not 0",
         ),
-        ("evict", '{"cache_salt": "a"}', "cache_salt: belongs to tokens; the names of blocks have it in them"),
+        ("evict", '{"cache_salt": "a"}', "cache_salt: only for tokens; names of blocks include it"),
         ("reset", "[" * 100_000, "body: not JSON (maximum recursion depth exceeded"),
         ("unpin", '{"pin": ' + "9" * 5000 + "}", "body: not JSON (Exceeds the limit (4300 digits)"),
     ],

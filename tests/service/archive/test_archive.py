@@ -639,7 +639,7 @@ def test_an_encrypted_archive_needs_its_key(tmp_path: Path, archive_of_12: Path)
     target = hierarchy_of(slots=16)
     if key is None:  # in the clear: whoever has a key must want it so
         what = target, FINGERPRINT, BLOCK_SIZE, archive_of_12, bytes(32)
-        with pytest.raises(ConfigError, match=r"twelve: not encrypted, and .* anybody may have made it"):
+        with pytest.raises(ConfigError, match=r"twelve: not encrypted, and .* its origin is unknown"):
             run(last(import_blocks(*what)))
         assert target.host.pool.counts().ready == 0
         assert run(last(import_blocks(*what, unsealed=True))).num_blocks == 12

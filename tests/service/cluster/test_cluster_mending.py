@@ -15,7 +15,7 @@ from cluster_rig import Running, wait_for
 from kvtier.service.cluster import cluster as cluster_module
 from kvtier.service.cluster import keeper
 from kvtier.service.cluster.cluster import Cluster, show_logs
-from kvtier.service.cluster.keeper import mend
+from kvtier.service.cluster.keeper import revive
 from kvtier.service.command_line import Exit
 
 pytestmark = pytest.mark.timeout(300)
@@ -92,14 +92,14 @@ def test_one_that_goes_on_ending_waits_longer_each_time(home: Path, file: str, m
     wait_for(lambda: running.states()["two"] == "dead")
     clock, waits = [0.0], []
     for _ in range(9):
-        assert mend(made, started, lambda: clock[0])
+        assert revive(made, started, lambda: clock[0])
         due = made.read().members["two"].next_start
         assert due is not None
         waits.append(due - clock[0])
-        assert mend(made, started, lambda: clock[0])  # not yet
+        assert revive(made, started, lambda: clock[0])  # not yet
         assert made.read().members["two"].next_start == due
         clock[0] = due
-        assert mend(made, started, lambda: clock[0])
+        assert revive(made, started, lambda: clock[0])
         started[-1].wait()
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     assert (running.status()["two"].restarts, len(started)) == (9, 9)

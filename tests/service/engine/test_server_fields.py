@@ -77,10 +77,10 @@ def test_tools_that_the_model_would_not_see_are_refused(server: ServerThread) ->
 
 def test_names_of_unknown_fields_are_few() -> None:
     fields = IgnoredFields()
-    fields.note(["x" * 65, "two words", "é", ""])
+    fields.record(["x" * 65, "two words", "é", ""])
     assert fields.counts == {OTHER: 1}
     for number in range(100):
-        fields.note([f"x{number}"])
+        fields.record([f"x{number}"])
     assert len(fields.counts) == 32
     assert sum(fields.counts.values()) == 101
 

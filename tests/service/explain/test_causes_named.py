@@ -330,8 +330,8 @@ def test_a_request_by_its_id() -> None:
     model = opened()
     chain = hold(model, TEXT)
     client = int.from_bytes(chain.root[:4], "little")
-    model.tiers.seen.recent.note(client, "chat-1", chain.hashes)
-    model.tiers.seen.recent.note(client, "chat-2", ())
+    model.tiers.seen.recent.record(client, "chat-1", chain.hashes)
+    model.tiers.seen.recent.record(client, "chat-2", ())
     answer: dict[str, Any] = explain_request(model, "chat-1", None, 1.0)
     assert (answer["held"], answer["cause"]) == (len(TEXT) // BLOCK, None)
     assert explain_request(model, "chat-2", None, 1.0)["cause"]["name"] == "short"

@@ -157,13 +157,13 @@ class _Known:
 def test_the_last_requests_are_kept_within_both_bounds() -> None:
     recent: Recent[_Known] = Recent(most_requests=3, most_items=10)
     for number, size in enumerate((4, 4, 4, 1)):
-        recent.note(0, str(number), _Known(size))
+        recent.record(0, str(number), _Known(size))
     assert [recent.find(0, str(number)) is not None for number in range(4)] == [False, True, True, True]
-    recent.note(0, "3", _Known(2))  # anew
-    recent.note(0, "4", _Known(4))
+    recent.record(0, "3", _Known(2))  # anew
+    recent.record(0, "4", _Known(4))
     assert [recent.find(0, str(number)) is not None for number in range(5)] == [False, False, True, True, True]
     mine, yours = recent.find(0, "4"), _Known(1)
-    recent.note(7, "4", yours)  # another tenant's
+    recent.record(7, "4", yours)  # another tenant's
     assert (recent.find(0, "4"), recent.find(7, "4")) == (mine, yours)
-    recent.note(0, "5", _Known(11))  # more than all
+    recent.record(0, "5", _Known(11))  # more than all
     assert len(recent) == 0

@@ -69,11 +69,11 @@ def test_who_keeps_no_more_than_its_share_never_goes(notes: list[tuple[int, int]
     def cut(who: int) -> None:
         assert kept[who] == max(kept.values()) > MAX_BUFFERED // MAX_CLIENTS
         kept[who] = 0
-        buffers.note(who, 0)
+        buffers.record(who, 0)
 
     buffers = Buffers(cut)
     for who, num_bytes in notes:
         kept[who] = num_bytes
-        buffers.note(who, num_bytes)
+        buffers.record(who, num_bytes)
         buffers.check()
         assert buffers.used == sum(kept.values())

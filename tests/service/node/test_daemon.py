@@ -93,7 +93,7 @@ def test_a_socket_that_was_removed_is_there_again(
     one, chain = attach(), chain_of(4)
     store(one, chain)
     (home / "s").unlink()  # by a cleaner of temporary files
-    wait_until(lambda: "somebody removed it; it is there again" in caplog.text)
+    wait_until(lambda: "it was removed, and is there again" in caplog.text)
     other = attach()
     assert other.member is not None
     assert load(other, chain) == 4

@@ -11,7 +11,7 @@ from kvtier.service.observe.statuses import OptimumFigures
 
 
 def look(past: PastLookups, capacity: int) -> OptimumFigures:
-    past.take_in()
+    past.convert()
     found = past.look(capacity)
     assert found is not None
     return found
@@ -53,13 +53,13 @@ def test_it_is_bounded_in_time_blocks_and_what_waits(monkeypatch: pytest.MonkeyP
         past.record(chain_of(4, first_token=1000 * number).hashes, 4, 4, 0)
     assert look(past, 8).asked == 8  # two chains of four are within ten blocks
     clock.advance(3601)
-    past.take_in()
+    past.convert()
     assert past.look(8) is None
     monkeypatch.setattr(lookups, "_MOST_WAITING", 6)
     for _ in range(4):
         past.record(chain_of(4).hashes, 4, 0, 0)
     assert past.num_dropped == 2
-    past.take_in()
+    past.convert()
     past.record(chain_of(2).hashes, 2, 2, 0)  # there is room again
     assert look(past, 8).asked == 10
     assert past.num_dropped == 2

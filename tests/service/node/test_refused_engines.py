@@ -76,9 +76,9 @@ def test_an_engine_that_was_refused_is_seen_everywhere_until_one_of_its_model_ge
 def test_reasons_are_bounded_and_short() -> None:
     refusals, peer = Refusals(), Peer(1, 2)
     for number in range(100):
-        refusals.note(f"reason {number}", peer)
-        refusals.note("the usual one", peer)
-    refusals.note("x" * 5000, peer, b"model")
+        refusals.record(f"reason {number}", peer)
+        refusals.record("the usual one", peer)
+    refusals.record("x" * 5000, peer, b"model")
     kept = refusals.all()
     assert len(kept) == 16
     assert (len(kept[0].why), kept[0].model) == (500, b"model".hex())

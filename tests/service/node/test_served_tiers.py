@@ -26,6 +26,6 @@ def test_a_question_in_vain_is_remembered_only_while_it_may_be_asked_again(monke
         ask(number)
     time.sleep(0.1)
     ask(50)
-    assert len(tiers._vain) == 1
+    assert len(tiers._missed) == 1
     hierarchy.check()
     hierarchy.close()

@@ -67,7 +67,7 @@ def test_vllm_is_told_the_same_in_its_words_and_json_stays_as_it_is() -> None:
     events = command[command.index("--kv-events-config") + 1]
     assert '"endpoint": "tcp://*:8002", "replay_endpoint": "tcp://*:8003"}' in events
     assert options.endpoints(PORTS) == ("tcp://10.0.0.7:8002", "tcp://10.0.0.7:8003")
-    assert options.told_block_size == 16
+    assert options.fallback_block_size == 16
     missing = RayOptions(model="m", engine="vllm")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", "")
@@ -96,7 +96,9 @@ def test_an_option_that_cannot_be_meant_names_its_field(field: str, value: objec
 
 
 def test_options_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ValidationError, match="replicas and autoscaling: both say how many; leave one out"):
+    with pytest.raises(
+        ValidationError, match="replicas and autoscaling: both set the number of replicas; leave one out"
+    ):
         RayOptions(model="m", replicas=2, autoscaling={"max_replicas": 4})
     # Routers are told the size; vLLM itself tells it to nobody.
     for words in (("--block-size", "32"), ("--block-size=32",)):
@@ -105,7 +107,7 @@ def test_options_that_contradict_each_other_are_refused() -> None:
     sized = RayOptions(model="m", engine="vllm", program=("vllm",), block_size=32)
     command = sized.command(PORTS)
     assert command[command.index("--block-size") + 1] == "32"
-    assert sized.told_block_size == 32
+    assert sized.fallback_block_size == 32
 
 
 def test_ready_is_who_answers_and_a_stopped_one_is_gone() -> None:

@@ -108,7 +108,7 @@ def test_compressed_traces_are_read_and_broken_ones_told(tmp_path: Path) -> None
         ('{"custom_id": "1", "body": {}}\n', "it has 'custom_id': this is a batch of OpenAI requests"),
         ('{"messages": []}\n', "it has 'messages': this is a list of chats"),
         ('{"conversations": []}\n', "this is a list of ShareGPT conversations"),
-        ('{"type": "BlockStored", "block_hashes": [1]}\n', "this is KV events: they tell what is stored"),
+        ('{"type": "BlockStored", "block_hashes": [1]}\n', "this is KV events: they list blocks stored"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "comma-separated values, not JSON lines"),
         ('{"colour": "red"}\n', "no hash_ids among 'colour'"),
         ('{"\\u001b[2J": "red"}\n', r"no hash_ids among '\x1b[2J'"),
@@ -182,7 +182,7 @@ def test_a_trace_without_times_and_answers_still_runs(tmp_path: Path) -> None:
 def test_a_block_size_that_nobody_can_tell_is_asked_for(tmp_path: Path) -> None:
     lines = ({"input_length": length, "hash_ids": [length]} for length in (70, 90))
     path = written(tmp_path / "trace", *lines)
-    with pytest.raises(ConfigError, match="the trace does not tell how many tokens a block has; say it, by --block-s"):
+    with pytest.raises(ConfigError, match="the trace does not say how many tokens a block has; give --block-s"):
         load_trace(path)
     assert load_trace(path, block_size=64).num_prompt.tolist() == [1, 1]
     with pytest.raises(ConfigError, match="--block-size 16: its requests have blocks of 46 to"):
