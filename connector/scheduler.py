@@ -461,7 +461,7 @@ class SchedulerSide:
         if known.looked_behind == num_found and now < known.look_again:
             return False
         own, behind, claim.behind = chain.next_tokens(num_found)[: 4 * room], claim.behind, None  # searched once
-        children = behind(own[:4]) if own and behind is not None else ()
+        children = behind(claim, own[:4]) if own and behind is not None else ()
         best = best_child(chain, children, num_found, own) if children else None
         if best is None:
             known.looked_behind, known.look_again = num_found, now + _LOOK_AGAIN

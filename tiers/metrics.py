@@ -5,7 +5,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from threading import Lock
@@ -83,7 +83,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.losses = Losses()
-        self._lock = Lock()  # of counters and histograms
+        self._lock = self.losses.lock  # of counters and histograms, too
         self._registry = registry = CollectorRegistry()
         self._families: list[Series] = []
         self._lookup = self._counter("kvtier_lookup_blocks", "Blocks asked for, by where they were found", "tier")
@@ -131,7 +131,7 @@ class Metrics:
         self._slab = self._gauge("kvtier_slab_limit_bytes", "Disk space that a slab may take", "tier", "place")
         self._places: dict[str, Sequence[StoragePlace]] = {}
         self.copies = CopyMetrics(self._counter, self._gauge)
-        self._load_seconds: dict[str, list[float]] = {}
+        self._load_seconds = defaultdict[str, list[float]](lambda: [0.0] * (len(_SECONDS) + 2))
         text = "Time of one batch moved towards the engine"
         registry.register(_Histograms("kvtier_load_seconds", text, self._load_seconds, _SECONDS))
         self._ages: dict[str, Sequence[int]] = {}
@@ -150,12 +150,13 @@ class Metrics:
     ) -> None:
         """One lookup's blocks, by the tier that had each when it began, and those that none had.
 
-        These are counted under `missing`, too, and if absent, under their causes. KeyError for a tier that is not in
-        the table.
+        These are counted under `missing`, too, and if absent, under their causes.
         """
-        for tier, num_blocks in found.by_tier.items():
-            self._lookup.add(num_blocks, tier)
-        self.losses.count("", LOOKED_UP, found.blocks)
+        counts = self._lookup.values
+        with self._lock:
+            for tier, num_blocks in found.by_tier.items():
+                counts[tier,] += num_blocks
+            self.losses.add("", LOOKED_UP, found.blocks)
         if num_missing := found.miss:
             self._lookup.add(num_missing, MISS)
             if missing is not None:
@@ -217,10 +218,10 @@ class Metrics:
 
     def moved(self, tier: str, direction: str, num_bytes: int, seconds: float) -> None:
         """One batch of payload moved between `tier` and the one above; `seconds` is its wall time."""
-        self._bytes.add(num_bytes, tier, direction)
-        if direction in _LOADS:
-            with self._lock:
-                counts = self._load_seconds.setdefault(tier, [0.0] * (len(_SECONDS) + 2))
+        with self._lock:
+            self._bytes.values[tier, direction] += num_bytes
+            if direction in _LOADS:
+                counts = self._load_seconds[tier]
                 counts[bisect_left(_SECONDS, seconds)] += 1
                 counts[-1] += seconds
 
@@ -321,13 +322,13 @@ class _Counter(Collector):
     """A family of counters. Prometheus's own take four times as long to add to."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str], lock: Lock) -> None:
-        self.values: dict[tuple[str, ...], float] = {}
+        self.values = defaultdict[tuple[str, ...], float](float)  # changed under the lock
         self._family = name, text, labels
         self._lock = lock
 
     def add(self, amount: float, *labels: str) -> None:
         with self._lock:
-            self.values[labels] = self.values.get(labels, 0.0) + amount
+            self.values[labels] += amount
 
     def collect(self) -> Iterator[Metric]:
         name, text, names = self._family
@@ -376,22 +377,26 @@ class Losses:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._lock = Lock()
-        self._minutes: deque[tuple[int, Tally[tuple[str, str]]]] = deque(maxlen=_MINUTES + 1)
+        self.lock = Lock()
+        self._minutes: deque[tuple[int, dict[tuple[str, str], int]]] = deque(maxlen=_MINUTES + 1)
         self._next_minute = self._told_at = -math.inf
         self._num_untold = 0
 
     def count(self, tier: str, what: str, num_blocks: int) -> None:
         """`what`: LOOKED_UP, STORED, or why they were lost. `tier`: "" for blocks that were to be loaded."""
-        with self._lock:
-            if (now := self._clock()) >= self._next_minute:
-                self._minutes.append((int(now // 60), Tally()))
-                self._next_minute = now // 60 * 60 + 60
-            self._minutes[-1][1][tier, what] += num_blocks
+        with self.lock:
+            self.add(tier, what, num_blocks)
+
+    def add(self, tier: str, what: str, num_blocks: int) -> None:
+        """`count` for a caller that has the lock."""
+        if (now := self._clock()) >= self._next_minute:
+            self._minutes.append((int(now // 60), defaultdict(int)))
+            self._next_minute = now // 60 * 60 + 60
+        self._minutes[-1][1][tier, what] += num_blocks
 
     def to_tell(self, num_blocks: int) -> int:
         """So many more found no slot: how many the log is to tell of now, once a minute."""
-        with self._lock:
+        with self.lock:
             self._num_untold += num_blocks
             if self._clock() - self._told_at < 60.0:
                 return 0
@@ -402,10 +407,10 @@ class Losses:
     def wanting(self) -> dict[str, str]:
         """What there is too little of, and why one thinks so: "file stores", "l2 slots"."""
         oldest, seen = int(self._clock() // 60) - _MINUTES, Tally[tuple[str, str]]()
-        with self._lock:
+        with self.lock:
             for minute, counts in self._minutes:
                 if minute >= oldest:
-                    seen += counts
+                    seen.update(counts)
         found = {}
         for tier in sorted({tier for tier, _ in seen} - {""}):
             lost = Tally({why: n for (of, why), n in seen.items() if of == tier and why != STORED})

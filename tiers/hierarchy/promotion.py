@@ -21,6 +21,7 @@ _MOST: Final = 8192  # blocks in one query: a longer chain takes several
 _FIRST_LEASE: Final = 256  # blocks looked up at once; doubled while all are found
 _BETWEEN_PIECES: Final = 0.5  # seconds in which a request that took one piece has to claim the next
 _MAX_CHECKS: Final = 1 << 16  # batches waiting to be verified
+_NOTHING: Final[list[ChainHash]] = []  # never changed
 
 
 @dataclass(eq=False, slots=True)
@@ -32,7 +33,6 @@ class Holding:
     names: Sequence[ChainHash] = field(default=(), init=False)  # set when counted: the blocks counted by name
 
 
-@dataclass(eq=False)
 class LocalClaim(Claim):
     """A claim on this process's tiers: `Hierarchy` looks the blocks up, then `Promoter` loads the run.
 
@@ -41,13 +41,13 @@ class LocalClaim(Claim):
     """
 
     # during lookup
-    questions: "list[Question]" = field(default_factory=list)  # queries to shared tiers, not read yet
+    questions: "Sequence[Question]" = ()  # queries to shared tiers, not read yet
     asked_until: int = 0  # leading blocks of the chain that shared tiers were queried about
     sealing: Sealing | None = None  # the store that will publish the first missing block
     patient_until: float = 0.0  # how long it waits for `sealing`, on the monotonic clock
 
-    # during promotion
-    run: list[ChainHash] = field(default_factory=list)
+    # during promotion: what has no value here, `Promoter.start` sets
+    run: list[ChainHash] = _NOTHING
     run_parent: ChainHash = b""  # of run[0]
     end: int = 0  # of the run; shrinks when a block cannot be loaded
     next: int = 0  # first block of the run that is neither leased nor being read
@@ -56,12 +56,12 @@ class LocalClaim(Claim):
     room_until: float = 0.0  # how long it waits for room
     deadline: float = math.inf  # for reads
     polled_at: float = 0.0
-    leases: list[Lease] = field(default_factory=list)
-    reads: "set[TierRead]" = field(default_factory=set)
-    checks: "set[HostCheck]" = field(default_factory=set)  # blocks under check are not promised
+    leases: tuple[Lease, ...] = ()
+    reads: "set[TierRead]"
+    checks: "set[HostCheck]"  # blocks under check are not promised
     source: tuple[TierPort, int] | None = None  # from the lookup: this tier has so many next blocks, L2 none of them
     done: bool = False  # the promise is settled: one lease, or none
-    position: dict[ChainHash, int] = field(default_factory=dict)  # block → index in the run; empty until one is read
+    position: dict[ChainHash, int]  # block → index in the run; empty until one is read
 
 
 @dataclass(eq=False, slots=True)
@@ -161,7 +161,7 @@ class Promoter:
     ) -> None:
         self.host = host
         self._ports = ports
-        self._lock = lock
+        self._lock, self._mutex = lock, lock.mutex
         self._metrics = metrics
         self.clock = clock
         self._lease_deadline = lease_deadline
@@ -186,9 +186,10 @@ class Promoter:
         """
         if self._checking is not None:
             return None
-        with self._lock:
-            is_reserved = self._next_piece is not None
-            is_next, most = is_reserved and self._is_next(run), self._most(run) if is_reserved else self._max_waiting
+        with self._mutex:
+            is_next, most = False, self._max_waiting
+            if self._next_piece is not None:
+                is_next, most = self._is_next(run), self._most(run)
             if (self._line and not is_next) or self._waited.at_most + len(run) > most:
                 return None
             lease = self.host.pool.lease_whole(run)
@@ -196,9 +197,9 @@ class Promoter:
                 return lease
             if is_next:
                 self._next_piece = None
-            claim.run, claim.end, claim.next, claim.leases = run, len(run), len(run), [lease]
-            claim.done = True
-            claim.held, claim.promised, claim.polled_at = self._waited.hold(run, lease.slots), len(run), self.clock()
+            claim.run, claim.leases, claim.done, claim.polled_at = run, (lease,), True, self.clock()
+            claim.end = claim.promised = len(run)
+            claim.held = self._waited.hold(run, lease.slots)
             self.active.add(claim)
         return None
 
@@ -220,6 +221,7 @@ class Promoter:
         now = self.clock()
         with self._lock:
             claim.run, claim.run_parent, claim.end = run, parent, len(run)
+            claim.reads, claim.checks, claim.position = set(), set(), {}
             claim.patience, for_room = patience
             claim.polled_at, claim.room_until = now, now + for_room
             self.active.add(claim)
@@ -254,22 +256,19 @@ class Promoter:
     def lease(self, claim: Claim) -> Lease:
         """The lease of the promised blocks, once; then an empty one. The copy that follows releases it."""
         assert isinstance(claim, LocalClaim)
-        with self._lock:
-            if claim in self._line:
+        with self._mutex:
+            if self._line and claim in self._line:
                 self._end_waiting(claim)
             if claim.run and not claim.done:
                 self._settle_late(claim)
+            leases, claim.leases = claim.leases, ()
             if claim in self.active:
-                if claim.leases and len(claim.leases[0]) == self._max_waiting < len(claim.run):
-                    rest = len(claim.run) - self._max_waiting
+                rest = len(claim.run) - self._max_waiting
+                if rest > 0 and leases and len(leases[0]) == self._max_waiting:
                     until = self.clock() + min(claim.patience, _BETWEEN_PIECES)
                     self._next_piece = claim.run[self._max_waiting], min(rest, self._max_waiting), until
-                if claim.held is not None and not (self._line or self._short):
-                    self.active.remove(claim)
-                    self._waited.drop(claim.held)
-                else:
-                    self._leave(claim)
-            return claim.leases.pop() if claim.leases else self.host.pool.lease([])
+                self._leave(claim)
+            return leases[0] if leases else self.host.pool.lease([])
 
     def cancel(self, claim: LocalClaim) -> None:
         """Release the claim's blocks. Its reads under way continue. Idempotent."""
@@ -378,8 +377,9 @@ class Promoter:
     def _leave(self, claim: LocalClaim) -> None:
         """Remove an active claim."""
         self.active.remove(claim)
-        self._line.pop(claim, None)
-        self._short.pop(claim, None)
+        if self._line or self._short:
+            self._line.pop(claim, None)
+            self._short.pop(claim, None)
         if claim.held is not None:
             self._waited.drop(claim.held)
         if self._line:
@@ -435,7 +435,7 @@ class Promoter:
             first = self.host.pool.lease(wanted, places if num_held == len(wanted) else None)
         claim.held = self._waited.hold(wanted, first.slots)
         if self._checking is None and len(first.slots) == claim.end:  # L2 has all of it
-            claim.leases.append(first)
+            claim.leases = (first,)
             claim.next, claim.done = claim.end, True
             return
         claim.source = claim.source if len(first.slots) == num_held else None
@@ -447,7 +447,7 @@ class Promoter:
         self._finish(claim)
         for lease in claim.leases:
             lease.release()
-        claim.leases = []
+        claim.leases = ()
 
     def _settle_late(self, claim: LocalClaim) -> None:
         """Out of time: promise the blocks that have arrived."""
@@ -467,7 +467,7 @@ class Promoter:
             first = next((i for i, chain_hash in enumerate(hashes) if chain_hash in position), num_hashes)
             whole = next((i for i in range(first, num_hashes) if not isinstance(results[i], BlockRecord)), num_hashes)
             if wanted := [chain_hash for chain_hash in hashes[first:whole] if chain_hash in position]:
-                waiter.leases.append(self.host.pool.lease(wanted))
+                waiter.leases += (self.host.pool.lease(wanted),)
             if whole == num_hashes or hashes[whole] not in position:
                 continue
             outcome = results[whole]
@@ -512,7 +512,7 @@ class Promoter:
         """Add a lease on the run's next blocks. Returns how many."""
         if not len(lease):
             return 0
-        claim.leases.append(lease)
+        claim.leases += (lease,)
         start, claim.next = claim.next, claim.next + len(lease)
         if self._checking is not None:
             self._check(claim, start, lease, self._checking)
@@ -625,7 +625,7 @@ class Promoter:
             lease = self.host.pool.lease(claim.run[: claim.end])
             for piece in claim.leases:
                 piece.release()
-            claim.leases = [lease]
+            claim.leases = (lease,)
             claim.end = len(lease.hashes)
 
 

@@ -1857,17 +1857,31 @@ class Lease:
 
 
 @cython.cclass
-class Releaser:
-    """Ends the leases of one pool, under its lock. One that was dropped is left in `dropped`, for the next verb."""
+class Leases:
+    """Makes leases of one pool and ends them, under its lock. One that was dropped is left for the pool's next verb."""
 
     _lock: object
     _core: SlotCore
     _dropped: object
+    _places: object
 
-    def __init__(self, lock, core: SlotCore, dropped):
+    def __init__(self, lock, core: SlotCore, dropped, places):
         self._lock = lock
         self._core = core
         self._dropped = dropped
+        self._places = places
+
+    def whole(self, names: list):
+        """A lease of all of these blocks if all are ready, else `Places` of the leading ready ones. It has the list."""
+        core: SlotCore = self._core
+        self._lock.acquire()
+        try:
+            slots: list = core.find_run(names)
+            if len(slots) == len(names):
+                return Lease(names, slots, core.lease_found(slots), self)
+            return self._places(slots, core.generations(slots))
+        finally:
+            self._lock.release()
 
     def __call__(self, lease, is_dropped):
         if is_dropped:
