@@ -108,7 +108,7 @@ class SchedulerSide:
             return 0
         if (known := self.requests.get(request.request_id)) is None:
             known = self.requests[request.request_id] = ConnectedRequest(request, self.tiers.epoch)
-        if (claim := known.claim) is not None:
+        elif (claim := known.claim) is not None:
             is_past = known.view is not None and in_l1 > known.view.num_own
             if is_past or in_l1 < claim.num_l1:  # L1 has more than the view's own blocks, or fewer than claimed
                 self._cancel(known)
@@ -117,20 +117,7 @@ class SchedulerSide:
         if is_fresh:
             self._submit(known)
         least = in_l1 * block_size + in_part
-        claim = known.claim
-        if (
-            claim is not None
-            and claim.promised
-            and claim.found is not None
-            and not (claim.found.miss or claim.told or self._partial_blocks)
-        ):
-            if known.found is None:
-                known.found = claim.found
-                self.tiers.count(claim.found)
-            covered: int | None = (claim.num_l1 + claim.promised) * block_size
-            claim.told = True  # from now on it is polled, which renews it
-        else:
-            covered = self._answer(known, least, is_fresh=is_fresh)
+        covered = self._answer(known, least, is_fresh=is_fresh)
         if (claim := known.claim) is not None and claim.split is not None:
             self._begin_overlapped(known, claim)
         if covered is None:
@@ -403,11 +390,13 @@ class SchedulerSide:
     def _submit(self, known: ConnectedRequest) -> None:
         """Claim the request's blocks, as far as they may be promised."""
         chain = known.request.chain
-        usable = min(len(chain.hashes), (known.request.num_tokens - 1) // chain.block_size)
-        hashes, num_l1 = chain.hashes, min(known.asked, usable)
-        hashes = hashes if usable == len(hashes) else hashes[:usable]  # `submit` copies it
+        hashes, size = chain.hashes, chain.block_size
+        usable = (known.request.num_tokens - 1) // size
+        if usable < len(hashes):
+            hashes = hashes[:usable]
         overlap = Overlap.ALLOWED if self.computes_alone else Overlap.NONE
-        known.claim = self.tiers.submit(hashes, chain.root, num_l1, block_size=chain.block_size, overlap=overlap)
+        num_l1 = min(known.asked, len(hashes))
+        known.claim = self.tiers.submit(hashes, chain.root, num_l1, block_size=size, overlap=overlap)
         self._has_lookups |= known.claim.promised is None
 
     def _answer(self, known: ConnectedRequest, least: int, *, is_fresh: bool = False) -> int | None:
@@ -421,18 +410,21 @@ class SchedulerSide:
             return 0
         promised: int | Pending = PENDING
         if claim.promised is not None and not claim.told:
-            promised, claim.told = claim.promised, True
+            promised, claim.told = claim.promised, True  # from now on it is polled, which renews it
         elif not is_fresh:
             promised = self.tiers.poll(claim)
-        if claim.found is not None and known.found is None:
-            known.found = claim.found
-            known.causes = None if claim.why is None else claim.why()
-            self.tiers.count(claim.found, claim.missing, known.causes)
+        if (found := claim.found) is not None and known.found is None:
+            known.found, known.causes = found, claim.causes
+            self.tiers.count(found, claim.missing, known.causes)
         may_look = self._partial_blocks and known.view is None and claim.behind is not None
         if may_look and self._take_view(known, claim, least):
             return self._answer(known, least)
         if isinstance(promised, Pending):
             return None
+        covered = claim.num_l1 + promised
+        tokens = covered * claim.block_size if known.view is None else known.view.covered(covered)
+        if claim.refusal is None and (found is None or found.loadable):
+            return tokens
         if known.view is not None and claim.refusal is not None:
             known.whole_only = True
             self._cancel(known)
@@ -442,10 +434,7 @@ class SchedulerSide:
         if claim.refusal is Outcome.NO_SLOT and claim.found is not None and not known.was_crowded:
             known.was_crowded = True
             self.tiers.metrics.missed(Outcome.NO_SLOT, claim.found.loadable)
-        is_empty = claim.refusal is not None or (claim.found is not None and not claim.found.loadable)
-        covered = claim.num_l1 + promised
-        tokens = covered * claim.block_size if known.view is None else known.view.covered(covered)
-        if is_empty and time.monotonic() >= claim.good_until:  # a failure is final; an empty lookup may be repeated
+        if time.monotonic() >= claim.good_until:  # a failure is final; an empty lookup may be repeated
             self._cancel(known)
         return tokens
 
@@ -454,17 +443,17 @@ class SchedulerSide:
         chain, size = known.request.chain, claim.block_size
         if known.whole_only or claim.found is None or claim.refusal is not None:
             return False
-        num_found, now = claim.found.blocks - claim.found.miss, time.monotonic()
+        num_found = claim.found.blocks - claim.found.miss
         room = known.request.num_tokens - 1 - num_found * size  # tokens after them that may be loaded
         if room <= 0 or num_found * size + min(room, size) <= least or not is_named_by_tokens(chain):
             return False
-        if known.looked_behind == num_found and now < known.look_again:
+        if known.looked_behind == num_found and time.monotonic() < known.look_again:
             return False
         own, behind, claim.behind = chain.next_tokens(num_found)[: 4 * room], claim.behind, None  # searched once
         children = behind(claim, own[:4]) if own and behind is not None else ()
         best = best_child(chain, children, num_found, own) if children else None
         if best is None:
-            known.looked_behind, known.look_again = num_found, now + _LOOK_AGAIN
+            known.looked_behind, known.look_again = num_found, time.monotonic() + _LOOK_AGAIN
         if best is None or not pays(num_found, best[1], size, in_l1=known.asked, least=least):
             return False
         self.tiers.cancel(claim)
