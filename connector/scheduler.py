@@ -414,7 +414,8 @@ class SchedulerSide:
         elif not is_fresh:
             promised = self.tiers.poll(claim)
         if (found := claim.found) is not None and known.found is None:
-            known.found, known.causes = found, claim.causes
+            known.found = found
+            known.causes = None if claim.why is None else claim.why()
             self.tiers.count(found, claim.missing, known.causes)
         may_look = self._partial_blocks and known.view is None and claim.behind is not None
         if may_look and self._take_view(known, claim, least):

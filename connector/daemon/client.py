@@ -14,7 +14,7 @@ from typing import Final
 
 from msgspec import Raw
 
-from kvtier.connector.daemon.link import NONE, Attachment, Link, RemoteClaim
+from kvtier.connector.daemon.link import Attachment, Link, RemoteClaim
 from kvtier.connector.daemon.wire import (
     MAX_HASHES,
     MAX_ITEMS,
@@ -56,6 +56,7 @@ _LOOK: Final = 0.02  # seconds between two checks whether another thread has rea
 _ASK_AGAIN: Final = 0.05  # seconds before a lookup that missed may be repeated: it costs a message
 _ALONE_FROM: Final = 256  # blocks: a lookup of so many is sent at once
 _TRUE, _WHOLE = Raw(b"\xc3"), Raw(b"\xa0")  # answers: true, and the empty text
+_NONE: Final[list[int]] = []  # never mutated
 
 
 @dataclass(eq=False, slots=True)
@@ -208,9 +209,9 @@ class RemoteTiers:
                 del link.claims[claim.number]
                 ended = partial(self._released, link, claim.number)
                 lease = self._lease(names, slots, claim.generations, ended)
-                claim.slots = claim.generations = NONE
+                claim.slots = claim.generations = _NONE
                 return lease
-        return Lease([], NONE, NONE, _forget)
+        return Lease([], _NONE, _NONE, _forget)
 
     def cancel(self, claim: Claim) -> None:
         """Sent with the next message. Idempotent."""
@@ -488,7 +489,7 @@ class RemoteTiers:
         if claim.again or (link is None and not self._is_attaching()):
             return self._given_up(claim, reason)
         self._withdraw(claim)
-        claim.link, claim.slots, claim.generations = None, NONE, NONE
+        claim.link, claim.slots, claim.generations = None, _NONE, _NONE
         claim.again, claim.answered, claim.told = True, False, False
         self._ask(claim, link)
         if link is not None:
@@ -517,7 +518,7 @@ class RemoteTiers:
         if claim.found is None:
             claim.found = Attribution(len(claim.hashes), l1=claim.num_l1, miss=len(claim.hashes) - claim.num_l1)
             claim.good_until = self._clock() + _ASK_AGAIN
-        claim.slots = claim.generations = NONE
+        claim.slots = claim.generations = _NONE
         claim.answered = True
 
     # stores, under the lock

@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -58,7 +59,6 @@ _LAST_RETRY: Final = 5.0
 _JOINED: Final = 5.0  # seconds a worker waits for the answer to `Join`
 _SILENT: Final = 5.0  # seconds an overdue answer may still take before the link is cut
 _READ: Final = (1 << 63) - 1  # the request number of lookups: the daemon confirms that it read them
-NONE: Final[list[int]] = []  # never mutated
 _NOTHING: Final[list[Reply]] = []  # never mutated
 
 
@@ -94,6 +94,7 @@ def is_trusted(uid: int) -> bool:
     return uid in (os.geteuid(), 0)
 
 
+@dataclass(eq=False)
 class RemoteClaim(Claim):
     number: int = 0
     link: "Link | None" = None  # that it was sent on; None if there was none
@@ -102,8 +103,8 @@ class RemoteClaim(Claim):
     answered: bool = False
     polled: bool = False  # without an answer: the next poll sends the lookup
     again: bool = False  # sent for the second time: the first answer was lost
-    slots: list[int] = NONE
-    generations: list[int] = NONE
+    slots: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
 
 
 class Link:

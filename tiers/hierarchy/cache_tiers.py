@@ -78,12 +78,15 @@ LooksBehind = Callable[["Claim", bytes], Sequence[ChildBlock]]
 """(claim, tokens, u32 little-endian) → stored blocks that follow the claim's last one and begin with these tokens."""
 
 
+@dataclass(eq=False, slots=True)
 class Claim:
-    """A request's lookup, then the promise made to it. `submit` makes it; each implementation adds fields.
+    """A request's lookup, then the promise made to it. `submit` makes it; each implementation adds fields."""
 
-    Each request makes one: what a field begins with belongs to the class, so that few are set.
-    """
-
+    hashes: list[ChainHash]
+    parent: ChainHash  # of hashes[0]
+    num_l1: int  # leading blocks in L1: counted, not claimed
+    block_size: int  # tokens; 0: the blocks cannot be computed instead, so they are always worth loading
+    overlap: Overlap = Overlap.NONE
     found: Attribution | None = None  # where the blocks were; None while a tier is still queried
     refusal: Outcome | None = None  # RECOMPUTE: final, computing is faster; NO_SLOT: others use the slots for now
     good_until: float = 0.0  # on the monotonic clock: from then on the caller may repeat a lookup that missed
@@ -97,24 +100,6 @@ class Claim:
     behind: LooksBehind | None = None
     # Set together with `found` if blocks are missing: why they left. Called once, when the misses are counted.
     why: Callable[[], Causes] | None = None
-
-    def __init__(
-        self,
-        hashes: list[ChainHash],
-        parent: ChainHash,
-        num_l1: int,
-        block_size: int,
-        overlap: Overlap = Overlap.NONE,
-    ) -> None:
-        """`parent` is that of hashes[0]; `num_l1` leading blocks are in L1: counted, not claimed.
-
-        `block_size` in tokens; 0: the blocks cannot be computed instead, so they are always worth loading.
-        """
-        self.hashes = hashes
-        self.parent = parent
-        self.num_l1 = num_l1
-        self.block_size = block_size
-        self.overlap = overlap
 
     @property
     def causes(self) -> Causes | None:

@@ -21,7 +21,6 @@ _MOST: Final = 8192  # blocks in one query: a longer chain takes several
 _FIRST_LEASE: Final = 256  # blocks looked up at once; doubled while all are found
 _BETWEEN_PIECES: Final = 0.5  # seconds in which a request that took one piece has to claim the next
 _MAX_CHECKS: Final = 1 << 16  # batches waiting to be verified
-_NOTHING: Final[list[ChainHash]] = []  # never changed
 
 
 @dataclass(eq=False, slots=True)
@@ -33,6 +32,7 @@ class Holding:
     names: Sequence[ChainHash] = field(default=(), init=False)  # set when counted: the blocks counted by name
 
 
+@dataclass(eq=False, slots=True)
 class LocalClaim(Claim):
     """A claim on this process's tiers: `Hierarchy` looks the blocks up, then `Promoter` loads the run.
 
@@ -46,8 +46,8 @@ class LocalClaim(Claim):
     sealing: Sealing | None = None  # the store that will publish the first missing block
     patient_until: float = 0.0  # how long it waits for `sealing`, on the monotonic clock
 
-    # during promotion: what has no value here, `Promoter.start` sets
-    run: list[ChainHash] = _NOTHING
+    # during promotion
+    run: Sequence[ChainHash] = ()
     run_parent: ChainHash = b""  # of run[0]
     end: int = 0  # of the run; shrinks when a block cannot be loaded
     next: int = 0  # first block of the run that is neither leased nor being read
@@ -57,11 +57,11 @@ class LocalClaim(Claim):
     deadline: float = math.inf  # for reads
     polled_at: float = 0.0
     leases: tuple[Lease, ...] = ()
-    reads: "set[TierRead]"
-    checks: "set[HostCheck]"  # blocks under check are not promised
+    reads: "set[TierRead]" = field(init=False)  # set by `Promoter.start`, as the next one and `position`
+    checks: "set[HostCheck]" = field(init=False)  # blocks under check are not promised
     source: tuple[TierPort, int] | None = None  # from the lookup: this tier has so many next blocks, L2 none of them
     done: bool = False  # the promise is settled: one lease, or none
-    position: dict[ChainHash, int]  # block → index in the run; empty until one is read
+    position: dict[ChainHash, int] = field(init=False)  # block → index in the run; empty until one is read
 
 
 @dataclass(eq=False, slots=True)
@@ -536,7 +536,7 @@ class Promoter:
                 self._shorten(claim, start + first + len(checked), Outcome.EVICTED)
                 return
 
-    def _missing_run(self, hashes: list[ChainHash]) -> int:
+    def _missing_run(self, hashes: Sequence[ChainHash]) -> int:
         """How many leading blocks L2 lacks, in time proportional to that. The first one is known to be missing."""
         first, size = 1, 64
         while first < len(hashes):
@@ -546,14 +546,16 @@ class Promoter:
             first, size = first + size, 2 * size
         return len(hashes)
 
-    def _join(self, claim: LocalClaim, read: TierRead, rest: list[ChainHash]) -> None:
+    def _join(self, claim: LocalClaim, read: TierRead, rest: Sequence[ChainHash]) -> None:
         read.waiters.add(claim)
         claim.reads.add(read)
         claim.position = claim.position or {chain_hash: i for i, chain_hash in enumerate(claim.run)}
         ahead = read.hashes[read.hashes.index(rest[0]) :]
         claim.next += sum(1 for a, b in zip(ahead, rest, strict=False) if a == b)
 
-    def _launch(self, claim: LocalClaim, rest: list[ChainHash], source: tuple[TierPort, int] | None) -> Outcome | None:
+    def _launch(
+        self, claim: LocalClaim, rest: Sequence[ChainHash], source: tuple[TierPort, int] | None
+    ) -> Outcome | None:
         """Start reading the leading blocks of `rest` from the first tier that has them, or return why not."""
         pool = self.host.pool
         if source is None:
