@@ -142,29 +142,34 @@ class SchedulerSide:
         """
         known, loading = self.requests[request_id], 0
         if (claim := known.claim) is not None:
-            view, size = known.view, claim.block_size
+            view, size, asked = known.view, claim.block_size, known.asked
             known.claim = known.view = None
+            num_blocks = num_external_tokens // size
             if view is not None:  # the last block is loaded whole, but only its shared tokens count
-                num_external_tokens = min(num_external_tokens, view.num_tokens - known.asked * size)
-            num_blocks = -(-num_external_tokens // size) if view is not None else num_external_tokens // size
+                num_external_tokens = min(num_external_tokens, view.num_tokens - asked * size)
+                num_blocks = -(-num_external_tokens // size)
             lease = self.tiers.lease(claim) if num_blocks else None
-            first, region = known.asked - claim.num_l1, self.tiers.region
-            slots = tuple(lease.slots[first : first + num_blocks]) if lease is not None else ()
+            first, region = asked - claim.num_l1, self.tiers.region
+            slots = lease.slots if lease is not None else []
+            if first or num_blocks < len(slots):
+                slots = slots[first : first + num_blocks]
             if lease is None:
                 self.tiers.cancel(claim)
             elif not slots or region is None:
                 lease.release()
             else:
-                if view is not None and known.asked + len(slots) > view.num_own:
+                num_blocks, generations = len(slots), lease.generations
+                if len(generations) > num_blocks:
+                    generations = generations[first : first + num_blocks]
+                if view is not None and asked + num_blocks > view.num_own:
                     known.found_in_part = tier_of_last(claim.found, known.found)
                 self._region_id = region.region_id
-                ids = block_ids[known.asked : known.asked + len(slots)]
+                ids, op_id = block_ids[asked : asked + num_blocks], next(self._op_ids)
                 blocks = tuple(ids) if type(ids[0]) is int else tuple(map(int, ids))  # as msgpack takes them
-                generations = tuple(lease.generations[first : first + num_blocks])
-                op = CopyOp(next(self._op_ids), request_id, blocks, slots, generations, layerwise)
-                self._loads[op.op_id] = LoadingOp(op, known.asked, lease, region.slot_bytes, time.monotonic())
+                op = CopyOp(op_id, request_id, blocks, tuple(slots), tuple(generations), layerwise)
+                self._loads[op_id] = LoadingOp(op, asked, lease, num_blocks * region.slot_bytes, time.monotonic())
                 self._planned.append(op)
-                loading = min(num_external_tokens, len(slots) * size)
+                loading = num_blocks * size if view is None else min(num_external_tokens, num_blocks * size)
         if self.overlapped:
             self._seat_overlapped(known, block_ids, loading)
         return loading
@@ -294,7 +299,7 @@ class SchedulerSide:
         filled: list[Filled] = []
         stores = self._stores
         for op_id in report.finished:
-            if (store := stores.pop(op_id, None)) is not None:
+            if stores and (store := stores.pop(op_id, None)) is not None:
                 self.released += store.blocks
                 reservation, tokens_of, first = store.reservation, store.chain.block_tokens, store.first_block
                 assert reservation is not None
@@ -302,8 +307,7 @@ class SchedulerSide:
                 filled.append((reservation, tokens, store.epoch))
             elif (load := self._loads.pop(op_id, None)) is not None:
                 loaded.append(load.op.request_id)
-                num_bytes = len(load.op.host_slots) * load.slot_bytes
-                self.tiers.metrics.moved(L2, "load", num_bytes, time.monotonic() - load.planned_at)
+                self.tiers.metrics.moved(L2, "load", load.num_bytes, time.monotonic() - load.planned_at)
                 load.lease.release()
             elif (copy := self._behind.pop(op_id, None)) is not None:
                 self._overlapped_copied(copy, well=True)
@@ -328,8 +332,7 @@ class SchedulerSide:
             self.forget_promises()
         if self._finished and not self._wanted:
             self._report_finished()
-        is_idle = not (stores or self._loads or self._wanted or self.late or self._behind)
-        if is_idle and self.tiers.sends_later and (report.finished or report.failed):
+        if self.tiers.sends_later and self.idle and (report.finished or report.failed):
             self.tiers.tick()  # an idle engine sends no more messages: send the buffered ones
         released, self.released = self.released, []
         return ConnectorUpdate(tuple(loaded), tuple(failed), tuple(released))
@@ -396,8 +399,8 @@ class SchedulerSide:
             hashes = hashes[:usable]
         overlap = Overlap.ALLOWED if self.computes_alone else Overlap.NONE
         num_l1 = min(known.asked, len(hashes))
-        known.claim = self.tiers.submit(hashes, chain.root, num_l1, block_size=size, overlap=overlap)
-        self._has_lookups |= known.claim.promised is None
+        known.claim = claim = self.tiers.submit(hashes, chain.root, num_l1, block_size=size, overlap=overlap)
+        self._has_lookups |= claim.promised is None
 
     def _answer(self, known: ConnectedRequest, least: int, *, is_fresh: bool = False) -> int | None:
         """How many leading tokens L1 and the promise cover, 0 without a promise; None: pending.

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Final
 
 import numpy as np
@@ -121,7 +121,7 @@ class Hierarchy:
         if wanted and (self.rates.policy != "recompute" or not block_size or overlap is Overlap.BACK):
             places = self.promoter.lease_whole(claim, wanted)
             if claim.promised is not None:
-                claim.found = Attribution(len(hashes), l1=num_l1, l2=claim.promised)
+                claim.found = _all_in_l2(len(claim.hashes), num_l1)
                 claim.behind = self._children
                 return claim
         self.tick()
@@ -456,6 +456,11 @@ class Hierarchy:
                     elif key.startswith(("requests_", "bytes_", "saved_")):
                         self.metrics.paid(port.name, key, count)
                 self.metrics.room(port.name, room)
+
+
+@lru_cache(maxsize=4096)
+def _all_in_l2(num_blocks: int, num_l1: int) -> Attribution:
+    return Attribution(num_blocks, l1=num_l1, l2=num_blocks - num_l1)
 
 
 def evict_everywhere(hierarchy: Hierarchy, hashes: Sequence[ChainHash], timeout: float) -> dict[str, int]:

@@ -24,15 +24,6 @@ _MAX_CHECKS: Final = 1 << 16  # batches waiting to be verified
 
 
 @dataclass(eq=False, slots=True)
-class Holding:
-    """The blocks that one request has leased or waits for: those in L2 by slot, the others by name."""
-
-    run: Sequence[ChainHash]
-    slots: list[int]  # of the first blocks of the run
-    names: Sequence[ChainHash] = field(default=(), init=False)  # set when counted: the blocks counted by name
-
-
-@dataclass(eq=False, slots=True)
 class LocalClaim(Claim):
     """A claim on this process's tiers: `Hierarchy` looks the blocks up, then `Promoter` loads the run.
 
@@ -48,19 +39,23 @@ class LocalClaim(Claim):
 
     # during promotion
     run: Sequence[ChainHash] = ()
-    run_parent: ChainHash = b""  # of run[0]
     end: int = 0  # of the run; shrinks when a block cannot be loaded
-    next: int = 0  # first block of the run that is neither leased nor being read
-    held: Holding | None = None  # what `WaitedBlocks` counts for it
-    patience: float = 0.0  # seconds it waits for reads, once it has room
-    room_until: float = 0.0  # how long it waits for room
-    deadline: float = math.inf  # for reads
+    held: Sequence[ChainHash] = ()  # the part that `WaitedBlocks` counts: leased or waited for …
+    held_slots: list[int] = field(init=False)  # … its leading blocks by slot …
+    held_names: Sequence[ChainHash] = field(init=False)  # … and others by name; set once they are counted one by one
     polled_at: float = 0.0
     leases: tuple[Lease, ...] = ()
-    reads: "set[TierRead]" = field(init=False)  # set by `Promoter.start`, as the next one and `position`
-    checks: "set[HostCheck]" = field(init=False)  # blocks under check are not promised
-    source: tuple[TierPort, int] | None = None  # from the lookup: this tier has so many next blocks, L2 none of them
     done: bool = False  # the promise is settled: one lease, or none
+
+    # of a run that `Promoter.start` began
+    run_parent: ChainHash = field(init=False)  # of run[0]
+    next: int = field(init=False)  # first block of the run that is neither leased nor being read
+    patience: float = field(init=False)  # seconds it waits for reads, once it has room
+    room_until: float = field(init=False)  # how long it waits for room
+    deadline: float = field(init=False)  # for reads, once it has room
+    reads: "set[TierRead]" = field(init=False)
+    checks: "set[HostCheck]" = field(init=False)  # blocks under check are not promised
+    source: tuple[TierPort, int] | None = field(init=False)  # this tier has so many next blocks, L2 none of them
     position: dict[ChainHash, int] = field(init=False)  # block → index in the run; empty until one is read
 
 
@@ -199,7 +194,7 @@ class Promoter:
                 self._next_piece = None
             claim.run, claim.leases, claim.done, claim.polled_at = run, (lease,), True, self.clock()
             claim.end = claim.promised = len(run)
-            claim.held = self._waited.hold(run, lease.slots)
+            self._waited.hold(claim, run, lease.slots)
             self.active.add(claim)
         return None
 
@@ -220,8 +215,8 @@ class Promoter:
         """
         now = self.clock()
         with self._lock:
-            claim.run, claim.run_parent, claim.end = run, parent, len(run)
-            claim.reads, claim.checks, claim.position = set(), set(), {}
+            claim.run, claim.run_parent, claim.end, claim.next = run, parent, len(run), 0
+            claim.reads, claim.checks, claim.position, claim.source = set(), set(), {}, None
             claim.patience, for_room = patience
             claim.polled_at, claim.room_until = now, now + for_room
             self.active.add(claim)
@@ -380,8 +375,8 @@ class Promoter:
         if self._line or self._short:
             self._line.pop(claim, None)
             self._short.pop(claim, None)
-        if claim.held is not None:
-            self._waited.drop(claim.held)
+        if claim.held:
+            self._waited.drop(claim)
         if self._line:
             self._call_up()
 
@@ -426,14 +421,14 @@ class Promoter:
             self._shorten(claim, room, Outcome.NO_SLOT)
         wanted = run if claim.end == len(run) else run[: claim.end]
         if not (num_held := len(places.slots)):
-            claim.held = self._waited.hold(wanted, [])
+            self._waited.hold(claim, wanted, [])
             self._advance(claim)
             return
         if num_held < len(wanted):
             first = self.host.pool.lease(wanted[:num_held], places)
         else:
             first = self.host.pool.lease(wanted, places if num_held == len(wanted) else None)
-        claim.held = self._waited.hold(wanted, first.slots)
+        self._waited.hold(claim, wanted, first.slots)
         if self._checking is None and len(first.slots) == claim.end:  # L2 has all of it
             claim.leases = (first,)
             claim.next, claim.done = claim.end, True
@@ -644,8 +639,7 @@ class WaitedBlocks:
         self._count = memoryview(self._by_slot)
         self._by_name: Counter[ChainHash] = Counter()
         self._num_slots = 0  # slots of at least one counted request
-        self._uncounted: dict[Holding, None] = {}  # in order of arrival
-        self._num_uncounted = 0  # their blocks; shared ones count several times
+        self._uncounted: dict[LocalClaim, None] = {}  # in order of arrival; blocks they share count several times
         self.at_most = 0  # upper bound of `len`: shared blocks count several times until counted one by one
 
     def __len__(self) -> int:
@@ -664,54 +658,52 @@ class WaitedBlocks:
         is_new[: len(slots)] &= self._by_slot[slots] == 0
         return int(np.searchsorted(is_new.cumsum(), max(0, room), "right"))
 
-    def hold(self, run: Sequence[ChainHash], slots: list[int]) -> Holding:
+    def hold(self, claim: LocalClaim, run: Sequence[ChainHash], slots: list[int]) -> None:
         """Add a request's run; `slots`: of its leading blocks."""
-        holding = Holding(run, slots)
-        self._uncounted[holding] = None
-        self._num_uncounted += len(run)
+        claim.held, claim.held_slots = run, slots
+        self._uncounted[claim] = None
         self.at_most += len(run)
-        return holding
 
-    def drop(self, holding: Holding) -> None:
+    def drop(self, claim: LocalClaim) -> None:
         """Remove a request's run."""
-        if holding in self._uncounted:
-            del self._uncounted[holding]
-            self._num_uncounted -= len(holding.run)
-            self.at_most -= len(holding.run)
+        if claim in self._uncounted:
+            del self._uncounted[claim]
+            self.at_most -= len(claim.held)
             return
-        for slot in holding.slots:
+        self.at_most -= self._num_slots + len(self._by_name)
+        for slot in claim.held_slots:
             self._count[slot] -= 1
             self._num_slots -= not self._count[slot]
         names = self._by_name
-        left = list(map(names.pop, holding.names, repeat(0)))  # in C
+        left = list(map(names.pop, claim.held_names, repeat(0)))  # in C
         if sum(left) > len(left):  # usually no other request has any
-            names.update({h: count - 1 for h, count in zip(holding.names, left, strict=True) if count > 1})
-        self.at_most = self._num_uncounted + self._num_slots + len(names)
+            names.update({h: count - 1 for h, count in zip(claim.held_names, left, strict=True) if count > 1})
+        self.at_most += self._num_slots + len(names)
 
     def check(self) -> None:
         """Raise AssertionError if the counts are inconsistent."""
-        assert self._num_uncounted == sum(len(each.run) for each in self._uncounted), "blocks not counted one by one"
-        assert self.at_most == self._num_uncounted + self._num_slots + len(self._by_name), "blocks at most"
+        num_uncounted = sum(len(each.held) for each in self._uncounted)
+        assert self.at_most == num_uncounted + self._num_slots + len(self._by_name), "blocks at most"
         assert self._num_slots == np.count_nonzero(self._by_slot), "slots in use"
         assert (self._by_slot >= 0).all(), "a negative count"
         assert all(count > 0 for count in self._by_name.values()), "a name with no request"
 
     def _count_all(self) -> None:
         """Count block by block the runs that are not counted yet."""
-        for holding in self._uncounted:
-            run, slots = holding.run, holding.slots
+        for claim in self._uncounted:
+            run, slots = claim.held, claim.held_slots
             names = run[len(slots) :]
             if self._by_name and not self._by_name.keys().isdisjoint(run[: len(slots)]):
                 known = [name in self._by_name for name in run[: len(slots)]]
                 names = [*(name for name, is_known in zip(run, known, strict=False) if is_known), *names]
-                slots = holding.slots = [slot for slot, is_known in zip(slots, known, strict=True) if not is_known]
+                slots = claim.held_slots = [slot for slot, is_known in zip(slots, known, strict=True) if not is_known]
             for slot in slots:
                 self._num_slots += not self._count[slot]
                 self._count[slot] += 1
             self._by_name.update(names)
-            holding.names = names
+            claim.held_names = names
         self._uncounted.clear()
-        self._num_uncounted, self.at_most = 0, self._num_slots + len(self._by_name)
+        self.at_most = self._num_slots + len(self._by_name)
 
 
 @dataclass(eq=False, slots=True)
