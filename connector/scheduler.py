@@ -398,7 +398,7 @@ class SchedulerSide:
         if usable < len(hashes):
             hashes = hashes[:usable]
         overlap = Overlap.ALLOWED if self.computes_alone else Overlap.NONE
-        num_l1 = min(known.asked, len(hashes))
+        num_l1 = known.asked if known.asked < len(hashes) else len(hashes)  # `min` is a call
         known.claim = claim = self.tiers.submit(hashes, chain.root, num_l1, block_size=size, overlap=overlap)
         self._has_lookups |= claim.promised is None
 

@@ -390,9 +390,10 @@ class Losses:
     def add(self, tier: str, what: str, num_blocks: int) -> None:
         """`count` for a caller that has the lock."""
         if (now := self._clock()) >= self._next_minute:
-            self._minutes.append((int(now // 60), defaultdict(int)))
+            self._counts = defaultdict(int)
+            self._minutes.append((int(now // 60), self._counts))
             self._next_minute = now // 60 * 60 + 60
-        self._minutes[-1][1][tier, what] += num_blocks
+        self._counts[tier, what] += num_blocks
 
     def to_tell(self, num_blocks: int) -> int:
         """So many more found no slot: how many the log is to tell of now, once a minute."""

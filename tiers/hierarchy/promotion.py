@@ -157,6 +157,7 @@ class Promoter:
         self.host = host
         self._ports = ports
         self._lock, self._mutex = lock, lock.mutex
+        self._lease_whole = host.pool.lease_whole
         self._metrics = metrics
         self.clock = clock
         self._lease_deadline = lease_deadline
@@ -187,7 +188,7 @@ class Promoter:
                 is_next, most = self._is_next(run), self._most(run)
             if (self._line and not is_next) or self._waited.at_most + len(run) > most:
                 return None
-            lease = self.host.pool.lease_whole(run)
+            lease = self._lease_whole(run)
             if isinstance(lease, Places):
                 return lease
             if is_next:
@@ -262,7 +263,11 @@ class Promoter:
                 if rest > 0 and leases and len(leases[0]) == self._max_waiting:
                     until = self.clock() + min(claim.patience, _BETWEEN_PIECES)
                     self._next_piece = claim.run[self._max_waiting], min(rest, self._max_waiting), until
-                self._leave(claim)
+                if claim.held and not (self._line or self._short):  # `_leave`, without a call
+                    self.active.remove(claim)
+                    self._waited.drop(claim)
+                else:
+                    self._leave(claim)
             return leases[0] if leases else self.host.pool.lease([])
 
     def cancel(self, claim: LocalClaim) -> None:
