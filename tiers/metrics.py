@@ -156,20 +156,22 @@ class Metrics:
         with self._lock:
             for tier, num_blocks in found.by_tier.items():
                 counts[tier,] += num_blocks
-            self.losses.add("", LOOKED_UP, found.blocks)
-        if num_missing := found.miss:
-            self._lookup.add(num_missing, MISS)
-            if missing is not None:
-                self.missed(missing, num_missing)
+            self.losses.count("", LOOKED_UP, found.blocks)
+            if not (num_missing := found.miss):
+                return
+            counts[MISS,] += num_missing
             if causes and missing is Outcome.ABSENT:
-                for (cause, left), num_blocks in causes.items():
-                    self._absent.add(num_blocks, cause, left)
+                for cause_and_tier, num_blocks in causes.items():
+                    self._absent.values[cause_and_tier] += num_blocks
+        if missing is not None:
+            self.missed(missing, num_missing)
 
     def missed(self, reason: str, num_blocks: int) -> None:
         """Blocks that some tier held or might have held, and that were not served."""
-        self._miss.add(num_blocks, reason)
-        if reason == Outcome.NO_SLOT:
-            self.losses.count("", reason, num_blocks)
+        with self._lock:
+            self._miss.values[reason,] += num_blocks
+            if reason == Outcome.NO_SLOT:
+                self.losses.count("", reason, num_blocks)
 
     def ages(self, tier: str, counts: Sequence[int]) -> None:
         """How long the blocks lived that a tier has evicted: a count a bucket of seconds, then the sum of all."""
@@ -186,14 +188,16 @@ class Metrics:
 
     def stored(self, tier: str, num_blocks: int) -> None:
         """Blocks that became findable in a tier."""
-        self._store.add(num_blocks, tier)
-        self.losses.count(tier, STORED, num_blocks)
+        with self._lock:
+            self._store.values[tier,] += num_blocks
+            self.losses.count(tier, STORED, num_blocks)
 
     def dropped(self, tier: str, reason: str, num_blocks: int) -> None:
         """Blocks that were offered to a tier and not stored."""
-        self._drop.add(num_blocks, tier, reason)
-        if _fix_of(tier, reason) is not None:
-            self.losses.count(tier, reason, num_blocks)
+        with self._lock:
+            self._drop.values[tier, reason] += num_blocks
+            if _fix_of(tier, reason) is not None:
+                self.losses.count(tier, reason, num_blocks)
         if reason == Outcome.NO_SLOT and tier == L2 and (num_lost := self.losses.to_tell(num_blocks)):
             _log.warning(
                 "%d blocks found no slot in host memory and are not kept. A larger [host] size keeps them", num_lost
@@ -378,19 +382,18 @@ class Losses:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.lock = Lock()
+        self._counts = defaultdict[tuple[str, str], int](int)  # of the minute under way
         self._minutes: deque[tuple[int, dict[tuple[str, str], int]]] = deque(maxlen=_MINUTES + 1)
         self._next_minute = self._told_at = -math.inf
         self._num_untold = 0
 
     def count(self, tier: str, what: str, num_blocks: int) -> None:
-        """`what`: LOOKED_UP, STORED, or why they were lost. `tier`: "" for blocks that were to be loaded."""
-        with self.lock:
-            self.add(tier, what, num_blocks)
+        """`what`: LOOKED_UP, STORED, or why they were lost. `tier`: "" for blocks that were to be loaded.
 
-    def add(self, tier: str, what: str, num_blocks: int) -> None:
-        """`count` for a caller that has the lock."""
+        The caller has `lock`.
+        """
         if (now := self._clock()) >= self._next_minute:
-            self._counts = defaultdict(int)
+            self._counts = defaultdict[tuple[str, str], int](int)
             self._minutes.append((int(now // 60), self._counts))
             self._next_minute = now // 60 * 60 + 60
         self._counts[tier, what] += num_blocks
