@@ -51,7 +51,7 @@ class SlotPool:
         self.num_leaked = 0  # leases that were dropped, not released; counted by the verb after
         self._lease = lease_type()
         self._on_release: Leases = form().Leases(self._lock, self._core, self._dropped, Places)
-        self.lease_whole = self._on_release.whole
+        self.lease_whole = self._on_release.whole  # it settles no dropped lease: the next verb does
 
     @property
     def num_evicted(self) -> int:
