@@ -142,14 +142,15 @@ class LongPrompts:
         looked = clock()
         assert isinstance(found, int)
         assert found + num_l1 * self._size == len(self._tokens)
-        blocks = pool.match(chain.hashes[:num_l1]) if in_l1 else np.empty(0, np.int64)
+        blocks = pool.match(chain.hashes[:num_l1]) if in_l1 else None
         loading = scheduler.allocated("a", self._table, found)
         plan = scheduler.build_plan()
         given = clock()
         assert loading == found
         scheduler.update(WorkerReport(tuple(op.op_id for op in plan.loads)))
         scheduler.finished("a")
-        pool.free(blocks)
+        if blocks is not None:
+            pool.free(blocks)
         ended = clock()
         return named - began, looked - named, given - looked, ended - given
 

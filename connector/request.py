@@ -309,7 +309,7 @@ class LoadingOp:
     op: CopyOp
     first_block: int
     lease: Lease
-    slot_bytes: int
+    num_bytes: int
     planned_at: float
 
 

@@ -109,7 +109,7 @@ class SchedulerSide:
             return 0
         if (known := self.requests.get(request.request_id)) is None:
             known = self.requests[request.request_id] = ConnectedRequest(request, self.tiers.epoch)
-        if (claim := known.claim) is not None:
+        elif (claim := known.claim) is not None:
             is_past = known.view is not None and in_l1 > known.view.num_own
             if is_past or in_l1 < claim.num_l1:  # L1 has more than the view's own blocks, or fewer than claimed
                 self._cancel(known)
@@ -118,20 +118,7 @@ class SchedulerSide:
         if is_fresh:
             self._submit(known)
         least = in_l1 * block_size + in_part
-        claim = known.claim
-        if (
-            claim is not None
-            and claim.promised
-            and claim.found is not None
-            and not (claim.found.miss or claim.told or self._partial_blocks)
-        ):
-            if known.found is None:
-                known.found = claim.found
-                self.tiers.count(claim.found)
-            covered: int | None = (claim.num_l1 + claim.promised) * block_size
-            claim.told = True  # from now on it is polled, which renews it
-        else:
-            covered = self._answer(known, least, is_fresh=is_fresh)
+        covered = self._answer(known, least, is_fresh=is_fresh)
         if (claim := known.claim) is not None and claim.split is not None:
             self._begin_overlapped(known, claim)
         if covered is None:
@@ -156,29 +143,34 @@ class SchedulerSide:
         """
         known, loading = self.requests[request_id], 0
         if (claim := known.claim) is not None:
-            view, size = known.view, known.request.chain.block_size
+            view, size, asked = known.view, known.request.chain.block_size, known.asked
             known.claim = known.view = None
+            num_blocks = num_external_tokens // size
             if view is not None:  # the last block is loaded whole, but only its shared tokens count
-                num_external_tokens = min(num_external_tokens, view.num_tokens - known.asked * size)
-            num_blocks = -(-num_external_tokens // size) if view is not None else num_external_tokens // size
+                num_external_tokens = min(num_external_tokens, view.num_tokens - asked * size)
+                num_blocks = -(-num_external_tokens // size)
             lease = self.tiers.lease(claim) if num_blocks else None
-            first, region = known.asked - claim.num_l1, self.tiers.region
-            slots = tuple(lease.slots[first : first + num_blocks]) if lease is not None else ()
+            first, region = asked - claim.num_l1, self.tiers.region
+            slots = lease.slots if lease is not None else []
+            if first or num_blocks < len(slots):
+                slots = slots[first : first + num_blocks]
             if lease is None:
                 self.tiers.cancel(claim)
             elif not slots or region is None:
                 lease.release()
             else:
-                if view is not None and known.asked + len(slots) > view.num_own:
+                num_blocks, generations = len(slots), lease.generations
+                if len(generations) > num_blocks:
+                    generations = generations[first : first + num_blocks]
+                if view is not None and asked + num_blocks > view.num_own:
                     known.found_in_part = tier_of_last(claim.found, known.found)
                 self._region_id = region.region_id
-                ids = block_ids[known.asked : known.asked + len(slots)]
+                ids, op_id = block_ids[asked : asked + num_blocks], next(self._op_ids)
                 blocks = tuple(ids) if type(ids[0]) is int else tuple(map(int, ids))  # as msgpack takes them
-                generations = tuple(lease.generations[first : first + num_blocks])
-                op = CopyOp(next(self._op_ids), request_id, blocks, slots, generations, layerwise)
-                self._loads[op.op_id] = LoadingOp(op, known.asked, lease, region.slot_bytes, time.monotonic())
+                op = CopyOp(op_id, request_id, blocks, tuple(slots), tuple(generations), layerwise)
+                self._loads[op_id] = LoadingOp(op, asked, lease, num_blocks * region.slot_bytes, time.monotonic())
                 self._planned.append(op)
-                loading = min(num_external_tokens, len(slots) * size)
+                loading = num_blocks * size if view is None else min(num_external_tokens, num_blocks * size)
         if self.overlapped:
             self._seat_overlapped(known, block_ids, loading)
         return loading
@@ -308,7 +300,7 @@ class SchedulerSide:
         filled: list[Filled] = []
         stores = self._stores
         for op_id in report.finished:
-            if (store := stores.pop(op_id, None)) is not None:
+            if stores and (store := stores.pop(op_id, None)) is not None:
                 self.released += store.blocks
                 reservation, tokens_of, first = store.reservation, store.chain.block_tokens, store.first_block
                 assert reservation is not None
@@ -316,8 +308,7 @@ class SchedulerSide:
                 filled.append((reservation, tokens, store.epoch))
             elif (load := self._loads.pop(op_id, None)) is not None:
                 loaded.append(load.op.request_id)
-                num_bytes = len(load.op.host_slots) * load.slot_bytes
-                self.tiers.metrics.moved(L2, "load", num_bytes, time.monotonic() - load.planned_at)
+                self.tiers.metrics.moved(L2, "load", load.num_bytes, time.monotonic() - load.planned_at)
                 load.lease.release()
             elif (copy := self._behind.pop(op_id, None)) is not None:
                 self._overlapped_copied(copy, well=True)
@@ -342,8 +333,7 @@ class SchedulerSide:
             self.forget_promises()
         if self._finished and not self._wanted:
             self._report_finished()
-        is_idle = not (stores or self._loads or self._wanted or self.late or self._behind)
-        if is_idle and self.tiers.sends_later and (report.finished or report.failed):
+        if self.tiers.sends_later and self.idle and (report.finished or report.failed):
             self.tiers.tick()  # an idle engine sends no more messages: send the buffered ones
         released, self.released = self.released, []
         return ConnectorUpdate(tuple(loaded), tuple(failed), tuple(released))
@@ -404,14 +394,16 @@ class SchedulerSide:
     def _submit(self, known: ConnectedRequest) -> None:
         """Claim the request's blocks, as far as they may be promised."""
         chain = known.request.chain
-        usable = min(len(chain.hashes), (known.request.num_tokens - 1) // chain.block_size)
-        hashes, num_l1 = chain.hashes, min(known.asked, usable)
-        hashes = hashes if usable == len(hashes) else hashes[:usable]  # `submit` copies it
-        size, overlap = chain.block_size, Overlap.ALLOWED if self.computes_alone else Overlap.NONE
+        hashes, size = chain.hashes, chain.block_size
+        usable = (known.request.num_tokens - 1) // size
+        if usable < len(hashes):
+            hashes = hashes[:usable]
+        overlap = Overlap.ALLOWED if self.computes_alone else Overlap.NONE
         if known.spares:
             size, overlap = known.spares, Overlap.WHOLE
-        known.claim = self.tiers.submit(hashes, chain.root, num_l1, block_size=size, overlap=overlap)
-        self._has_lookups |= known.claim.promised is None
+        num_l1 = known.asked if known.asked < len(hashes) else len(hashes)  # `min` is a call
+        known.claim = claim = self.tiers.submit(hashes, chain.root, num_l1, block_size=size, overlap=overlap)
+        self._has_lookups |= claim.promised is None
 
     def _answer(self, known: ConnectedRequest, least: int, *, is_fresh: bool = False) -> int | None:
         """How many leading tokens L1 and the promise cover, 0 without a promise; None: pending.
@@ -424,18 +416,22 @@ class SchedulerSide:
             return 0
         promised: int | Pending = PENDING
         if claim.promised is not None and not claim.told:
-            promised, claim.told = claim.promised, True
+            promised, claim.told = claim.promised, True  # from now on it is polled, which renews it
         elif not is_fresh:
             promised = self.tiers.poll(claim)
-        if claim.found is not None and known.found is None:
-            known.found = claim.found
+        if (found := claim.found) is not None and known.found is None:
+            known.found = found
             known.causes = None if claim.why is None else claim.why()
-            self.tiers.count(claim.found, claim.missing, known.causes)
+            self.tiers.count(found, claim.missing, known.causes)
         may_look = self._partial_blocks and known.view is None and claim.behind is not None
         if may_look and self._take_view(known, claim, least):
             return self._answer(known, least)
         if isinstance(promised, Pending):
             return None
+        covered = claim.num_l1 + promised
+        tokens = covered * known.request.chain.block_size if known.view is None else known.view.covered(covered)
+        if claim.refusal is None and (found is None or found.loadable):
+            return tokens
         if known.view is not None and claim.refusal is not None:
             known.whole_only = True
             self._cancel(known)
@@ -445,10 +441,7 @@ class SchedulerSide:
         if claim.refusal is Outcome.NO_SLOT and claim.found is not None and not known.was_crowded:
             known.was_crowded = True
             self.tiers.metrics.missed(Outcome.NO_SLOT, claim.found.loadable)
-        is_empty = claim.refusal is not None or (claim.found is not None and not claim.found.loadable)
-        covered = claim.num_l1 + promised
-        tokens = covered * known.request.chain.block_size if known.view is None else known.view.covered(covered)
-        if is_empty and time.monotonic() >= claim.good_until:  # a failure is final; an empty lookup may be repeated
+        if time.monotonic() >= claim.good_until:  # a failure is final; an empty lookup may be repeated
             self._cancel(known)
         return tokens
 
@@ -457,17 +450,17 @@ class SchedulerSide:
         chain, size = known.request.chain, known.request.chain.block_size
         if known.whole_only or claim.found is None or claim.refusal is not None:
             return False
-        num_found, now = claim.found.blocks - claim.found.miss, time.monotonic()
+        num_found = claim.found.blocks - claim.found.miss
         room = known.request.num_tokens - 1 - num_found * size  # tokens after them that may be loaded
         if room <= 0 or num_found * size + min(room, size) <= least or not is_named_by_tokens(chain):
             return False
-        if known.looked_behind == num_found and now < known.look_again:
+        if known.looked_behind == num_found and time.monotonic() < known.look_again:
             return False
         own, behind, claim.behind = chain.next_tokens(num_found)[: 4 * room], claim.behind, None  # searched once
-        children = behind(own[:4]) if own and behind is not None else ()
+        children = behind(claim, own[:4]) if own and behind is not None else ()
         best = best_child(chain, children, num_found, own) if children else None
         if best is None:
-            known.looked_behind, known.look_again = num_found, now + _LOOK_AGAIN
+            known.looked_behind, known.look_again = num_found, time.monotonic() + _LOOK_AGAIN
         if best is None or not pays(num_found, best[1], size, in_l1=known.asked, least=least):
             return False
         self.tiers.cancel(claim)

@@ -3,15 +3,16 @@
 import logging
 import math
 import time
+from bisect import bisect_left
 from collections import Counter as Tally
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from threading import Lock
 from typing import Final, NamedTuple, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client import CollectorRegistry, Gauge, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from kvtier.tiers.kinds import L2, MISS, lookup_results
@@ -54,7 +55,7 @@ class Series(NamedTuple):
 class CopyMetrics:
     """The counters of copies between L1 on a GPU and L2. `way` is one of `copy_ways.py`."""
 
-    def __init__(self, counter: Callable[..., Counter], gauge: Callable[..., Gauge]) -> None:
+    def __init__(self, counter: "Callable[..., _Counter]", gauge: Callable[..., Gauge]) -> None:
         self._batches = counter("kvtier_copies", "Batches of copies given to a GPU, by the way they went", "way")
         self._bytes = counter("kvtier_copy_bytes", "Bytes of copies given to a GPU, by the way they went", "way")
         self._batch_from = gauge(
@@ -64,8 +65,8 @@ class CopyMetrics:
 
     def made(self, way: str, num_bytes: int) -> None:
         """One batch of copies was given to the device."""
-        self._batches.labels(way).inc()
-        self._bytes.labels(way).inc(num_bytes)
+        self._batches.add(1, way)
+        self._bytes.add(num_bytes, way)
 
     def chosen(self, device: str, batch_from: int | None, grid: int) -> None:
         """From which size of pieces on the driver copies for a device (None: never), and how large the kernel is."""
@@ -74,7 +75,7 @@ class CopyMetrics:
 
 
 class Metrics:
-    """The counters of one hierarchy. Thread-safe; callers count whole batches, one call costs a microsecond or two.
+    """The counters of one hierarchy. Thread-safe; callers count whole batches, one call costs less than a microsecond.
 
     `tier` is a name from the table of tiers (`kinds.py`), a reason an `Outcome`. Directions are "read" and "write"
     between L2 and the tiers below it, "load" and "store" between L2 and L1.
@@ -82,6 +83,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.losses = Losses()
+        self._lock = self.losses.lock  # of counters and histograms, too
         self._registry = registry = CollectorRegistry()
         self._families: list[Series] = []
         self._lookup = self._counter("kvtier_lookup_blocks", "Blocks asked for, by where they were found", "tier")
@@ -129,21 +131,15 @@ class Metrics:
         self._slab = self._gauge("kvtier_slab_limit_bytes", "Disk space that a slab may take", "tier", "place")
         self._places: dict[str, Sequence[StoragePlace]] = {}
         self.copies = CopyMetrics(self._counter, self._gauge)
-        self._load_seconds = Histogram(
-            "kvtier_load_seconds",
-            "Time of one batch moved towards the engine",
-            ["tier"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
+        self._load_seconds = defaultdict[str, list[float]](lambda: [0.0] * (len(_SECONDS) + 2))
+        text = "Time of one batch moved towards the engine"
+        registry.register(_Histograms("kvtier_load_seconds", text, self._load_seconds, _SECONDS))
         self._ages: dict[str, Sequence[int]] = {}
-        registry.register(_Ages(self._ages))
-        self._totals_before: dict[str, int] = {}
+        text, bounds = "How long blocks that were evicted had been in the tier", [2.0**power for power in range(64)]
+        registry.register(_Histograms("kvtier_evicted_age_seconds", text, self._ages, bounds))
         self._refresh: list[Callable[[], None]] = []
         # All of them at once: Prometheus computes no rate of a series that does not exist yet.
-        self._looked_up = {tier: self._lookup.labels(tier) for tier in lookup_results()}
-        self._missed: dict[str, Counter] = {}  # by reason
-        self._moved: dict[tuple[str, str], tuple[Counter, Histogram | None]] = {}  # by tier and direction
+        self._lookup.values.update({(tier,): 0.0 for tier in lookup_results()})
 
     def looked_up(
         self,
@@ -153,28 +149,28 @@ class Metrics:
     ) -> None:
         """One lookup's blocks, by the tier that had each when it began, and those that none had.
 
-        These are counted under `missing`, too, and if absent, under their causes. KeyError for a tier that is not in
-        the table.
+        These are counted under `missing`, too, and if absent, under their causes.
         """
-        counters, num_missing = self._looked_up, found.miss
-        for tier, num_blocks in found.by_tier.items():
-            counters[tier].inc(num_blocks)
-        self.losses.count("", LOOKED_UP, found.blocks)
-        if num_missing:
-            counters[MISS].inc(num_missing)
-            if missing is not None:
-                self.missed(missing, num_missing)
+        counts = self._lookup.values
+        with self._lock:
+            for tier, num_blocks in found.by_tier.items():
+                counts[tier,] += num_blocks
+            self.losses.count("", LOOKED_UP, found.blocks)
+            if not (num_missing := found.miss):
+                return
+            counts[MISS,] += num_missing
             if causes and missing is Outcome.ABSENT:
-                for (cause, left), num_blocks in causes.items():
-                    self._absent.labels(cause, left).inc(num_blocks)
+                for cause_and_tier, num_blocks in causes.items():
+                    self._absent.values[cause_and_tier] += num_blocks
+        if missing is not None:
+            self.missed(missing, num_missing)
 
     def missed(self, reason: str, num_blocks: int) -> None:
         """Blocks that some tier held or might have held, and that were not served."""
-        if (counter := self._missed.get(reason)) is None:
-            counter = self._missed[reason] = self._miss.labels(reason)
-        counter.inc(num_blocks)
-        if reason == Outcome.NO_SLOT:
-            self.losses.count("", reason, num_blocks)
+        with self._lock:
+            self._miss.values[reason,] += num_blocks
+            if reason == Outcome.NO_SLOT:
+                self.losses.count("", reason, num_blocks)
 
     def ages(self, tier: str, counts: Sequence[int]) -> None:
         """How long the blocks lived that a tier has evicted: a count a bucket of seconds, then the sum of all."""
@@ -187,18 +183,20 @@ class Metrics:
 
     def hint_ignored(self, reason: str) -> None:
         """A request said a hint that counts as none."""
-        self._hints.labels(reason).inc()
+        self._hints.add(1, reason)
 
     def stored(self, tier: str, num_blocks: int) -> None:
         """Blocks that became findable in a tier."""
-        self._store.labels(tier).inc(num_blocks)
-        self.losses.count(tier, STORED, num_blocks)
+        with self._lock:
+            self._store.values[tier,] += num_blocks
+            self.losses.count(tier, STORED, num_blocks)
 
     def dropped(self, tier: str, reason: str, num_blocks: int) -> None:
         """Blocks that were offered to a tier and not stored."""
-        self._drop.labels(tier, reason).inc(num_blocks)
-        if _fix_of(tier, reason) is not None:
-            self.losses.count(tier, reason, num_blocks)
+        with self._lock:
+            self._drop.values[tier, reason] += num_blocks
+            if _fix_of(tier, reason) is not None:
+                self.losses.count(tier, reason, num_blocks)
         if reason == Outcome.NO_SLOT and tier == L2 and (num_lost := self.losses.to_tell(num_blocks)):
             _log.warning(
                 "%d blocks found no slot in host memory and are not kept. A larger [host] size keeps them", num_lost
@@ -206,29 +204,25 @@ class Metrics:
 
     def evicted(self, tier: str, total: int) -> None:
         """How many blocks made room for others since the start, as the tier itself counts them."""
-        self._evict.labels(tier).inc(max(0, total - self._totals_before.get(tier, 0)))
-        self._totals_before[tier] = total
+        self._evict.advance(total, tier)
 
     def paid(self, tier: str, name: str, total: int) -> None:
         """Totals since the start: `requests_{kind}`, `bytes_{way}`, or what compression saved, `saved_{way}`."""
         what, _, which = name.partition("_")
-        counter = {"requests": self._requests, "bytes": self._traffic, "saved": self._saved}[what]
-        key = f"{tier} {name}"
-        counter.labels(tier, which).inc(max(0, total - self._totals_before.get(key, 0)))
-        self._totals_before[key] = total
+        {"requests": self._requests, "bytes": self._traffic, "saved": self._saved}[what].advance(total, tier, which)
 
     def corrupted(self, tier: str, num_blocks: int) -> None:
         """Blocks whose key or checksum was not the one stored. They were not served."""
-        self._corruption.labels(tier).inc(num_blocks)
+        self._corruption.add(num_blocks, tier)
 
     def moved(self, tier: str, direction: str, num_bytes: int, seconds: float) -> None:
         """One batch of payload moved between `tier` and the one above; `seconds` is its wall time."""
-        if (counters := self._moved.get((tier, direction))) is None:
-            times = self._load_seconds.labels(tier) if direction in _LOADS else None
-            counters = self._moved[tier, direction] = self._bytes.labels(tier, direction), times
-        counters[0].inc(num_bytes)
-        if counters[1] is not None:
-            counters[1].observe(seconds)
+        with self._lock:
+            self._bytes.values[tier, direction] += num_bytes
+            if direction in _LOADS:
+                counts = self._load_seconds[tier]
+                counts[bisect_left(_SECONDS, seconds)] += 1
+                counts[-1] += seconds
 
     def breaker(self, tier: str, direction: str, is_open: bool) -> None:
         """Whether one direction of a tier is detached now."""
@@ -278,7 +272,6 @@ class Metrics:
             _series(sample.name, sample.labels): sample.value
             for family in self._registry.collect()
             for sample in family.samples
-            if not sample.name.endswith("_created")
         }
 
     def collect(self) -> Iterator[Metric]:
@@ -295,22 +288,20 @@ class Metrics:
         self._refreshed()
         for family in self._registry.collect():
             for sample in family.samples:
-                if family.type in ("counter", "gauge") and not sample.name.endswith("_created"):
+                if family.type in ("counter", "gauge"):
                     labels = tuple(sample.labels.values())
                     yield Series(family.name, family.documentation, labels, family.type == "counter", sample.value)
 
-    def sums(self, name: str) -> Iterator[Series]:
-        """What a histogram's observations add up to, by its labels."""
-        for family in self._registry.collect():
-            if family.name == name:
-                for sample in family.samples:
-                    if sample.name == f"{name}_sum":
-                        labels = tuple(sample.labels.values())
-                        yield Series(name, family.documentation, labels, is_counter=True, value=sample.value)
+    @property
+    def load_seconds(self) -> float:
+        """The time of all batches moved towards the engine."""
+        return sum(counts[-1] for counts in [*self._load_seconds.values()])
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+    def _counter(self, name: str, text: str, *labels: str) -> "_Counter":
         self._families.append(Series(name, text, labels, is_counter=True))
-        return Counter(name, text, labels, registry=self._registry)
+        counter = _Counter(name, text, labels, self._lock)
+        self._registry.register(counter)
+        return counter
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         self._families.append(Series(name, text, labels, is_counter=False))
@@ -321,19 +312,44 @@ class Metrics:
             refresh()
 
 
-class _Ages(Collector):
-    """How long blocks lived that were evicted: buckets of powers of two seconds, counted by the tiers themselves."""
+class _Counter(Collector):
+    """A family of counters. Prometheus's own take several times as long to add to."""
 
-    def __init__(self, ages: Mapping[str, Sequence[int]]) -> None:
-        self._ages = ages
+    def __init__(self, name: str, text: str, labels: Sequence[str], lock: Lock) -> None:
+        self.values = defaultdict[tuple[str, ...], float](float)  # changed under the lock
+        self._totals: dict[tuple[str, ...], float] = {}
+        self._family = name, text, labels
+        self._lock = lock
+
+    def add(self, amount: float, *labels: str) -> None:
+        with self._lock:
+            self.values[labels] += amount
+
+    def advance(self, total: float, *labels: str) -> None:
+        """Add what the total, counted elsewhere, has more than the last one."""
+        self.add(max(0.0, total - self._totals.get(labels, 0.0)), *labels)
+        self._totals[labels] = total
 
     def collect(self) -> Iterator[Metric]:
-        family = HistogramMetricFamily(
-            "kvtier_evicted_age_seconds", "How long blocks that were evicted had been in the tier", labels=["tier"]
-        )
-        for tier, (*counts, seconds) in self._ages.items():
-            bounds = [*(str(float(1 << power)) for power in range(len(counts) - 1)), "+Inf"]
-            family.add_metric([tier], list(zip(bounds, accumulate(counts), strict=True)), seconds)
+        name, text, names = self._family
+        family = CounterMetricFamily(name, text, labels=names)
+        for labels, value in self.values.copy().items():
+            family.add_metric([*map(str, labels)], value)  # a reason is an `Outcome`
+        yield family
+
+
+class _Histograms(Collector):
+    """Histograms by tier: in each row a count a bucket, the last one without a bound, then the sum."""
+
+    def __init__(self, name: str, text: str, rows: Mapping[str, Sequence[float]], bounds: Sequence[float]) -> None:
+        self._family = name, text
+        self._rows, self._bounds = rows, bounds
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(*self._family, labels=["tier"])
+        for tier, (*counts, total) in dict(self._rows).items():
+            bounds = [*map(str, self._bounds[: len(counts) - 1]), "+Inf"]
+            family.add_metric([tier], list(zip(bounds, accumulate(counts), strict=True)), total)
         yield family
 
 
@@ -361,21 +377,26 @@ class Losses:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._lock = Lock()
-        self._minutes: deque[tuple[int, Tally[tuple[str, str]]]] = deque(maxlen=_MINUTES + 1)
-        self._num_untold, self._told_at = 0, -math.inf
+        self.lock = Lock()
+        self._counts = defaultdict[tuple[str, str], int](int)  # of the minute under way
+        self._minutes: deque[tuple[int, dict[tuple[str, str], int]]] = deque(maxlen=_MINUTES + 1)
+        self._next_minute = self._told_at = -math.inf
+        self._num_untold = 0
 
     def count(self, tier: str, what: str, num_blocks: int) -> None:
-        """`what`: LOOKED_UP, STORED, or why they were lost. `tier`: "" for blocks that were to be loaded."""
-        minute, minutes = int(self._clock() // 60), self._minutes
-        with self._lock:
-            if not minutes or minutes[-1][0] < minute:
-                minutes.append((minute, Tally()))
-            minutes[-1][1][tier, what] += num_blocks
+        """`what`: LOOKED_UP, STORED, or why they were lost. `tier`: "" for blocks that were to be loaded.
+
+        The caller has `lock`.
+        """
+        if (now := self._clock()) >= self._next_minute:
+            self._counts = defaultdict[tuple[str, str], int](int)
+            self._minutes.append((int(now // 60), self._counts))
+            self._next_minute = now // 60 * 60 + 60
+        self._counts[tier, what] += num_blocks
 
     def to_tell(self, num_blocks: int) -> int:
         """So many more found no slot: how many the log is to tell of now, once a minute."""
-        with self._lock:
+        with self.lock:
             self._num_untold += num_blocks
             if self._clock() - self._told_at < 60.0:
                 return 0
@@ -386,10 +407,10 @@ class Losses:
     def wanting(self) -> dict[str, str]:
         """What there is too little of, and why one thinks so: "file stores", "l2 slots"."""
         oldest, seen = int(self._clock() // 60) - _MINUTES, Tally[tuple[str, str]]()
-        with self._lock:
+        with self.lock:
             for minute, counts in self._minutes:
                 if minute >= oldest:
-                    seen += counts
+                    seen.update(counts)
         found = {}
         for tier in sorted({tier for tier, _ in seen} - {""}):
             lost = Tally({why: n for (of, why), n in seen.items() if of == tier and why != STORED})

@@ -139,7 +139,7 @@ class RemoteTiers:
         overlap: Overlap = Overlap.NONE,
     ) -> Claim:
         """Add the lookup to the next message; a later `poll` has the answer."""
-        claim = RemoteClaim(list(hashes), parent, num_l1, block_size, overlap=overlap)
+        claim = RemoteClaim(list(hashes), parent, num_l1, block_size, overlap)
         with self._lock:
             self._ask(claim, self._attachment.link or self._pump())
         return claim
@@ -669,5 +669,5 @@ def _forget(lease: Lease, leaked: bool) -> None:
     lease.on_release = None
 
 
-def _beginning_with(children: Sequence[ChildBlock], start: bytes) -> Sequence[ChildBlock]:
+def _beginning_with(children: Sequence[ChildBlock], claim: Claim, start: bytes) -> Sequence[ChildBlock]:
     return [child for child in children if child.tokens.startswith(start)] if start else children

@@ -382,12 +382,11 @@ def _return_gaps(hierarchy: Hierarchy) -> statuses.AgeCounts | None:
 
 def _saved(namespace: Namespace) -> statuses.SavedFigures:
     savings, rate = namespace.tiers.savings, namespace.tiers.savings.tokens_per_second
-    loads = (each.value for each in namespace.hierarchy.metrics.sums("kvtier_load_seconds"))
     return statuses.SavedFigures(
         tokens=savings.num_tokens,
         untimed_tokens=savings.num_untimed,
         prefill_s=round(sum(savings.seconds.values()), 6),
-        load_s=round(sum(loads), 6),
+        load_s=round(namespace.hierarchy.metrics.load_seconds, 6),
         tokens_per_s=None if rate is None else round(rate, 1),
         assumed=savings.is_assumed,
     )

@@ -62,7 +62,7 @@ class ScriptedTiers:
         block_size: int = 0,
         overlap: Overlap = Overlap.NONE,
     ) -> Claim:
-        claim = Claim(list(hashes), parent, num_l1, block_size, overlap=overlap)
+        claim = Claim(list(hashes), parent, num_l1, block_size, overlap)
         self.asked.append((overlap, len(hashes) - num_l1))
         num_blocks = len(hashes) - num_l1
         claim.found = Attribution(len(hashes), l1=num_l1, file=num_blocks)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from threading import Condition
+from threading import Condition, RLock
 from typing import Final, NamedTuple, Protocol
 
 from kvtier.tiers import L1, TIERS, BlockRecord, ChainHash, ChildBlock, Metrics, Outcome
@@ -45,9 +45,13 @@ class Attribution:
 
     def __init__(self, blocks: int, *, miss: int = 0, **by_tier: int) -> None:
         self.blocks, self.miss = blocks, miss
-        self.by_tier = {TIERS[name].name: count for name, count in by_tier.items() if count}
         self.loadable = blocks - miss - by_tier.get(L1, 0)
-        if sum(by_tier.values()) + miss != blocks:
+        self.by_tier = found = {}
+        for name, count in by_tier.items():
+            if count:
+                found[TIERS[name].name] = count
+                miss += count
+        if miss != blocks:
             raise AssertionError(f"attribution does not sum: {self}")
 
     def __getitem__(self, tier: str) -> int:
@@ -71,11 +75,11 @@ class Overlap(IntEnum):
     WHOLE = 3  # all of it or nothing: a recurrent state is worth nothing without the others of its prefix
 
 
-LooksBehind = Callable[[bytes], Sequence[ChildBlock]]
-"""Tokens, u32 little-endian → stored blocks that follow a claim's last one and begin with them."""
+LooksBehind = Callable[["Claim", bytes], Sequence[ChildBlock]]
+"""(claim, tokens, u32 little-endian) → stored blocks that follow the claim's last one and begin with these tokens."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Claim:
     """A request's lookup, then the promise made to it. `submit` makes it; each implementation adds fields."""
 
@@ -83,20 +87,20 @@ class Claim:
     parent: ChainHash  # of hashes[0]
     num_l1: int  # leading blocks in L1: counted, not claimed
     block_size: int  # tokens that a loaded block spares; 0: it cannot be computed, so it is always worth loading
+    overlap: Overlap = Overlap.NONE
     found: Attribution | None = None  # where the blocks were; None while a tier is still queried
     refusal: Outcome | None = None  # RECOMPUTE: final, computing is faster; NO_SLOT: others use the slots for now
     good_until: float = 0.0  # on the monotonic clock: from then on the caller may repeat a lookup that missed
     missing: Outcome | None = Outcome.ABSENT  # why the misses of `found` are misses; None: already counted
-    overlap: Overlap = Overlap.NONE
     # Set together with `found`: compute up to there, and claim the rest with `Overlap.BACK`. Then this claim covers
     # only the leading blocks in L2, and has no `children`. None: everything to load is claimed.
     split: SplitPoint | None = None
     promised: int | None = None  # the result of `poll`, if known at `submit`
     told: bool = False  # a poll has returned the answer, or the caller read `promised`
     # Set together with `found`: finds `children` that begin with these tokens. Most callers never do.
-    behind: LooksBehind | None = field(default=None, init=False, repr=False)
+    behind: LooksBehind | None = None
     # Set together with `found` if blocks are missing: why they left. Called once, when the misses are counted.
-    why: Callable[[], Causes] | None = field(default=None, init=False, repr=False)
+    why: Callable[[], Causes] | None = None
 
     @property
     def causes(self) -> Causes | None:
@@ -110,7 +114,7 @@ class Claim:
         If none was found they follow `parent`. The next block of the chain is left out. They are not promised:
         claim them to load one.
         """
-        return () if self.behind is None else self.behind(b"")
+        return () if self.behind is None else self.behind(self, b"")
 
 
 class ProgressCondition(Condition):
@@ -120,7 +124,8 @@ class ProgressCondition(Condition):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self.mutex = RLock()  # the lock itself: to enter the condition takes a call more
+        super().__init__(self.mutex)
         self._watchers: list[Callable[[], None]] = []
 
     def watch(self, callback: Callable[[], None]) -> None:

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Final
 
 import numpy as np
@@ -114,15 +114,15 @@ class Hierarchy:
 
         A claim waits up to `_SEALING` seconds for a block that was stored and is not hashed yet.
         """
-        claim = LocalClaim(list(hashes), parent, num_l1, block_size, overlap=overlap)
+        claim = LocalClaim(list(hashes), parent, num_l1, block_size, overlap)
         wanted = claim.hashes[num_l1:] if num_l1 else claim.hashes
         is_sealing = bool(self.stores.unsealed)  # read first: else a block published in between is found nowhere
         places: Places | None = None
         if wanted and (self.rates.policy != "recompute" or not block_size or overlap is Overlap.BACK):
             places = self.promoter.lease_whole(claim, wanted)
             if claim.promised is not None:
-                claim.found = Attribution(len(hashes), l1=num_l1, l2=claim.promised)
-                claim.behind = partial(self._children, wanted[-1], ())
+                claim.found = _all_in_l2(len(claim.hashes), num_l1)
+                claim.behind = self._children
                 return claim
         self.tick()
         claim.patient_until = time.monotonic() + _SEALING
@@ -144,7 +144,7 @@ class Hierarchy:
             if not all(question.done for question in claim.questions):
                 return PENDING
             self.locator.read(claim.questions)
-            claim.questions = []
+            claim.questions = ()
             self._look(claim)
             if claim.found is None:
                 return PENDING
@@ -160,7 +160,7 @@ class Hierarchy:
         assert isinstance(claim, LocalClaim)
         if claim.questions:
             self.locator.read(claim.questions)
-            claim.questions = []
+            claim.questions = ()
         if claim.run:
             self.promoter.cancel(claim)
 
@@ -362,15 +362,17 @@ class Hierarchy:
                 return
         claim.found = where
         claim.why = partial(self.causes, claim.hashes[known:]) if where.miss else None
-        parent, following = claim.hashes[known - 1] if known else claim.parent, claim.hashes[known : known + 1]
-        claim.behind = partial(self._children, parent, following)
+        claim.behind = self._children
         if claim.asked_until:
             claim.good_until = time.monotonic() + _ASK_AGAIN
         if num_loadable := where.loadable:
             self._promote(claim, where, places, num_loadable)
 
-    def _children(self, parent: ChainHash, following: Sequence[ChainHash], start: bytes = b"") -> Sequence[ChildBlock]:
-        """Up to eight distinct blocks that follow the parent and begin with these tokens, except `following`."""
+    def _children(self, claim: Claim, start: bytes) -> Sequence[ChildBlock]:
+        """Up to eight distinct blocks that follow the last one found and begin with these tokens, but not the next."""
+        assert claim.found is not None
+        known = claim.found.blocks - claim.found.miss
+        parent = claim.hashes[known - 1] if known else claim.parent
         found = self.host.children(parent, MAX_CHILDREN, start)
         for port in self.ports:
             if len(found) < MAX_CHILDREN:
@@ -378,7 +380,7 @@ class Hierarchy:
         if not found:
             return ()
         by_name = dict(found)
-        for chain_hash in following:
+        for chain_hash in claim.hashes[known : known + 1]:
             by_name.pop(chain_hash, None)  # stored by now
         return [ChildBlock(*child) for child in by_name.items()][:MAX_CHILDREN]
 
@@ -450,6 +452,11 @@ class Hierarchy:
                     elif key.startswith(("requests_", "bytes_", "saved_")):
                         self.metrics.paid(port.name, key, count)
                 self.metrics.room(port.name, room)
+
+
+@lru_cache(maxsize=4096)
+def _all_in_l2(num_blocks: int, num_l1: int) -> Attribution:
+    return Attribution(num_blocks, l1=num_l1, l2=num_blocks - num_l1)
 
 
 def evict_everywhere(hierarchy: Hierarchy, hashes: Sequence[ChainHash], timeout: float) -> dict[str, int]:

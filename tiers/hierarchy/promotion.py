@@ -24,15 +24,6 @@ _MAX_CHECKS: Final = 1 << 16  # batches waiting to be verified
 
 
 @dataclass(eq=False, slots=True)
-class Holding:
-    """The blocks that one request has leased or waits for: those in L2 by slot, the others by name."""
-
-    run: Sequence[ChainHash]
-    slots: list[int]  # of the first blocks of the run
-    names: Sequence[ChainHash] = field(default=(), init=False)  # set when counted: the blocks counted by name
-
-
-@dataclass(eq=False)
 class LocalClaim(Claim):
     """A claim on this process's tiers: `Hierarchy` looks the blocks up, then `Promoter` loads the run.
 
@@ -41,27 +32,31 @@ class LocalClaim(Claim):
     """
 
     # during lookup
-    questions: "list[Question]" = field(default_factory=list)  # queries to shared tiers, not read yet
+    questions: "Sequence[Question]" = ()  # queries to shared tiers, not read yet
     asked_until: int = 0  # leading blocks of the chain that shared tiers were queried about
     sealing: Sealing | None = None  # the store that will publish the first missing block
     patient_until: float = 0.0  # how long it waits for `sealing`, on the monotonic clock
 
     # during promotion
-    run: list[ChainHash] = field(default_factory=list)
-    run_parent: ChainHash = b""  # of run[0]
+    run: Sequence[ChainHash] = ()
     end: int = 0  # of the run; shrinks when a block cannot be loaded
-    next: int = 0  # first block of the run that is neither leased nor being read
-    held: Holding | None = None  # what `WaitedBlocks` counts for it
-    patience: float = 0.0  # seconds it waits for reads, once it has room
-    room_until: float = 0.0  # how long it waits for room
-    deadline: float = math.inf  # for reads
+    held: Sequence[ChainHash] = ()  # the part that `WaitedBlocks` counts: leased or waited for …
+    held_slots: list[int] = field(init=False)  # … its leading blocks by slot …
+    held_names: Sequence[ChainHash] = field(init=False)  # … and others by name; set once they are counted one by one
     polled_at: float = 0.0
-    leases: list[Lease] = field(default_factory=list)
-    reads: "set[TierRead]" = field(default_factory=set)
-    checks: "set[HostCheck]" = field(default_factory=set)  # blocks under check are not promised
-    source: tuple[TierPort, int] | None = None  # from the lookup: this tier has so many next blocks, L2 none of them
+    leases: tuple[Lease, ...] = ()
     done: bool = False  # the promise is settled: one lease, or none
-    position: dict[ChainHash, int] = field(default_factory=dict)  # block → index in the run; empty until one is read
+
+    # of a run that `Promoter.start` began
+    run_parent: ChainHash = field(init=False)  # of run[0]
+    next: int = field(init=False)  # first block of the run that is neither leased nor being read
+    patience: float = field(init=False)  # seconds it waits for reads, once it has room
+    room_until: float = field(init=False)  # how long it waits for room
+    deadline: float = field(init=False)  # for reads, once it has room
+    reads: "set[TierRead]" = field(init=False)
+    checks: "set[HostCheck]" = field(init=False)  # blocks under check are not promised
+    source: tuple[TierPort, int] | None = field(init=False)  # this tier has so many next blocks, L2 none of them
+    position: dict[ChainHash, int] = field(init=False)  # block → index in the run; empty until one is read
 
 
 @dataclass(eq=False, slots=True)
@@ -161,7 +156,8 @@ class Promoter:
     ) -> None:
         self.host = host
         self._ports = ports
-        self._lock = lock
+        self._lock, self._mutex = lock, lock.mutex
+        self._lease_whole = host.pool.lease_whole
         self._metrics = metrics
         self.clock = clock
         self._lease_deadline = lease_deadline
@@ -186,19 +182,20 @@ class Promoter:
         """
         if self._checking is not None:
             return None
-        with self._lock:
-            is_reserved = self._next_piece is not None
-            is_next, most = is_reserved and self._is_next(run), self._most(run) if is_reserved else self._max_waiting
+        with self._mutex:
+            is_next, most = False, self._max_waiting
+            if self._next_piece is not None:
+                is_next, most = self._is_next(run), self._most(run)
             if (self._line and not is_next) or self._waited.at_most + len(run) > most:
                 return None
-            lease = self.host.pool.lease_whole(run)
+            lease = self._lease_whole(run)
             if isinstance(lease, Places):
                 return lease
             if is_next:
                 self._next_piece = None
-            claim.run, claim.end, claim.next, claim.leases = run, len(run), len(run), [lease]
-            claim.done = True
-            claim.held, claim.promised, claim.polled_at = self._waited.hold(run, lease.slots), len(run), self.clock()
+            claim.run, claim.leases, claim.done, claim.polled_at = run, (lease,), True, self.clock()
+            claim.end = claim.promised = len(run)
+            self._waited.hold(claim, run, lease.slots)
             self.active.add(claim)
         return None
 
@@ -219,7 +216,8 @@ class Promoter:
         """
         now = self.clock()
         with self._lock:
-            claim.run, claim.run_parent, claim.end = run, parent, len(run)
+            claim.run, claim.run_parent, claim.end, claim.next = run, parent, len(run), 0
+            claim.reads, claim.checks, claim.position, claim.source = set(), set(), {}, None
             claim.patience, for_room = patience
             claim.polled_at, claim.room_until = now, now + for_room
             self.active.add(claim)
@@ -254,22 +252,23 @@ class Promoter:
     def lease(self, claim: Claim) -> Lease:
         """The lease of the promised blocks, once; then an empty one. The copy that follows releases it."""
         assert isinstance(claim, LocalClaim)
-        with self._lock:
-            if claim in self._line:
+        with self._mutex:
+            if self._line and claim in self._line:
                 self._end_waiting(claim)
             if claim.run and not claim.done:
                 self._settle_late(claim)
+            leases, claim.leases = claim.leases, ()
             if claim in self.active:
-                if claim.leases and len(claim.leases[0]) == self._max_waiting < len(claim.run):
-                    rest = len(claim.run) - self._max_waiting
+                rest = len(claim.run) - self._max_waiting
+                if rest > 0 and leases and len(leases[0]) == self._max_waiting:
                     until = self.clock() + min(claim.patience, _BETWEEN_PIECES)
                     self._next_piece = claim.run[self._max_waiting], min(rest, self._max_waiting), until
-                if claim.held is not None and not (self._line or self._short):
+                if claim.held and not (self._line or self._short):  # `_leave`, without a call
                     self.active.remove(claim)
-                    self._waited.drop(claim.held)
+                    self._waited.drop(claim)
                 else:
                     self._leave(claim)
-            return claim.leases.pop() if claim.leases else self.host.pool.lease([])
+            return leases[0] if leases else self.host.pool.lease([])
 
     def cancel(self, claim: LocalClaim) -> None:
         """Release the claim's blocks. Its reads under way continue. Idempotent."""
@@ -378,10 +377,11 @@ class Promoter:
     def _leave(self, claim: LocalClaim) -> None:
         """Remove an active claim."""
         self.active.remove(claim)
-        self._line.pop(claim, None)
-        self._short.pop(claim, None)
-        if claim.held is not None:
-            self._waited.drop(claim.held)
+        if self._line or self._short:
+            self._line.pop(claim, None)
+            self._short.pop(claim, None)
+        if claim.held:
+            self._waited.drop(claim)
         if self._line:
             self._call_up()
 
@@ -426,16 +426,16 @@ class Promoter:
             self._shorten(claim, room, Outcome.NO_SLOT)
         wanted = run if claim.end == len(run) else run[: claim.end]
         if not (num_held := len(places.slots)):
-            claim.held = self._waited.hold(wanted, [])
+            self._waited.hold(claim, wanted, [])
             self._advance(claim)
             return
         if num_held < len(wanted):
             first = self.host.pool.lease(wanted[:num_held], places)
         else:
             first = self.host.pool.lease(wanted, places if num_held == len(wanted) else None)
-        claim.held = self._waited.hold(wanted, first.slots)
+        self._waited.hold(claim, wanted, first.slots)
         if self._checking is None and len(first.slots) == claim.end:  # L2 has all of it
-            claim.leases.append(first)
+            claim.leases = (first,)
             claim.next, claim.done = claim.end, True
             return
         claim.source = claim.source if len(first.slots) == num_held else None
@@ -447,7 +447,7 @@ class Promoter:
         self._finish(claim)
         for lease in claim.leases:
             lease.release()
-        claim.leases = []
+        claim.leases = ()
 
     def _settle_late(self, claim: LocalClaim) -> None:
         """Out of time: promise the blocks that have arrived."""
@@ -467,7 +467,7 @@ class Promoter:
             first = next((i for i, chain_hash in enumerate(hashes) if chain_hash in position), num_hashes)
             whole = next((i for i in range(first, num_hashes) if not isinstance(results[i], BlockRecord)), num_hashes)
             if wanted := [chain_hash for chain_hash in hashes[first:whole] if chain_hash in position]:
-                waiter.leases.append(self.host.pool.lease(wanted))
+                waiter.leases += (self.host.pool.lease(wanted),)
             if whole == num_hashes or hashes[whole] not in position:
                 continue
             outcome = results[whole]
@@ -512,7 +512,7 @@ class Promoter:
         """Add a lease on the run's next blocks. Returns how many."""
         if not len(lease):
             return 0
-        claim.leases.append(lease)
+        claim.leases += (lease,)
         start, claim.next = claim.next, claim.next + len(lease)
         if self._checking is not None:
             self._check(claim, start, lease, self._checking)
@@ -536,7 +536,7 @@ class Promoter:
                 self._shorten(claim, start + first + len(checked), Outcome.EVICTED)
                 return
 
-    def _missing_run(self, hashes: list[ChainHash]) -> int:
+    def _missing_run(self, hashes: Sequence[ChainHash]) -> int:
         """How many leading blocks L2 lacks, in time proportional to that. The first one is known to be missing."""
         first, size = 1, 64
         while first < len(hashes):
@@ -546,14 +546,16 @@ class Promoter:
             first, size = first + size, 2 * size
         return len(hashes)
 
-    def _join(self, claim: LocalClaim, read: TierRead, rest: list[ChainHash]) -> None:
+    def _join(self, claim: LocalClaim, read: TierRead, rest: Sequence[ChainHash]) -> None:
         read.waiters.add(claim)
         claim.reads.add(read)
         claim.position = claim.position or {chain_hash: i for i, chain_hash in enumerate(claim.run)}
         ahead = read.hashes[read.hashes.index(rest[0]) :]
         claim.next += sum(1 for a, b in zip(ahead, rest, strict=False) if a == b)
 
-    def _launch(self, claim: LocalClaim, rest: list[ChainHash], source: tuple[TierPort, int] | None) -> Outcome | None:
+    def _launch(
+        self, claim: LocalClaim, rest: Sequence[ChainHash], source: tuple[TierPort, int] | None
+    ) -> Outcome | None:
         """Start reading the leading blocks of `rest` from the first tier that has them, or return why not."""
         pool = self.host.pool
         if source is None:
@@ -625,7 +627,7 @@ class Promoter:
             lease = self.host.pool.lease(claim.run[: claim.end])
             for piece in claim.leases:
                 piece.release()
-            claim.leases = [lease]
+            claim.leases = (lease,)
             claim.end = len(lease.hashes)
 
 
@@ -642,8 +644,7 @@ class WaitedBlocks:
         self._count = memoryview(self._by_slot)
         self._by_name: Counter[ChainHash] = Counter()
         self._num_slots = 0  # slots of at least one counted request
-        self._uncounted: dict[Holding, None] = {}  # in order of arrival
-        self._num_uncounted = 0  # their blocks; shared ones count several times
+        self._uncounted: dict[LocalClaim, None] = {}  # in order of arrival; blocks they share count several times
         self.at_most = 0  # upper bound of `len`: shared blocks count several times until counted one by one
 
     def __len__(self) -> int:
@@ -662,54 +663,52 @@ class WaitedBlocks:
         is_new[: len(slots)] &= self._by_slot[slots] == 0
         return int(np.searchsorted(is_new.cumsum(), max(0, room), "right"))
 
-    def hold(self, run: Sequence[ChainHash], slots: list[int]) -> Holding:
+    def hold(self, claim: LocalClaim, run: Sequence[ChainHash], slots: list[int]) -> None:
         """Add a request's run; `slots`: of its leading blocks."""
-        holding = Holding(run, slots)
-        self._uncounted[holding] = None
-        self._num_uncounted += len(run)
+        claim.held, claim.held_slots = run, slots
+        self._uncounted[claim] = None
         self.at_most += len(run)
-        return holding
 
-    def drop(self, holding: Holding) -> None:
+    def drop(self, claim: LocalClaim) -> None:
         """Remove a request's run."""
-        if holding in self._uncounted:
-            del self._uncounted[holding]
-            self._num_uncounted -= len(holding.run)
-            self.at_most -= len(holding.run)
+        if claim in self._uncounted:
+            del self._uncounted[claim]
+            self.at_most -= len(claim.held)
             return
-        for slot in holding.slots:
+        self.at_most -= self._num_slots + len(self._by_name)
+        for slot in claim.held_slots:
             self._count[slot] -= 1
             self._num_slots -= not self._count[slot]
         names = self._by_name
-        left = list(map(names.pop, holding.names, repeat(0)))  # in C
+        left = list(map(names.pop, claim.held_names, repeat(0)))  # in C
         if sum(left) > len(left):  # usually no other request has any
-            names.update({h: count - 1 for h, count in zip(holding.names, left, strict=True) if count > 1})
-        self.at_most = self._num_uncounted + self._num_slots + len(names)
+            names.update({h: count - 1 for h, count in zip(claim.held_names, left, strict=True) if count > 1})
+        self.at_most += self._num_slots + len(names)
 
     def check(self) -> None:
         """Raise AssertionError if the counts are inconsistent."""
-        assert self._num_uncounted == sum(len(each.run) for each in self._uncounted), "blocks not counted one by one"
-        assert self.at_most == self._num_uncounted + self._num_slots + len(self._by_name), "blocks at most"
+        num_uncounted = sum(len(each.held) for each in self._uncounted)
+        assert self.at_most == num_uncounted + self._num_slots + len(self._by_name), "blocks at most"
         assert self._num_slots == np.count_nonzero(self._by_slot), "slots in use"
         assert (self._by_slot >= 0).all(), "a negative count"
         assert all(count > 0 for count in self._by_name.values()), "a name with no request"
 
     def _count_all(self) -> None:
         """Count block by block the runs that are not counted yet."""
-        for holding in self._uncounted:
-            run, slots = holding.run, holding.slots
+        for claim in self._uncounted:
+            run, slots = claim.held, claim.held_slots
             names = run[len(slots) :]
             if self._by_name and not self._by_name.keys().isdisjoint(run[: len(slots)]):
                 known = [name in self._by_name for name in run[: len(slots)]]
                 names = [*(name for name, is_known in zip(run, known, strict=False) if is_known), *names]
-                slots = holding.slots = [slot for slot, is_known in zip(slots, known, strict=True) if not is_known]
+                slots = claim.held_slots = [slot for slot, is_known in zip(slots, known, strict=True) if not is_known]
             for slot in slots:
                 self._num_slots += not self._count[slot]
                 self._count[slot] += 1
             self._by_name.update(names)
-            holding.names = names
+            claim.held_names = names
         self._uncounted.clear()
-        self._num_uncounted, self.at_most = 0, self._num_slots + len(self._by_name)
+        self.at_most = self._num_slots + len(self._by_name)
 
 
 @dataclass(eq=False, slots=True)

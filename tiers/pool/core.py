@@ -1051,6 +1051,7 @@ class SlotCore:
                     return first + i
         return len(names)
 
+    @cython.ccall
     @cython.locals(first=cython.Py_ssize_t, end=cython.Py_ssize_t, i=cython.Py_ssize_t, slot=cython.longlong)
     def find_run(self, names: list) -> list:
         """The slots of the leading ready blocks."""
@@ -1115,6 +1116,7 @@ class SlotCore:
         slots: list = self.find_run(names)
         return slots, self.lease_found(slots)
 
+    @cython.ccall
     def lease_found(self, slots: list) -> list:
         """One more reference to each of these slots, which `find_run` has just found: their generations."""
         slot: cython.longlong
@@ -1167,6 +1169,7 @@ class SlotCore:
         for slot in slots:
             self.refs[slot] += 1
 
+    @cython.ccall
     @cython.locals(i=cython.Py_ssize_t, slot=cython.longlong)
     def unref(self, slots: list):
         """One reference fewer; ready slots without any can go, the last first. ValueError, no change: too few."""
@@ -1857,26 +1860,41 @@ class Lease:
 
 
 @cython.cclass
-class Releaser:
-    """Ends the leases of one pool, under its lock. One that was dropped is left in `dropped`, for the next verb."""
+class Leases:
+    """Makes leases of one pool and ends them, under its lock. One that was dropped is left for the pool's next verb."""
 
-    _lock: object
+    _acquire: object
+    _release: object
     _core: SlotCore
     _dropped: object
+    _places: object
 
-    def __init__(self, lock, core: SlotCore, dropped):
-        self._lock = lock
+    def __init__(self, lock, core: SlotCore, dropped, places):
+        self._acquire, self._release = lock.acquire, lock.release
         self._core = core
         self._dropped = dropped
+        self._places = places
+
+    def whole(self, names: list):
+        """A lease of all of these blocks if all are ready, else `Places` of the leading ready ones. It has the list."""
+        core: SlotCore = self._core
+        self._acquire()
+        try:
+            slots: list = core.find_run(names)
+            if len(slots) == len(names):
+                return Lease(names, slots, core.lease_found(slots), self)
+            return self._places(slots, core.generations(slots))
+        finally:
+            self._release()
 
     def __call__(self, lease, is_dropped):
         if is_dropped:
             self._dropped.append(lease)
             return
-        self._lock.acquire()
+        self._acquire()
         try:
             if lease.on_release is not None:
                 lease.on_release = None
                 self._core.unref(lease.slots)
         finally:
-            self._lock.release()
+            self._release()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvtier.tiers import ChainHash
 from kvtier.tiers.pool.changes import ChangeLog
 from kvtier.tiers.pool.eviction_log import EvictionLog
-from kvtier.tiers.pool.lease import Reservation
+from kvtier.tiers.pool.lease import Places, Reservation
 from kvtier.tiers.reuse import LruShadow, ReusePredictor
 
 FIRST: int
@@ -181,6 +181,9 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-class Releaser:
-    def __init__(self, lock: Lock, core: SlotCore, dropped: deque[Lease | Reservation]) -> None: ...
+class Leases:
+    def __init__(
+        self, lock: Lock, core: SlotCore, dropped: deque[Lease | Reservation], places: type[Places]
+    ) -> None: ...
+    def whole(self, names: list[ChainHash]) -> Lease | Places: ...
     def __call__(self, lease: Lease, is_dropped: bool) -> None: ...

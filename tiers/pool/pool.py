@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvtier.tiers import BlockRecord, ChainHash, Changes, Outcome
 from kvtier.tiers.pool.backlog import Backlog
 from kvtier.tiers.pool.changes import ChangeLog, Slots
-from kvtier.tiers.pool.core import Lease
+from kvtier.tiers.pool.core import Lease, Leases
 from kvtier.tiers.pool.eviction_log import EVICTED_CODE, REMOVED, RESET, EvictionLog
 from kvtier.tiers.pool.lease import FILLING, QUARANTINED, Places, PoolCounts, Reservation, picked
 from kvtier.tiers.pool.policy import ended, form, learned, lease_type, make_core
@@ -49,9 +49,9 @@ class SlotPool:
         # `__del__` may run anywhere, even inside this pool's own methods: it only leaves a note here.
         self._dropped: deque[Lease | Reservation] = deque()
         self.num_leaked = 0  # leases that were dropped, not released; counted by the verb after
-        module = form()
         self._lease = lease_type()
-        self._on_release: Callable[[Lease, bool], None] = module.Releaser(self._lock, self._core, self._dropped)
+        self._on_release: Leases = form().Leases(self._lock, self._core, self._dropped, Places)
+        self.lease_whole = self._on_release.whole  # it settles no dropped lease: the next verb does
 
     @property
     def num_evicted(self) -> int:
@@ -232,16 +232,6 @@ class SlotPool:
             if places is not None and isinstance(hashes, list) and len(slots) == len(hashes):
                 return self._lease(hashes, slots, times, self._on_release)
             return self._lease(list(hashes[: len(slots)]), slots, times, self._on_release)
-
-    def lease_whole(self, hashes: list[ChainHash]) -> Lease | Places:
-        """Protect all of these blocks if all are ready, else where the leading ready ones are. A lease has the list."""
-        with self._lock:
-            if self._dropped:
-                self._settle_dropped()
-            slots = self._core.find_run(hashes)
-            if len(slots) == len(hashes):
-                return self._lease(hashes, slots, self._core.lease_found(slots), self._on_release)
-            return Places(slots, self._core.generations(slots))
 
     def ended(self, end: RequestEnd) -> ClassifiedEnd | None:
         """A request has ended: a policy that learns how requests return hears of it. Returns what tiers below hear."""
