@@ -15,6 +15,8 @@ from kvtier.tiers.config import COMPILED, compiled_setting
 logger = logging.getLogger(__name__)
 
 EXTENSIONS: Final = (
+    "kvtier.service.events.holders_compiled",
+    "kvtier.service.router.scores_compiled",
     "kvtier.tiers.file.read_queue_compiled",
     "kvtier.tiers.fp8_compiled",
     "kvtier.tiers.host.memory_compiled",

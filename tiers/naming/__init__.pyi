@@ -18,6 +18,7 @@ from .identity import ModelIdentity as ModelIdentity
 from .identity import config_digest as config_digest
 from .identity import with_lossy as with_lossy
 from .key_schemes import VllmKeys as VllmKeys
+from .key_schemes import dynamo_block_hashes as dynamo_block_hashes
 from .key_schemes import dynamo_local_hashes as dynamo_local_hashes
 from .key_schemes import dynamo_seed as dynamo_seed
 from .key_schemes import dynamo_sequence_hashes as dynamo_sequence_hashes

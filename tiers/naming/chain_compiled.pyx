@@ -224,6 +224,34 @@ cdef void _xxh3_chain(
         memcpy(out + NAME * i, frame, NAME)
 
 
+def linked(words, Py_ssize_t size, uint64_t seed, uint64_t link_seed, parent):
+    """Dynamo's sequence hashes of the full blocks of `size` tokens, behind a parent's one or None.
+
+    `seed` is of each block's own hash, `link_seed` of its hash with the parent's. ValueError for a size below 1.
+    """
+    cdef Py_buffer view
+    cdef uint64_t pair[2]
+    cdef uint64_t own
+    cdef bint has_parent = parent is not None
+    cdef list hashes = []
+    cdef Py_ssize_t i
+    if size < 1:
+        raise ValueError(f"block_size {size}: must be at least 1")
+    pair[0] = parent if has_parent else 0
+    _get_words(words, &view, 0)
+    try:
+        for i in range(view.len // WORD // size):
+            own = kvtier_xxh3_64_seeded(<const uint32_t *> view.buf + i * size, WORD * size, seed)
+            if has_parent:
+                pair[1] = own
+                own = kvtier_xxh3_64_seeded(pair, sizeof(pair), link_seed)
+            has_parent, pair[0] = True, own
+            hashes.append(own)
+    finally:
+        PyBuffer_Release(&view)
+    return hashes
+
+
 def kept_runs(runs, bytes kind not None, bytes parent not None, tokens, Py_ssize_t run_bytes):
     """The names of the leading runs of `tokens`, bytes, that are kept, and their keys: `HashCache.find`."""
     cdef Py_buffer view

@@ -338,7 +338,7 @@ def test_pieces_say_what_the_whole_does(most: int, num_blocks: int, is_tenants: 
         assert not index.counts
     prompt = prompt_hashes(tokens, 4, namespace="tenant" if is_tenants else None)
     assert piecewise.matches(prompt) == at_once.matches(prompt)
-    assert piecewise._masks == at_once._masks
+    assert piecewise._holders.blocks() == at_once._holders.blocks()
     # what cannot be cut is left to the reader to refuse
     torn = BlockStored(names, None, tokens[1:], 4, None, "GPU", None)
     assert list(pieces(torn, 1)) == [torn] or num_blocks == 0
