@@ -8,6 +8,7 @@ it, and a prefix is looked through run by run of equal sets. Nothing here takes 
 Workers come from outside as numbers and are checked; rows never leave this file.
 """
 
+import mmap
 import os
 
 import cython
@@ -19,6 +20,7 @@ U64 = cython.declare(cython.ulonglong, 0xFFFFFFFFFFFFFFFF)
 U32 = cython.declare(cython.ulonglong, 0xFFFFFFFF)
 MOST_WORKERS = cython.declare(cython.longlong, (1 << 24) - 1)
 MOST_ROWS = cython.declare(cython.longlong, 1 << 30)
+LARGE = cython.declare(cython.longlong, 1 << 18)  # bytes of an array that has pages of its own
 FEWEST = cython.declare(cython.longlong, 64)  # rows, or workers, that there is room for at first
 MOVES = cython.declare(cython.ulonglong, 4096)  # changes of a set that are remembered
 FIRST_NAME = cython.declare(cython.longlong, -1)  # of several for one block: the row of the one that was not noted
@@ -31,8 +33,9 @@ def _view(array):
 
 
 def _grown(view, size: cython.longlong, dtype):
-    """A longer array with the same items. What was never written takes no memory."""
-    array = np.zeros(size, dtype)
+    """A longer array with the same items. What was never written takes no memory: numpy would have it on huge pages."""
+    num_bytes: cython.longlong = size * np.dtype(dtype).itemsize
+    array = np.frombuffer(mmap.mmap(-1, num_bytes), dtype) if num_bytes >= LARGE else np.zeros(size, dtype)
     array[: len(view)] = np.asarray(view)
     return _view(array)
 
@@ -296,11 +299,20 @@ class Sets:
         self._numbers[changed] = target
         self._uses[target] = 0
         self._num_idle += 1  # `move` takes it into use
-        union: cython.longlong = 0
-        for each in _members_of(changed):
-            union |= each & TIER_BITS
-        self.unions[target] = union
+        self.unions[target] = self._union(changed)
         return target
+
+    @cython.cfunc
+    @cython.locals(i=cython.Py_ssize_t, union=cython.uint)
+    def _union(self, members: bytes) -> cython.uint:
+        union = 0
+        if cython.compiled:
+            for i in range(len(members) // 4):
+                union |= cython.cast(cython.p_uint, cython.cast(cython.p_char, members))[i]
+        else:
+            for member in _members_of(members):
+                union |= member
+        return union & TIER_BITS
 
     @cython.cfunc
     def tidy(self):
@@ -575,7 +587,7 @@ class Holders:
             self._set = _grown(self._set, self._blocks.room, np.uint32)
             before = self._seed if self._has_seeds else self._seed[:0]
             self._seed = _grown(before, self._blocks.room, np.uint64)
-        self._set[block], self._seed[block] = 0, 0
+        self._set[block] = 0
         return block
 
     @cython.cfunc
@@ -632,7 +644,8 @@ class Holders:
         number: cython.longlong = self._sets.move(self._set[block], worker, held)
         self._set[block] = number
         if number == 0:
-            self._seed[block] = 0
+            if self._has_seeds:  # else nothing was ever written there
+                self._seed[block] = 0
             self._blocks.remove(block)
 
     @cython.cfunc
