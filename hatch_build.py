@@ -60,7 +60,10 @@ def build(root: Path, place: Path | None = None) -> dict[str, Path]:
     walked = os.walk(root / "kvtier", followlinks=True)  # links in a checkout, folders in an sdist
     sources = [Path(folder, file) for folder, _, files in walked for file in files if file.endswith("_compiled.pyx")]
     with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = pool.map(lambda each: _built(root, each, place, compiler, Path(work)), [*(root / each for each in _BOTH), *sorted(sources)])
+        made = pool.map(
+            lambda each: _built(root, each, place, compiler, Path(work)),
+            [*(root / each for each in _BOTH), *sorted(sources)],
+        )
         return dict(made)
 
 

@@ -25,12 +25,13 @@ from kvtier.service.events import (
     BlockRemoved,
     BlockStored,
     EventConsumer,
+    Feeds,
     PrefixIndex,
     Publisher,
     prompt_hashes,
     topic_of,
 )
-from kvtier.service.router import Candidate, choose, joined
+from kvtier.service.router import decide, make_scores, weights_by_tier
 from kvtier.tiers import TIERS, BlockRecord, ChainHash
 from kvtier.tiers.config import EventsConfig
 from kvtier.tiers.hierarchy import Event, Removed, Stored
@@ -40,7 +41,7 @@ BLOCK_SIZE: Final = 16  # tokens
 CHAIN: Final = 512  # blocks of a prompt whose blocks are stored and removed: 8,192 tokens
 FINGERPRINT: Final = b"scale".ljust(32, b".")
 DEADLINE: Final = 600.0  # seconds, of one measurement
-GPU, CPU, SHARED = (kind.medium for kind in (TIERS["l1"], TIERS["l2"], TIERS["redis"]))
+GPU, CPU = (kind.medium for kind in (TIERS["l1"], TIERS["l2"]))
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -176,17 +177,15 @@ def _route(
     for worker, medium in ((engines[-1], GPU), (nodes[-1], CPU)):
         held = tokens[: num_held * BLOCK_SIZE]
         index.apply(worker, BlockStored(names, None, held, BLOCK_SIZE, None, medium, None))
-    times = []
+    feeds, scores, weights = Feeds(engines, nodes, nodes), make_scores(len(engines)), weights_by_tier()
+    for row in range(len(engines)):
+        scores.standing(row, 100.0, float("inf"), 4)
+    rows, flags, times = np.arange(len(engines)), np.full(len(engines), 3, np.uint8), []
     for turn in range(rounds):
         began = time.thread_time()
         sequence = prompt_hashes(tokens, BLOCK_SIZE)
-        found, shared = index.matches(sequence), index.shared(sequence, SHARED)
-        prefixes = {}
-        for engine, node in zip(engines, nodes, strict=True):
-            seen = {SHARED: shared} if SHARED in index.holdings(node) else {}
-            prefixes[engine] = joined(found.get(engine, {}), found.get(node, {}), seen)
-        candidates = [Candidate(engine, prefixes[engine], 100.0, num_requests=4) for engine in engines]
-        choice = choose(candidates, len(sequence), turn=turn)
+        scores.hold(flags, index.prefixes(sequence, feeds).reshape(-1), rows, weights)
+        choice = decide(scores, engines, len(sequence), turn)
         times.append((time.thread_time() - began) * 1e6)
         assert choice.name == engines[-1], choice
     return statistics.median(times)

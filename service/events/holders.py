@@ -45,7 +45,7 @@ def _u64(name) -> cython.ulonglong:
     """A block's name in events: 64 bits, signed or not, or the digest that ends with them. TypeError."""
     if isinstance(name, bytes):
         return int.from_bytes(name[-8:], "big")
-    if cython.compiled:
+    if cython.compiled and isinstance(name, int):
         try:
             return name
         except OverflowError:
@@ -56,6 +56,16 @@ def _u64(name) -> cython.ulonglong:
 @cython.cfunc
 def _members_of(members: bytes) -> list:
     return memoryview(members).cast("I").tolist()
+
+
+@cython.cfunc
+@cython.inline
+@cython.exceptval(check=False)
+def _at(members: bytes, place: cython.Py_ssize_t) -> cython.longlong:
+    """The member at this place of a set."""
+    if cython.compiled:
+        return cython.cast(cython.p_uint, cython.cast(cython.p_char, members))[place]
+    return memoryview(members).cast("I")[place]
 
 
 @cython.cclass
@@ -229,17 +239,10 @@ class Sets:
     @cython.locals(low=cython.Py_ssize_t, high=cython.Py_ssize_t, middle=cython.Py_ssize_t)
     def _place(self, members: bytes, worker: cython.longlong) -> cython.Py_ssize_t:
         """Where a worker is, or would be, among the members."""
-        at = memoryview(members).cast("I") if not cython.compiled else None
         low, high = 0, len(members) // 4
         while low < high:
             middle = (low + high) >> 1
-            if cython.compiled:
-                is_before: cython.bint = (
-                    cython.cast(cython.p_uint, cython.cast(cython.p_char, members))[middle] >> 8 < worker
-                )
-            else:
-                is_before = at[middle] >> 8 < worker
-            if is_before:
+            if _at(members, middle) >> 8 < worker:
                 low = middle + 1
             else:
                 high = middle
@@ -250,13 +253,9 @@ class Sets:
         """The tiers in which a worker holds the blocks of this set."""
         members: bytes = self._members[number]
         place: cython.Py_ssize_t = self._place(members, worker)
-        if 4 * place == len(members):
+        if 4 * place == len(members) or _at(members, place) >> 8 != worker:
             return 0
-        if cython.compiled:
-            member: cython.longlong = cython.cast(cython.p_uint, cython.cast(cython.p_char, members))[place]
-        else:
-            member = memoryview(members).cast("I")[place]
-        return member & TIER_BITS if member >> 8 == worker else 0
+        return _at(members, place) & TIER_BITS
 
     @cython.cfunc
     def move(self, number: cython.longlong, worker: cython.longlong, tiers: cython.longlong) -> cython.longlong:
@@ -303,15 +302,11 @@ class Sets:
         return target
 
     @cython.cfunc
-    @cython.locals(i=cython.Py_ssize_t, union=cython.uint)
-    def _union(self, members: bytes) -> cython.uint:
+    @cython.locals(i=cython.Py_ssize_t, union=cython.longlong)
+    def _union(self, members: bytes) -> cython.longlong:
         union = 0
-        if cython.compiled:
-            for i in range(len(members) // 4):
-                union |= cython.cast(cython.p_uint, cython.cast(cython.p_char, members))[i]
-        else:
-            for member in _members_of(members):
-                union |= member
+        for i in range(len(members) // 4):
+            union |= _at(members, i)
         return union & TIER_BITS
 
     @cython.cfunc
@@ -335,7 +330,7 @@ class Sets:
         assert len(self._numbers) - 1 - len(found) == self._num_idle, "sets that nobody names"
         for members, number in self._numbers.items():
             workers = [each >> 8 for each in _members_of(members)]
-            assert self._members[number] == members and workers == sorted(set(workers)), "members of a set"
+            assert (self._members[number], workers) == (members, sorted(set(workers))), "members of a set"
 
 
 @cython.cclass
@@ -769,19 +764,15 @@ class Holders:
                 self._shared[tier] += run
 
     @cython.cfunc
-    @cython.locals(i=cython.Py_ssize_t, member=cython.uint)
+    @cython.locals(i=cython.Py_ssize_t, member=cython.longlong)
     def _begin(self, number: cython.longlong) -> cython.longlong:
         """All open workers of a set are alive, each with its best tier there; returns how many."""
         members: bytes = self._sets.members(number)
         num_alive: cython.longlong = 0
-        at = memoryview(members).cast("I") if not cython.compiled else None
         for i in range(len(members) // 4):
-            if cython.compiled:
-                member = cython.cast(cython.p_uint, cython.cast(cython.p_char, members))[i]
-            else:
-                member = at[i]
+            member = _at(members, i)
             if self._is_open[member >> 8]:
-                self._alive[num_alive] = (member & 0xFFFFFF00) | self._best(member)
+                self._alive[num_alive] = member >> 8 << 8 | self._best(member)
                 num_alive += 1
         return num_alive
 
@@ -792,25 +783,18 @@ class Holders:
         members: bytes = self._sets.members(number)
         size: cython.Py_ssize_t = len(members) // 4
         kept: cython.longlong = 0
-        at = memoryview(members).cast("I") if not cython.compiled else None
         j = 0
         for i in range(num_alive):
             worker = self._alive[i] >> 8
             if size > 16 * num_alive:
                 member = worker << 8 | self._sets.tiers(number, worker)
             else:
-                member = 0
-                while j < size:
-                    if cython.compiled:
-                        member = cython.cast(cython.p_uint, cython.cast(cython.p_char, members))[j]
-                    else:
-                        member = at[j]
-                    if member >> 8 >= worker:
-                        break
+                while j < size and _at(members, j) >> 8 < worker:
                     j += 1
-                if member >> 8 != worker:
-                    member = 0
-            if member & TIER_BITS:
+                if j == size:
+                    break
+                member = _at(members, j)
+            if member >> 8 == worker and member & TIER_BITS:
                 self._alive[kept] = worker << 8 | self._best(member)
                 kept += 1
         return kept
@@ -826,19 +810,13 @@ class Holders:
         return tier
 
     @cython.cfunc
-    @cython.locals(tier=cython.longlong)
+    @cython.locals(i=cython.Py_ssize_t, place=cython.longlong)
     def _clear(self, first: cython.longlong):
         members: bytes = self._sets.members(first)
-        worker: cython.longlong
-        i: cython.Py_ssize_t
-        at = memoryview(members).cast("I") if not cython.compiled else None
         for i in range(len(members) // 4):
-            if cython.compiled:
-                worker = cython.cast(cython.p_uint, cython.cast(cython.p_char, members))[i] >> 8
-            else:
-                worker = at[i] >> 8
-            for tier in range(WIDTH):
-                self._found[WIDTH * worker + tier] = 0
+            first = WIDTH * (_at(members, i) >> 8)
+            for place in range(first, first + WIDTH):
+                self._found[place] = 0
 
     # --- laws
 
@@ -859,7 +837,7 @@ class Holders:
             counts, size, row, older = [0] * WIDTH, 0, self._oldest[worker], 0
             while row:
                 member, block = self._member[row - 1], self._block[row - 1]
-                assert member >> 8 == worker and member & TIER_BITS, "a name in its worker's order"
+                assert worker << 8 < member <= worker << 8 | TIER_BITS, "a name in its worker's order"
                 assert self._older[row - 1] == older, "the order of names"
                 assert self._row(worker, self._names.keys[row - 1] ^ self._secret[worker]) == row - 1, "a name is found"
                 tiers = held.setdefault(self._blocks.keys[block], {})

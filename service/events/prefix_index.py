@@ -78,8 +78,8 @@ class PrefixIndex:
     All workers together have at most `max_blocks`, each counted for every worker that holds it. Beyond that the worker
     with the most forgets its oldest (`num_forgotten`), so that it costs the others nothing.
 
-    Law (`check`): a block's holders are the workers with a name for it, in the tiers where they have it. A look-up costs
-    the prefix and the sets of its holders; a worker that goes costs each of its names once (`drop`).
+    Law (`check`): a block's holders are the workers with a name for it, in the tiers where they have it. A
+    look-up costs the prefix and the sets of its holders; a worker that goes costs each of its names once (`drop`).
     """
 
     def __init__(

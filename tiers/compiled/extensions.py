@@ -15,8 +15,6 @@ from kvtier.tiers.config import COMPILED, compiled_setting
 logger = logging.getLogger(__name__)
 
 EXTENSIONS: Final = (
-    "kvtier.service.events.holders_compiled",
-    "kvtier.service.router.scores_compiled",
     "kvtier.tiers.file.read_queue_compiled",
     "kvtier.tiers.fp8_compiled",
     "kvtier.tiers.host.memory_compiled",
@@ -24,6 +22,8 @@ EXTENSIONS: Final = (
     "kvtier.tiers.naming.chain_compiled",
     "kvtier.tiers.pool.core_compiled",
     "kvtier.tiers.redis.turns_compiled",
+    "kvtier.service.events.holders_compiled",
+    "kvtier.service.router.scores_compiled",
 )
 """Every one there is; `kvtier doctor` says which are in use."""
 

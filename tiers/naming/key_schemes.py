@@ -35,11 +35,8 @@ def dynamo_sequence_hashes(local_hashes: Sequence[int], parent: int | None = Non
     """The chained hashes behind a parent's one. Without, of a prefix: the first equals its local hash."""
     hashes = list[int]()
     for local in local_hashes:
-        if parent is None:
-            parent = local
-        else:
-            parent = xxhash.xxh3_64_intdigest(struct.pack("<QQ", parent, local), _DYNAMO_SEED)
-        hashes.append(parent)
+        linked = local if parent is None else xxhash.xxh3_64_intdigest(struct.pack("<QQ", parent, local), _DYNAMO_SEED)
+        hashes.append(parent := linked)
     return hashes
 
 
