@@ -8,6 +8,7 @@ from .chain import pool_name as pool_name
 from .chain import root_hash as root_hash
 from .chain import state_name as state_name
 from .chain import token_array as token_array
+from .chain import unpack_tokens as unpack_tokens
 from .identity import DTYPE_BYTES as DTYPE_BYTES
 from .identity import FORMAT_VERSION as FORMAT_VERSION
 from .identity import FlatShape as FlatShape
