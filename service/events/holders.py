@@ -23,6 +23,8 @@ MOST_ROWS = cython.declare(cython.longlong, 1 << 30)
 LARGE = cython.declare(cython.longlong, 1 << 18)  # bytes of an array that has pages of its own
 FEWEST = cython.declare(cython.longlong, 64)  # rows, or workers, that there is room for at first
 MOVES = cython.declare(cython.ulonglong, 4096)  # changes of a set that are remembered
+OPEN = cython.declare(cython.int, 1)  # a worker; 0: its number is free
+SHUT = cython.declare(cython.int, 2)
 FIRST_NAME = cython.declare(cython.longlong, -1)  # of several for one block: the row of the one that was not noted
 IDLE_SETS = cython.declare(cython.longlong, 1024)  # sets that nobody names any more, before they are cleared away
 
@@ -337,7 +339,7 @@ class Sets:
 class Holders:
     """Blocks by their sequence hashes, with who holds each in which tiers, and by which name.
 
-    A worker is a number from `open` until its last name was released behind `shut`. It holds a block once for each name
+    A worker is a number from `open` until its last name is released behind `shut`. It holds a block once for each name
     that it has for it, as after a restart: the block's set has all their tiers.
     """
 
@@ -408,18 +410,13 @@ class Holders:
                 self._found = _grown(self._found, size * WIDTH, np.uint32)
             self.num_workers += 1
             self._secret[worker] = int.from_bytes(os.urandom(8), "little")
-        self._is_open[worker] = 1
+        self._is_open[worker] = OPEN
         return worker
 
     def shut(self, worker: cython.longlong):
-        """No prefix shows this worker from now on. Its names are still there: `release` them all, then `reuse` it."""
-        self._is_open[self._checked(worker)] = 0
-
-    def reuse(self, worker: cython.longlong):
-        """Give a shut worker's number to others. ValueError if it has names."""
-        if self._is_open[self._checked(worker)] or self._sizes[worker]:
-            raise ValueError(f"worker {worker} is open, or has {self._sizes[worker]} names")
-        self._unused.append(worker)
+        """No prefix shows this worker from now on. Others get its number once `release` has come to its end."""
+        if self._is_open[self._checked(worker)] == OPEN:
+            self._is_open[worker] = SHUT
 
     @cython.cfunc
     @cython.inline
@@ -485,7 +482,7 @@ class Holders:
         bit = self._bit(tier)
         if len(names) != len(sequences):
             raise ValueError(f"{len(names)} names, {len(sequences)} sequence hashes")
-        if not self._is_open[self._checked(worker)]:
+        if self._is_open[self._checked(worker)] != OPEN:
             raise ValueError(f"worker {worker} is shut")
         for i in range(len(names)):
             key, sequence = _u64(names[i]), sequences[i]
@@ -564,6 +561,9 @@ class Holders:
             row = older
             most -= 1
         self._sets.tidy()
+        if self._is_open[worker] == SHUT and self._sizes[worker] == 0:
+            self._is_open[worker] = 0
+            self._unused.append(worker)
         return row + 1
 
     # --- rows
@@ -771,7 +771,7 @@ class Holders:
         num_alive: cython.longlong = 0
         for i in range(len(members) // 4):
             member = _at(members, i)
-            if self._is_open[member >> 8]:
+            if self._is_open[member >> 8] == OPEN:
                 self._alive[num_alive] = member >> 8 << 8 | self._best(member)
                 num_alive += 1
         return num_alive

@@ -144,8 +144,6 @@ class PrefixIndex:
             self._numbered = None
             self._holders.shut(known.number)
         self._release_all(known, self._every)
-        with self._lock:
-            self._holders.reuse(known.number)
 
     def matches(self, sequence_hashes: Sequence[int]) -> dict[str, dict[str, int]]:
         """For each worker with the first block: its leading blocks, by the best tier of each."""
