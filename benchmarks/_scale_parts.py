@@ -35,7 +35,7 @@ from kvtier.service.router import decide, make_scores, weights_by_tier
 from kvtier.tiers import TIERS, BlockRecord, ChainHash
 from kvtier.tiers.config import EventsConfig
 from kvtier.tiers.hierarchy import Event, Removed, Stored
-from kvtier.tiers.naming import TokenChain, root_hash
+from kvtier.tiers.naming import TokenChain, root_hash, token_array
 
 BLOCK_SIZE: Final = 16  # tokens
 CHAIN: Final = 512  # blocks of a prompt whose blocks are stored and removed: 8,192 tokens
@@ -135,6 +135,7 @@ class IndexCost(NamedTuple):
 
     replicas: int
     bytes_a_block: float  # of the process, for each name that a publisher has
+    change_us: float  # CPU of the index alone, for each block that came or went
     decision_us: float
 
 
@@ -150,20 +151,21 @@ def measure_index(replicas: int, num_blocks: int, prompt_tokens: int, rounds: in
     for worker, medium in [(engine, GPU) for engine in engines] + [(node, CPU) for node in nodes]:
         index.apply(worker, BlockStored(names_of_system, None, system, BLOCK_SIZE, None, medium, None))
     gc.collect()
-    before, num_chains = _resident(), -(-num_blocks // CHAIN)
+    before, num_chains, changed, took = _resident(), -(-num_blocks // CHAIN), 0, 0.0
     for number in range(num_chains):
-        tokens = draw.integers(0, 100_000, CHAIN * BLOCK_SIZE).tolist()
+        tokens = token_array(draw.integers(0, 100_000, CHAIN * BLOCK_SIZE))  # as events bring them
         names = draw.integers(0, 1 << 62, CHAIN).tolist()
         stored = BlockStored(names, None, tokens, BLOCK_SIZE, None, CPU, None)
-        index.apply(nodes[number % replicas], stored)
-        if number % 8 == 0:  # and one that leaves again
-            index.apply(nodes[number % replicas], BlockRemoved(names, CPU))
-            index.apply(nodes[number % replicas], stored)
+        node, began = nodes[number % replicas], time.thread_time()
+        for event in (stored, BlockRemoved(names, CPU), stored)[: 3 if number % 8 == 0 else 1]:  # one leaves again
+            index.apply(node, event)
+            changed += CHAIN
+        took += time.thread_time() - began
     gc.collect()
     bytes_a_block = (_resident() - before) / (CHAIN * num_chains)
     decision_us = _route(index, engines, nodes, system, prompt_tokens, rounds)
     index.check()
-    return IndexCost(replicas, bytes_a_block, decision_us)
+    return IndexCost(replicas, bytes_a_block, took / changed * 1e6, decision_us)
 
 
 def _route(

@@ -179,7 +179,7 @@ def test_it_holds_what_a_plain_model_does(form: Any, seed: int) -> None:
         for each in chains:
             assert dict(core.leading(each)) == model.leading(each, shut)
             found = core.prefixes(each, np.array(at, np.int64), SHARED).reshape(-1, 8)[:, :NUM_TIERS].tolist()
-            assert found == [model.prefix(each, *at[i : i + 3], shut) for i in range(0, 12, 3)]
+            assert found == [model.prefix(each, at[i], at[i + 1], at[i + 2], shut) for i in range(0, 12, 3)]
 
 
 @each_form
