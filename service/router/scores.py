@@ -96,7 +96,6 @@ class Scores:
         num_able=cython.longlong,
         num_best=cython.longlong,
         fewest=cython.longlong,
-        wanted=cython.longlong,
         is_alive=cython.bint,
         is_sure=cython.bint,
         can_take=cython.bint,
@@ -114,8 +113,11 @@ class Scores:
     ):
         """(row, reason): the replica with the least work; row -1 if none can take a request.
 
-        It looks at each row three times, some nanoseconds each: fewer than a heap that loads keep in order would cost.
+        ValueError for a crowd or turn that there cannot be, and for work that is no number. It looks at each row three
+        times, some nanoseconds each: less than to keep replicas ordered by load.
         """
+        if turn < 0 or not crowd > 0:
+            raise ValueError(f"turn {turn}, crowd {crowd:g}: from 0, and above 0")
         num_able = fewest = 0
         row = -1
         is_alive = is_sure = False
@@ -151,8 +153,9 @@ class Scores:
         for i in range(self.num_rows):
             if self._work[i] <= least + CLOSE:  # NaN is not
                 num_best += 1
-        wanted = turn % num_best
-        row = self._nth(wanted, least + CLOSE)
+        if num_best == 0:
+            raise ValueError("the work of no replica is a number")
+        row = self._nth(turn % num_best, least + CLOSE)
         if num_best > 1:
             return row, EQUAL
         is_matched, has_most = False, True

@@ -1,10 +1,12 @@
 """Stories of routing: a prompt goes where the least work lies before its first token, and the choice says why."""
 
+import importlib
 import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
+import numpy as np
 import pytest
 from extent import brief
 from hypothesis import given, settings
@@ -265,3 +267,37 @@ def test_it_never_chooses_who_cannot_take_it_nor_a_worse_one(fleet: list[Candida
     elif choice.reason != Reason.UNSURE:
         works = {score.name: score.work or 0 for score in able}
         assert works[choice.name] <= min(works.values()) + 1e-6
+
+
+@pytest.mark.parametrize("name", ["kvtier.service.router.scores", "kvtier.service.router.scores_compiled"])
+def test_columns_refuse_what_does_not_fit_them(name: str) -> None:
+    if name.endswith("compiled") and extension(name) is None:
+        pytest.skip("not built: `make compiled`")
+    scores = importlib.import_module(name).Scores(2)
+    flags, counts, rows = np.full(2, 3, np.uint8), np.zeros(16, np.uint32), np.arange(2)
+    for wrong in (-1, 2, 2**40):
+        with pytest.raises(IndexError):
+            scores.standing(wrong, 1.0, 2.0, 0)
+        with pytest.raises(IndexError):
+            scores.credit(wrong, 3, 0, 0.0)
+        with pytest.raises(IndexError):
+            scores.cached(wrong if wrong > 0 else -2)
+    for columns in (
+        (flags[:1], counts, rows, np.ones(8)),
+        (flags, counts, rows[:1], np.ones(8)),
+        (flags, counts, rows, np.ones(7)),
+        (flags, counts[:15], rows, np.ones(8)),
+        (flags, counts[:8], rows, np.ones(8)),  # there is no second row
+    ):
+        with pytest.raises(ValueError, match=r"row|flags"):
+            scores.hold(*columns)
+    for turn, crowd in ((-1, 16.0), (0, 0.0), (0, float("nan"))):
+        with pytest.raises(ValueError, match="turn"):
+            scores.choose(1, 0.1, crowd, turn)
+    for row in range(2):
+        scores.standing(row, 1.0, 2.0, 0)
+        scores.credit(row, 3, 0, float("nan"))
+    with pytest.raises(ValueError, match="number"):
+        scores.choose(1, 0.1, 16.0, 0)
+    scores.credit(0, 3, 0, 0.0)
+    assert scores.choose(1, 0.1, 16.0, 5)[0] == 0
