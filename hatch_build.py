@@ -24,7 +24,8 @@ except ImportError:  # called as a program: Cython is enough
 
 _OFF: Final = "KVTIER_EXTENSIONS"  # "off": build none
 _FLAGS: Final = ("-O2", "-g0", "-fPIC", "-shared", "-fwrapv", "-fno-strict-aliasing", "-w")
-_BOTH: Final = "kvtier/tiers/pool/core.py"  # runs interpreted, too: its module is core_compiled
+# Run interpreted, too: the module of each is NAME_compiled.
+_BOTH: Final = ("kvtier/tiers/pool/core.py", "kvtier/service/events/holders.py", "kvtier/service/router/scores.py")
 _HEADER: Final = "kvtier/tiers/compiled/digests.h"  # all may include it
 _SUFFIX: Final = sysconfig.get_config_var("EXT_SUFFIX")
 _SECONDS: Final = 900  # for Cython, or the compiler, with one module
@@ -59,7 +60,10 @@ def build(root: Path, place: Path | None = None) -> dict[str, Path]:
     walked = os.walk(root / "kvtier", followlinks=True)  # links in a checkout, folders in an sdist
     sources = [Path(folder, file) for folder, _, files in walked for file in files if file.endswith("_compiled.pyx")]
     with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = pool.map(lambda each: _built(root, each, place, compiler, Path(work)), [root / _BOTH, *sorted(sources)])
+        made = pool.map(
+            lambda each: _built(root, each, place, compiler, Path(work)),
+            [*(root / each for each in _BOTH), *sorted(sources)],
+        )
         return dict(made)
 
 

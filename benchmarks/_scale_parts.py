@@ -25,22 +25,23 @@ from kvtier.service.events import (
     BlockRemoved,
     BlockStored,
     EventConsumer,
+    Feeds,
     PrefixIndex,
     Publisher,
     prompt_hashes,
     topic_of,
 )
-from kvtier.service.router import Candidate, choose, joined
+from kvtier.service.router import decide, make_scores, weights_by_tier
 from kvtier.tiers import TIERS, BlockRecord, ChainHash
 from kvtier.tiers.config import EventsConfig
 from kvtier.tiers.hierarchy import Event, Removed, Stored
-from kvtier.tiers.naming import TokenChain, root_hash
+from kvtier.tiers.naming import TokenChain, root_hash, token_array
 
 BLOCK_SIZE: Final = 16  # tokens
 CHAIN: Final = 512  # blocks of a prompt whose blocks are stored and removed: 8,192 tokens
 FINGERPRINT: Final = b"scale".ljust(32, b".")
 DEADLINE: Final = 600.0  # seconds, of one measurement
-GPU, CPU, SHARED = (kind.medium for kind in (TIERS["l1"], TIERS["l2"], TIERS["redis"]))
+GPU, CPU = (kind.medium for kind in (TIERS["l1"], TIERS["l2"]))
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -134,6 +135,7 @@ class IndexCost(NamedTuple):
 
     replicas: int
     bytes_a_block: float  # of the process, for each name that a publisher has
+    change_us: float  # CPU of the index alone, for each block that came or went
     decision_us: float
 
 
@@ -149,20 +151,21 @@ def measure_index(replicas: int, num_blocks: int, prompt_tokens: int, rounds: in
     for worker, medium in [(engine, GPU) for engine in engines] + [(node, CPU) for node in nodes]:
         index.apply(worker, BlockStored(names_of_system, None, system, BLOCK_SIZE, None, medium, None))
     gc.collect()
-    before, num_chains = _resident(), -(-num_blocks // CHAIN)
+    before, num_chains, changed, took = _resident(), -(-num_blocks // CHAIN), 0, 0.0
     for number in range(num_chains):
-        tokens = draw.integers(0, 100_000, CHAIN * BLOCK_SIZE).tolist()
+        tokens = token_array(draw.integers(0, 100_000, CHAIN * BLOCK_SIZE))  # as events bring them
         names = draw.integers(0, 1 << 62, CHAIN).tolist()
         stored = BlockStored(names, None, tokens, BLOCK_SIZE, None, CPU, None)
-        index.apply(nodes[number % replicas], stored)
-        if number % 8 == 0:  # and one that leaves again
-            index.apply(nodes[number % replicas], BlockRemoved(names, CPU))
-            index.apply(nodes[number % replicas], stored)
+        node, began = nodes[number % replicas], time.thread_time()
+        for event in (stored, BlockRemoved(names, CPU), stored)[: 3 if number % 8 == 0 else 1]:  # one leaves again
+            index.apply(node, event)
+            changed += CHAIN
+        took += time.thread_time() - began
     gc.collect()
     bytes_a_block = (_resident() - before) / (CHAIN * num_chains)
     decision_us = _route(index, engines, nodes, system, prompt_tokens, rounds)
     index.check()
-    return IndexCost(replicas, bytes_a_block, decision_us)
+    return IndexCost(replicas, bytes_a_block, took / changed * 1e6, decision_us)
 
 
 def _route(
@@ -176,17 +179,15 @@ def _route(
     for worker, medium in ((engines[-1], GPU), (nodes[-1], CPU)):
         held = tokens[: num_held * BLOCK_SIZE]
         index.apply(worker, BlockStored(names, None, held, BLOCK_SIZE, None, medium, None))
-    times = []
+    feeds, scores, weights = Feeds(engines, nodes, nodes), make_scores(len(engines)), weights_by_tier()
+    for row in range(len(engines)):
+        scores.standing(row, 100.0, float("inf"), 4)
+    rows, flags, times = np.arange(len(engines)), np.full(len(engines), 3, np.uint8), []
     for turn in range(rounds):
         began = time.thread_time()
         sequence = prompt_hashes(tokens, BLOCK_SIZE)
-        found, shared = index.matches(sequence), index.shared(sequence, SHARED)
-        prefixes = {}
-        for engine, node in zip(engines, nodes, strict=True):
-            seen = {SHARED: shared} if SHARED in index.holdings(node) else {}
-            prefixes[engine] = joined(found.get(engine, {}), found.get(node, {}), seen)
-        candidates = [Candidate(engine, prefixes[engine], 100.0, num_requests=4) for engine in engines]
-        choice = choose(candidates, len(sequence), turn=turn)
+        scores.hold(flags, index.prefixes(sequence, feeds).reshape(-1), rows, weights)
+        choice = decide(scores, engines, len(sequence), turn)
         times.append((time.thread_time() - began) * 1e6)
         assert choice.name == engines[-1], choice
     return statistics.median(times)

@@ -32,8 +32,8 @@ from _races import Row
 from _report import Target, parser, progress, report
 
 from kvtier.engine.demo import train_tokenizer
-from kvtier.service.events import BlockStored, PrefixIndex, Publisher, prompt_hashes
-from kvtier.service.router import Candidate, choose
+from kvtier.service.events import BlockStored, Feeds, PrefixIndex, Publisher, prompt_hashes
+from kvtier.service.router import decide, make_scores, weights_by_tier
 from kvtier.tiers.config import EventsConfig
 from kvtier.tiers.hierarchy import Stored
 from kvtier.tiers.naming import TokenChain, root_hash
@@ -96,14 +96,19 @@ def score(index: PrefixIndex, kind: str, rounds: int) -> dict[str, float]:
     sequence = prompt_hashes(tokens, BLOCK_SIZE)
     promised = sum(index.matches(sequence).get(NAMES[0], {}).values())
     assert promised == (0 if kind == "unknown" else len(sequence)), promised
-    times, clock = list[tuple[float, ...]](), time.thread_time
+    times, clock, number = list[tuple[float, ...]](), time.thread_time, len(NAMES)
+    feeds, scores, weights = Feeds(NAMES, [None] * number, NAMES), make_scores(number), weights_by_tier()
+    for row in range(number):
+        scores.standing(row, 100.0, float("inf"), 0)
+    flags, rows = np.full(number, 3, np.uint8), np.arange(number)  # all are alive, and sure
     for turn in range(rounds):
         began = clock()
         sequence = prompt_hashes(tokens, BLOCK_SIZE)
         after_names = clock()
-        prefixes = index.matches(sequence)
+        counts = index.prefixes(sequence, feeds)
         after_index = clock()
-        choose([Candidate(name, prefixes.get(name, {}), 100.0) for name in NAMES], len(sequence), turn=turn)
+        scores.hold(flags, counts.reshape(-1), rows, weights)
+        decide(scores, NAMES, len(sequence), turn)
         times.append((after_names - began, after_index - after_names, clock() - after_index))
     named, found, chosen = zip(*times, strict=True)
     return {"names ms": median(named) * 1e3, "index ms": median(found) * 1e3, "choice ms": median(chosen) * 1e3}

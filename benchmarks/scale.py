@@ -106,12 +106,13 @@ class RequestMoves:
 
 @dataclass(frozen=True, slots=True)
 class PieceCosts:
-    """What the pieces cost. `decision_us` and `change_us` by the number of replicas, as they were measured."""
+    """What the pieces cost. `decision_us` by the number of replicas, as they were measured."""
 
     publisher_us: float
     consumer_us: float
     wire_bytes: float
     index_bytes: float
+    change_us: float  # of the index alone; the consumer's are with reading the event
     decision_us: Mapping[int, float]
     follower_descriptors: float
     follower_threads: float
@@ -366,9 +367,9 @@ def measured(chosen: argparse.Namespace, prompt_tokens: float) -> PieceCosts:
     piece = _saved("router_overhead", "us", what="piece of a stream that comes alone")
     server: Row = {"nodes": 1, "block KiB": 2048, "way": "ours", "records": "clear"}
     set_gb, get_gb = (_saved("redis_bandwidth", "redis-benchmark GB/s", verb=v, **server) for v in ("SET", "GET"))
-    bytes_a_block = max(each.bytes_a_block for each in indexes)
+    bytes_a_block, change_us = (max(each[i] for each in indexes) for i in (1, 2))
     decisions = {each.replicas: each.decision_us for each in indexes}
-    return PieceCosts(*events, bytes_a_block, decisions, *follow, 1e3 * forward, piece, set_gb, get_gb)
+    return PieceCosts(*events, bytes_a_block, change_us, decisions, *follow, 1e3 * forward, piece, set_gb, get_gb)
 
 
 def _saved(name: str, column: str, **where: object) -> float:

@@ -7,6 +7,7 @@ import re
 import secrets
 import sys
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
@@ -123,12 +124,12 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def object_in(data: bytes) -> Json:
+def object_in(data: bytes, loads: Callable[[bytes], Any] = json.loads) -> Json:
     """The JSON object in a request's body. The ValueError says in one line what is wrong."""
     if _num_inside(data) > _MOST_INSIDE and (num := _num_inside(_TEXTS.sub(b"", data))) > _MOST_INSIDE:
         raise ValueError(f"body: {num} lists and objects; at most {_MOST_INSIDE} are taken, so send fewer")
     try:
-        values = json.loads(data)
+        values = loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"body: not JSON ({flat(str(error))[:100]}); send an object") from None
     if not isinstance(values, dict):

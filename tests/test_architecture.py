@@ -144,6 +144,7 @@ EXPLAINED: Final = {
     "tiers/hierarchy/hierarchy.py:Hierarchy": "implements the three protocols of `cache_tiers`",
     "tiers/pool/pool.py:SlotPool": "one lock, one law: the verbs of a slot's life belong together",
     "tiers/pool/core.py": "one extension module: its classes call one another in C",
+    "service/events/holders.py": "the same",
     "tiers/pool/core.py:SlotCore": "all that happens to a slot, over one set of arrays; pools are verbs over it",
     "tiers/reuse/predictor.py:record": "what is known of one end, by what was looked up before",
     "tiers/hierarchy/io_queue.py:begun:except": "what work raises is for whoever has its future",

@@ -16,6 +16,7 @@ MEASURED = PieceCosts(
     consumer_us=4,
     wire_bytes=40,
     index_bytes=200,
+    change_us=0.2,
     decision_us={1: 100, 11: 200},
     follower_descriptors=10,
     follower_threads=3,

@@ -12,8 +12,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
+from typing import ClassVar, Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import xxhash
 import zmq
@@ -337,6 +338,8 @@ _REFUSED: Final = (
 _MONITORED: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED[0] | _REFUSED[1] | _REFUSED[2]
 
 
+_CHANGES: Final = count(1)
+
 Standing: TypeAlias = Literal["live", "replaying", "stale", "refused"]
 """stale: not connected, or silent though asked, so what is known may be wrong.
 
@@ -372,6 +375,8 @@ class EventConsumer:
     applied: one publisher may announce several models. A publisher that has one topic for all of them is refused: the
     blocks of its models look alike.
     """
+
+    last_change: ClassVar[int] = 0  # another number whenever a consumer of this process became live, or no longer is
 
     def __init__(
         self,
@@ -672,3 +677,4 @@ class EventConsumer:
             shown = "live"
         if shown != self._shown:
             self._shown, self._since = shown, time.monotonic()
+            EventConsumer.last_change = next(_CHANGES)

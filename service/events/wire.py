@@ -11,7 +11,7 @@ from msgspec.msgpack import Decoder, Encoder
 from msgspec.structs import astuple
 
 from kvtier.tiers import ChainHash, FormatError
-from kvtier.tiers.naming import token_array
+from kvtier.tiers.naming import token_array, unpack_tokens
 
 MAX_PAYLOAD: Final = 16 << 20  # bytes of one batch
 MAX_PARTS: Final = 1 << 18  # events and arrays of extra keys in one batch: an empty one takes 64 times its byte
@@ -131,8 +131,7 @@ def decode_batch(payload: bytes | memoryview) -> EventBatch:
     if len(payload) > MAX_PAYLOAD:
         raise FormatError(f"batch of {len(payload)} bytes: at most {MAX_PAYLOAD}")
     try:
-        _WHOLE.decode(payload)  # makes nothing: an array that claims more items than there are ends here
-        batch = _BATCHES.decode(payload)
+        batch = _BATCHES.decode(payload)  # passes over what events hold, so each is whole
         events, room = list[KVEvent](), MAX_PARTS - len(batch.events)
         for raw in batch.events:
             event, num_keys = _event(raw, room)
@@ -184,7 +183,10 @@ def _event(raw: Raw, room: int) -> tuple[KVEvent, int]:
     if extra_keys is not None and len(keys) != len(names):
         raise ValueError(f"extra_keys: not an entry for each of {len(names)} blocks")
     told = None if extra_keys is None else tuple(keys)
-    stored = names, parent, token_array(tokens), block_size, lora_id, medium, lora_name
+    ids = unpack_tokens(tokens)
+    if ids is None:
+        ids = token_array(_IDS.decode(tokens))
+    stored = names, parent, ids, block_size, lora_id, medium, lora_name
     return BlockStored(*stored, told, *rest), num_arrays
 
 
@@ -205,7 +207,7 @@ _Name: TypeAlias = int | Annotated[bytes, Meta(min_length=8, max_length=_MAX_NAM
 class _Stored(Struct, tag_field="type", tag="BlockStored"):
     block_hashes: tuple[_Name, ...]
     parent_block_hash: _Name | None
-    token_ids: list[int]
+    token_ids: Raw
     block_size: Annotated[int, Meta(gt=0, le=MAX_BLOCK_SIZE)]
     lora_id: int | None = None
     medium: str | None = None
@@ -245,9 +247,9 @@ class _Batch(Struct, array_like=True, forbid_unknown_fields=True):
 
 
 _ENCODER: Final = Encoder()
-_WHOLE: Final = Decoder(Raw)
 _BATCHES: Final = Decoder(_Batch)
 _MAPS: Final = Decoder(_Stored | _Removed | _Cleared)
 _ARRAYS: Final = Decoder(_StoredArray | _RemovedArray | _ClearedArray)
 _KEYS: Final = Decoder(Annotated[list[Raw], Meta(max_length=_MAX_KEYS)])
+_IDS: Final = Decoder(list[int])
 _WORDS: Final = Decoder()

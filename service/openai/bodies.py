@@ -1,9 +1,11 @@
 """Parses request bodies: every field is typed and bounded, and every error names its field."""
 
+import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
+import msgspec
 import pydantic
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
@@ -18,6 +20,7 @@ MAX_LIST: Final = 4096  # prompts, messages, parts
 _MAX_TOKENS: Final = 2**20  # of a prompt
 _MAX_FIELDS: Final = 128  # fields of an object; the API has fifty
 _MAX_NOTED: Final = 64  # unknown names of one body
+_DECODE: Final = msgspec.json.Decoder().decode
 
 
 def must_be(*neutral: object, fix: str = "leave it out") -> BeforeValidator:
@@ -624,9 +627,17 @@ class PrecomputeBody(Strict):
 def json_object(data: bytes) -> Json:
     """The JSON object in a body. Raises OpenAIError (400) if there is none."""
     try:
-        return object_in(data)
+        return object_in(data, _loads)
     except ValueError as error:
         raise OpenAIError(400, str(error), code="bad_json") from None
+
+
+def _loads(data: bytes) -> Any:
+    """`json.loads` in a third of its time. What msgspec refuses (NaN, half a surrogate) the other judges."""
+    try:
+        return _DECODE(data)
+    except (msgspec.MsgspecError, RecursionError):
+        return json.loads(data)
 
 
 def parse(body_type: type[B], data: bytes, unknown: set[str] | None = None) -> B:

@@ -4,9 +4,9 @@ from .client import Headers as Headers
 from .client import ReplicaClient as ReplicaClient
 from .client import ReplicaFailed as ReplicaFailed
 from .fleet import ReplicaProfile as ReplicaProfile
+from .fleet import make_scores as make_scores
 from .holdings import FleetHoldings as FleetHoldings
 from .holdings import Held as Held
-from .holdings import joined as joined
 from .proxy import CROWD as CROWD
 from .proxy import LOAD_WEIGHT as LOAD_WEIGHT
 from .proxy import NOT_ANSWERED as NOT_ANSWERED
@@ -17,8 +17,10 @@ from .proxy import Choice as Choice
 from .proxy import Reason as Reason
 from .proxy import choose as choose
 from .proxy import choose_or_stick as choose_or_stick
+from .proxy import decide as decide
 from .proxy import passed as passed
 from .proxy import sticky as sticky
+from .proxy import weights_by_tier as weights_by_tier
 from .replica_list import Publishers as Publishers
 from .replica_list import parse_replicas as parse_replicas
 from .router import READ as READ

@@ -9,18 +9,34 @@ import re
 import ssl
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import xxhash
 
 from kvtier.service.events import MAX_BLOCK_SIZE
 from kvtier.service.observe import statuses
+from kvtier.service.router import scores as interpreted
 from kvtier.service.router.client import Deadlines, Failure, Headers, ReplicaAnswer, ReplicaClient, ReplicaFailed
 from kvtier.service.router.replica_list import Publishers, ReplicaSpec
+from kvtier.tiers.compiled import extension
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvtier.service.router.scores import Scores
+
+
+def make_scores(num_replicas: int) -> "Scores":
+    """Columns for so many replicas, compiled where that was built."""
+    form: Any = extension("kvtier.service.router.scores_compiled") or interpreted
+    made: Scores = form.Scores(num_replicas)
+    return made
+
 
 # --- what it says of itself at /v1/models ----------------------------------------------------------------------------
 
@@ -218,29 +234,32 @@ class AssignedWork:
         self._replica = replica
         self._blocks = max(num_blocks, _RUNNING)
         replica.num_requests += 1
-        replica.in_flight += 1
-        replica.given += self._blocks
+        replica.has_work(self._blocks, 1)
 
     def begun(self) -> None:
         """The answer's first byte is here, so the prompt is computed."""
-        self._become(_RUNNING)
+        self._replica.has_work(_RUNNING - self._blocks, 0)
+        self._blocks = _RUNNING
 
     def end(self) -> None:
-        self._become(0.0)
-        self._replica.in_flight -= 1
-
-    def _become(self, blocks: float) -> None:
-        self._replica.given += blocks - self._blocks
-        self._blocks = blocks
+        self._replica.has_work(-self._blocks, -1)
+        self._blocks = 0.0
 
 
 class Replica:
     """One replica. `run` keeps its state up to date; all of it belongs to the router's event loop."""
 
     def __init__(
-        self, spec: ReplicaSpec, terms: ProbeSettings, judge: "Callable[[Replica, ReplicaProfile], str | None]"
+        self,
+        spec: ReplicaSpec,
+        terms: ProbeSettings,
+        judge: "Callable[[Replica, ReplicaProfile], str | None]",
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`judge` takes a replica in, and gives it its version; or it returns why that cannot be."""
+        """`judge` takes a replica in, and gives it its version; or it returns why that cannot be.
+
+        `changed` is called after each change of its state, its version or its models.
+        """
         self.spec, self.name = spec, spec.name
         tls = terms.tls if spec.is_tls else None
         self.client = ReplicaClient(spec.host, spec.port, self._lost, tls, spec.server_name)
@@ -256,7 +275,8 @@ class Replica:
         self.num_requests = 0
         self.errors: Counter[str] = Counter()
         self.latencies = Latencies()
-        self._terms, self._judge = terms, judge
+        self._terms, self._judge, self._changed = terms, judge, changed
+        self._scores: tuple[Scores, int] | None = None  # where its work stands in columns, and its row there
         self._deadlines = Deadlines(terms.timeout, terms.timeout, terms.timeout)
         self._probe: str | None = None  # the health page that this replica has, once known
         self._is_known = False  # nothing suggests that another process answers there now
@@ -269,6 +289,22 @@ class Replica:
     @property
     def load(self) -> float:
         return self.given + self.others
+
+    def has_work(self, more: float, requests: int) -> None:
+        """So many blocks of work more than before, and so many requests."""
+        self.given += more
+        self.in_flight += requests
+        self._stand()
+
+    def stand(self, scores: "Scores | None", row: int = 0) -> None:
+        """Keep its load in a row of these columns from now on; None: in none."""
+        self._scores = None if scores is None else (scores, row)
+        self._stand()
+
+    def _stand(self) -> None:
+        if self._scores is not None:
+            scores, row = self._scores
+            scores.standing(row, self.given + self.others, self.limit, self.in_flight)
 
     @property
     def is_hopeless(self) -> bool:
@@ -367,6 +403,7 @@ class Replica:
             self._become(ReplicaState.REFUSED, refusal)
             return
         self.profile, self._names = profile, profile.names
+        self._changed()
         self._become(ReplicaState.UP, "")
 
     async def _read_loads(self) -> None:
@@ -379,6 +416,7 @@ class Replica:
                         self._take_load(*await self._page("/status", patience))
                 except (TimeoutError, ReplicaFailed):  # `look` decides whether it is alive
                     self.others = 0.0
+                    self._stand()
                     self.errors["no_status"] += 1
             await asyncio.sleep(EVERY)
 
@@ -403,6 +441,7 @@ class Replica:
             num_requests = 0
         usual = self.given / self.in_flight if self.in_flight else _USUAL
         self.others = max(0, num_requests - self.in_flight) * usual
+        self._stand()
 
     async def _page(self, path: str, deadlines: Deadlines) -> tuple[int, bytes]:
         answer: ReplicaAnswer = await self.client.ask("GET", path, self._terms.headers, b"", deadlines)
@@ -417,6 +456,7 @@ class Replica:
         if not is_same:
             self._since = time.monotonic()
         self.state, self.why = state, why
+        self._changed()
         if not is_news:
             return
         if state is ReplicaState.UP:
@@ -455,10 +495,14 @@ class LivingVersions:
         found = Counter(each.version for each in replicas if each.version is not None and each.state in _PRESENT)
         return [version for version, _ in found.most_common()]
 
-    def choose(self, replicas: Sequence[Replica], session: bytes | None, start: object) -> ModelVersion | None:
-        """The version for this conversation, or by `start`, first of replicas that are up; None: there is none."""
-        able = [each for each in replicas if each.state is ReplicaState.UP] or list(replicas)
-        number = Counter(each.version for each in able if each.version is not None)
+    @staticmethod
+    def able(replicas: Sequence[Replica]) -> Counter[ModelVersion]:
+        """How many replicas that are up each version has; of all replicas, if none is up."""
+        able = [each for each in replicas if each.state is ReplicaState.UP] or replicas
+        return Counter(each.version for each in able if each.version is not None)
+
+    def choose(self, number: Counter[ModelVersion], session: bytes | None, start: object) -> ModelVersion | None:
+        """The version for this conversation, or by `start`, of those that are `able`; None: there is none."""
         if session is None:
             return _drawn(number, start)
         version = self._of_session.pop(session, None)
@@ -485,6 +529,41 @@ def _drawn(number: Counter[ModelVersion], key: object) -> ModelVersion | None:
     return max(number, key=rank)
 
 
+class _View:
+    """What all replicas are together, until one changes. What requests ask for is kept: each costs a walk over all."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = replicas
+        profiles = (replica.profile for replica in replicas if replica.profile is not None)
+        self.models: dict[str, Mapping[str, Any]] = {m["id"]: m for profile in profiles for m in profile.models}
+        self.served = frozenset(self.models)
+        self._able: dict[str | None, Counter[ModelVersion]] = {}  # by model
+        self._usable: dict[tuple[str | None, ModelVersion | None], NDArray[np.uint8]] = {}
+
+    def able(self, model: object) -> Counter[ModelVersion]:
+        key = model if isinstance(model, str) else None
+        if key not in self._able:
+            if len(self._able) > _MOST_KEPT:
+                self._able.clear()
+            self._able[key] = LivingVersions.able([each for each in self._replicas if each.serves(model)])
+        return self._able[key]
+
+    def usable(self, model: object, version: ModelVersion | None) -> "NDArray[np.uint8]":
+        key = model if isinstance(model, str) else None, version
+        if key not in self._usable:
+            if len(self._usable) > _MOST_KEPT:
+                self._usable.clear()
+            self._usable[key] = self.usable_without(model, version, frozenset())
+        return self._usable[key]
+
+    def usable_without(self, model: object, version: ModelVersion | None, tried: Set[str]) -> "NDArray[np.uint8]":
+        left = [each for each in self._replicas if each.name not in tried and each.serves(model)]
+        usable = [r for r in left if r.state is ReplicaState.UP] or [r for r in left if r.state is ReplicaState.DOWN]
+        wanted = {each.name for each in usable if each.version is version} or {each.name for each in usable}
+        return np.array([each.name in wanted for each in self._replicas], np.uint8)
+
+
+_MOST_KEPT: Final = 256  # models asked for
 _FIRST: Final = 3.0  # seconds the first look at all of them may take
 
 
@@ -501,6 +580,9 @@ class Fleet:
         """`joined` is called with each replica that joins, and its publishers; `left` with the name of each leaver."""
         self._terms, self._joined, self._left = terms, joined, left
         self.replicas: list[Replica] = []
+        self.names: Sequence[str] = ()  # of the replicas: another object after each change of the list
+        self.scores = make_scores(0)  # a row for each of the replicas
+        self._known: _View | None = None
         self._leaving: list[Replica] = []  # removed from the list, with requests under way
         self._by_name: dict[str, Replica] = {}
         self._versions = LivingVersions()
@@ -521,16 +603,36 @@ class Fleet:
         return next(iter(self._versions.of(self.replicas)), None)
 
     def version_for(self, model: object, session: bytes | None, start: object) -> ModelVersion | None:
-        return self._versions.choose([each for each in self.replicas if each.serves(model)], session, start)
+        return self._versions.choose(self._view.able(model), session, start)
+
+    def usable(self, model: object, version: ModelVersion | None, tried: Set[str]) -> "NDArray[np.uint8]":
+        """1 for each replica that may get a request, in their order.
+
+        Those are replicas that serve the model and are up, else those that seem down; of the version, if it has any.
+        """
+        return self._view.usable_without(model, version, tried) if tried else self._view.usable(model, version)
 
     def adapter(self, model: object) -> str | None:
         """The LoRA adapter that this model name stands for; None if the name is a base model."""
-        parents = {entry["id"]: entry.get("parent") for entry in self.models()}
-        return model if isinstance(model, str) and isinstance(parents.get(model), str) else None
+        entry = self._view.models.get(model) if isinstance(model, str) else None
+        return model if isinstance(model, str) and entry is not None and isinstance(entry.get("parent"), str) else None
 
     def models(self) -> list[Mapping[str, Any]]:
-        found = {m["id"]: m for replica in self.replicas if replica.profile is not None for m in replica.profile.models}
-        return list(found.values())
+        return list(self._view.models.values())
+
+    @property
+    def served(self) -> frozenset[str]:
+        """The names of all models."""
+        return self._view.served
+
+    @property
+    def _view(self) -> _View:
+        if self._known is None:
+            self._known = _View(self.replicas)
+        return self._known
+
+    def _changed(self) -> None:
+        self._known = None
 
     async def start(self) -> None:
         """Probe each replica once in order, after `_FIRST` seconds side by side, then probe on until `stop`."""
@@ -560,13 +662,18 @@ class Fleet:
                 if (task := self._tasks.pop(replica, None)) is not None:
                     task.cancel()
                 replica.leave()
+                replica.stand(None)
                 self._leaving.append(replica)
         for name, spec in wanted.items():
             if name not in self._by_name:
-                replica = self._by_name[name] = Replica(spec, self._terms, self._judge)
+                replica = self._by_name[name] = Replica(spec, self._terms, self._judge, self._changed)
                 if self._tending is not None:
                     self._tasks[replica] = asyncio.create_task(replica.run())
-        self.replicas = [self._by_name[name] for name in wanted]
+        self.replicas, self.names = [self._by_name[name] for name in wanted], tuple(wanted)
+        self.scores = make_scores(len(self.replicas))
+        for row, replica in enumerate(self.replicas):
+            replica.stand(self.scores, row)
+        self._changed()
 
     def _drop_idle(self) -> None:
         for replica in [each for each in self._leaving if not each.in_flight]:

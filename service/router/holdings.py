@@ -9,14 +9,19 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from kvtier.service.events import CurveKeys, EventConsumer, PrefixIndex, namespace_of, prompt_hashes, topic_of
+import numpy as np
+
+from kvtier.service.events import CurveKeys, EventConsumer, Feeds, PrefixIndex, namespace_of, prompt_hashes, topic_of
 from kvtier.service.observe import statuses
 from kvtier.service.router.replica_list import Publishers
 from kvtier.tiers import TIERS, ConfigError
 from kvtier.tiers.config import MAX_BLOCKS
 from kvtier.tiers.naming import root_hash
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _log = logging.getLogger(__name__)
 
@@ -27,11 +32,44 @@ _LONG: Final = 1 << 15  # tokens; the blocks of longer prompts are named on a th
 _MOST: Final = 16_384  # leading blocks of a prompt to look up: more would block the event loop too long
 
 
+WIDTH: Final = 8  # columns of `Prefixes.counts`
+_MEDIA: Final = [kind.medium for kind in TIERS.values()]  # nearest first
+
+
+class Prefixes(Mapping[str, Mapping[str, int]]):
+    """Replica → medium → blocks of a prompt that it need not compute. `counts` is `[n, 8]` uint32, by tier."""
+
+    def __init__(self, rows: Mapping[str, int], counts: "NDArray[np.uint32]") -> None:
+        self.rows, self.counts = rows, counts
+
+    def __getitem__(self, replica: str) -> Mapping[str, int]:
+        counts = self.counts[self.rows[replica]].tolist()
+        return {medium: count for medium, count in zip(_MEDIA, counts, strict=False) if count}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+NO_PREFIXES: Final = Prefixes({}, np.zeros((0, WIDTH), np.uint32))
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     num_blocks: int = 0  # whole blocks of the prompt
-    prefixes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # replica → medium → blocks
+    prefixes: Mapping[str, Mapping[str, int]] = field(default_factory=lambda: NO_PREFIXES)
     sure: frozenset[str] = frozenset()  # replicas whose events are up to date, so that their prefix can be believed
+
+
+class _Followed(NamedTuple):
+    """What look-ups need of the replicas, for as long as no publisher comes, goes, or changes its state."""
+
+    change: int
+    rows: Mapping[str, int]  # by replica
+    feeds: Feeds
+    sure: frozenset[str]
 
 
 class FeedsState(NamedTuple):
@@ -113,6 +151,7 @@ class VersionHoldings:
         self.index: PrefixIndex | None = None
         self._publishers: dict[str, Publishers] = {}  # by replica
         self._consumers: dict[str, EventConsumer] = {}  # by the address they follow
+        self._followed: _Followed | None = None
         self._numbers = count(2)
         self._leaving: dict[str, threading.Thread] = {}  # publishers whose blocks are being removed from the index
 
@@ -147,6 +186,7 @@ class VersionHoldings:
             self._drop_unnamed()
 
     def _drop_unnamed(self) -> None:
+        self._followed = None
         named = {address for each in self._publishers.values() for address in (each.events, each.node)}
         if self.index is not None:
             for address in self._consumers.keys() - named:
@@ -171,16 +211,26 @@ class VersionHoldings:
     def of(self, num_tokens: int, names: Sequence[int]) -> Held:
         if self.index is None:
             return Held()
-        found = self.index.matches(names)
-        live = {address: consumer.worker for address, consumer in self._consumers.items() if consumer.is_live}
-        shared = {kind.medium: self.index.shared(names, kind.medium) for kind in TIERS.values() if kind.is_shared}
-        prefixes = {}
-        for replica, publishers in self._publishers.items():
-            own, node = (found.get(live.get(at or "", ""), {}) for at in (publishers.events, publishers.node))
-            at = self._held_at(publishers.node or publishers.events)  # whoever has a shared tier tells of blocks there
-            prefixes[replica] = joined(own, node, {medium: shared[medium] for medium in shared.keys() & at.keys()})
-        sure = {replica for replica, each in self._publishers.items() if (each.events or each.node) in live}
-        return Held(num_tokens // self.index.block_size, prefixes, frozenset(sure))
+        if self._followed is None or self._followed.change != EventConsumer.last_change:
+            self._followed = self._look()
+        followed = self._followed
+        found = Prefixes(followed.rows, self.index.prefixes(names, followed.feeds))
+        return Held(num_tokens // self.index.block_size, found, followed.sure)
+
+    def _look(self) -> _Followed:
+        change = EventConsumer.last_change  # before the states: a later one shows
+        live: dict[str | None, str] = {at: each.worker for at, each in self._consumers.items() if each.is_live}
+        workers: dict[str | None, str] = {at: each.worker for at, each in self._consumers.items()}
+        named = self._publishers.values()
+        feeds = Feeds(
+            [live.get(each.events) for each in named],
+            [live.get(each.node) for each in named],
+            [
+                workers.get(each.node or each.events) for each in named
+            ],  # whoever has a shared tier tells of blocks there
+        )
+        sure = frozenset(replica for replica, each in self._publishers.items() if (each.events or each.node) in live)
+        return _Followed(change, {replica: row for row, replica in enumerate(self._publishers)}, feeds, sure)
 
     def state(self, replica: str) -> FeedsState:
         publishers = self._publishers.get(replica, Publishers())
@@ -233,17 +283,3 @@ class VersionHoldings:
         gaps, lost = (state.counts.get(name, 0) for name in ("gaps", "lost"))
         feed = statuses.FeedStatus(state=state.state, seq=state.seq, gaps=gaps, lost=lost, age_s=state.age)
         return feed if state.why is None else feed.model_copy(update={"why": state.why})
-
-
-def joined(own: Mapping[str, int], node: Mapping[str, int], shared: Mapping[str, int]) -> dict[str, int]:
-    """The longest prefix, in blocks by medium: a replica's own (the best tiers), its node's, what all share."""
-    found, known = dict(own), sum(own.values())
-    for medium in (kind.medium for kind in TIERS.values()):
-        count = node.get(medium, 0)
-        if count > known:
-            found[medium] = found.get(medium, 0) + count - known
-        known = max(0, known - count)
-    for medium, count in shared.items():
-        if (more := count - sum(found.values())) > 0:
-            found[medium] = found.get(medium, 0) + more
-    return found

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import re
 import time
 from collections import Counter, defaultdict, deque
@@ -10,16 +11,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, overload
 
+import numpy as np
 import xxhash
 
 from kvtier.service.observe import ReplicaScore, statuses
 from kvtier.service.openai import OpenAIError
 from kvtier.service.router.client import Deadlines, Failure, Headers, ReplicaAnswer, ReplicaFailed, Shortcut
-from kvtier.service.router.fleet import AssignedWork, Fleet, ModelVersion, Replica, ReplicaState
-from kvtier.service.router.holdings import Held
+from kvtier.service.router.fleet import AssignedWork, Fleet, ModelVersion, Replica, make_scores
+from kvtier.service.router.holdings import NO_PREFIXES, WIDTH, Held, Prefixes
 from kvtier.tiers import TIERS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvtier.service.router.scores import Scores
 
 # The share of a block's compute that is saved if a tier holds it; benchmarks/ttft.py measures the cost of loading.
 WEIGHTS: Final[Mapping[str, float]] = MappingProxyType({kind.medium: kind.weight for kind in TIERS.values()})
@@ -29,7 +36,6 @@ LOAD_WEIGHT: Final = 0.1  # weight of a block of waiting work; a block to comput
 CROWD: Final = 16.0  # extra requests that a replica may have; each time as many again weigh a whole prompt
 FEW: Final = 8  # requests at a replica that never count as a crowd
 SPREAD: Final = 1.25  # times the mean number of requests; a replica with more takes no session
-_CLOSE: Final = 1e-6  # blocks of work; sums in another order may differ by this much
 
 
 class Reason(StrEnum):
@@ -42,6 +48,19 @@ class Reason(StrEnum):
     SESSION = "session"  # its session belongs to this replica
     FULL = "full"  # none chosen: every live replica is at its limit
     DEAD = "dead"  # none chosen: no replica is alive
+
+
+# By the number that `Scores.choose` gives.
+REASONS: Final = (
+    Reason.PREFIX,
+    Reason.NEARER,
+    Reason.LOAD,
+    Reason.EQUAL,
+    Reason.ONLY,
+    Reason.UNSURE,
+    Reason.FULL,
+    Reason.DEAD,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +78,32 @@ class Candidate:
         return self.is_alive and self.load < self.limit
 
 
+class ScoreList(Sequence[ReplicaScore]):
+    """Every replica's score, made when it is asked for: few decisions are looked at."""
+
+    def __init__(self, names: Sequence[str], scores: "Scores") -> None:
+        self._names, self._columns = names, scores.columns()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @overload
+    def __getitem__(self, place: int) -> ReplicaScore: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[ReplicaScore]: ...
+    def __getitem__(self, place: int | slice) -> ReplicaScore | list[ReplicaScore]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(len(self))[place]]
+        cached, load, work = (column[place].item() for column in self._columns)
+        return ReplicaScore(self._names[place], cached, load, None if math.isnan(work) else work)
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     name: str | None
     reason: Reason
     scores: Sequence[ReplicaScore]  # in the order of the candidates
+    cached: int = 0  # blocks of the prompt that the chosen one holds
 
 
 def choose(
@@ -85,32 +125,33 @@ def choose(
     Equally good replicas take turns by `turn`, the number of the request. A prefix counts only if the replica is sure
     of it. If no replica is sure, all take turns.
     """
-    fewest = min((replica.num_requests for replica in replicas if replica.can_take), default=0)
+    scores = make_scores(len(replicas))
+    for row, each in enumerate(replicas):
+        prefix = each.prefix if each.is_sure else {}
+        saved = sum(weights.get(medium, 0.0) * count for medium, count in prefix.items())
+        scores.standing(row, each.load, each.limit, each.num_requests)
+        scores.credit(row, each.is_alive | each.is_sure << 1, sum(prefix.values()), saved)
+    return decide(scores, [each.name for each in replicas], num_blocks, turn, load_weight, crowd)
 
-    def saved(replica: Candidate) -> float:
-        return sum(weights.get(medium, 0.0) * count for medium, count in _believed(replica).items())
 
-    def work(replica: Candidate) -> float:
-        crowds = max(0.0, (replica.num_requests - fewest) / crowd - 1)
-        return replica.load * load_weight + num_blocks * (1 + crowds) - saved(replica)
+def decide(
+    scores: "Scores",
+    names: Sequence[str],
+    num_blocks: int,
+    turn: int,
+    load_weight: float = LOAD_WEIGHT,
+    crowd: float = CROWD,
+) -> Choice:
+    """`choose`, of replicas whose work and blocks stand in columns, by their names in that order."""
+    row, reason = scores.choose(num_blocks, load_weight, crowd, turn)
+    name = names[row] if row >= 0 else None
+    return Choice(name, REASONS[reason], ScoreList(names, scores), scores.cached(row))
 
-    scores = [_score(replica, work(replica)) for replica in replicas]
-    able = [score for score in scores if score.work is not None]
-    if len(able) <= 1:
-        return _no_choice(replicas, scores)
-    if not any(replica.is_sure and replica.can_take for replica in replicas):
-        return Choice(able[turn % len(able)].name, Reason.UNSURE, scores)
-    least = min(score.work for score in able if score.work is not None)
-    best = [score for score in able if score.work is not None and score.work <= least + _CLOSE]
-    chosen = best[turn % len(best)]
-    if len(best) > 1:
-        return Choice(chosen.name, Reason.EQUAL, scores)
-    worth = {replica.name: saved(replica) for replica in replicas if replica.can_take}
-    others = [score for score in able if score is not chosen]
-    if any(worth[score.name] > worth[chosen.name] - _CLOSE for score in others):
-        return Choice(chosen.name, Reason.LOAD, scores)
-    has_most = all(score.cached < chosen.cached for score in others)
-    return Choice(chosen.name, Reason.PREFIX if has_most else Reason.NEARER, scores)
+
+def weights_by_tier(weights: Mapping[str, float] = WEIGHTS) -> "NDArray[np.float64]":
+    """`[8]`, by tier; a medium without a weight saves nothing."""
+    media = [kind.medium for kind in TIERS.values()]
+    return np.array([weights.get(medium, 0.0) for medium in media] + [0.0] * (WIDTH - len(media)))
 
 
 def sticky(replicas: Sequence[Candidate], session: bytes, *, spread: float = float("inf")) -> Choice:
@@ -121,15 +162,16 @@ def sticky(replicas: Sequence[Candidate], session: bytes, *, spread: float = flo
     order. This is consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018). So a session that
     everybody asks for overloads no replica.
     """
-    scores = [_score(replica, replica.load) for replica in replicas]
+    scores = [_loaded(replica) for replica in replicas]
     able = {replica.name: replica.num_requests for replica in replicas if replica.can_take}
     if len(able) <= 1:
-        return _no_choice(replicas, scores)
+        return replace(choose(replicas, 0), scores=scores)
     most = max(FEW, spread * (sum(able.values()) + 1) / len(able))
     ranks = {name: xxhash.xxh3_64_intdigest(session, xxhash.xxh3_64_intdigest(name.encode())) for name in able}
     ranked = sorted(able, key=ranks.__getitem__, reverse=True)
     chosen = next(name for name in ranked if able[name] < most)  # there is one: the fewest are less than the mean
-    return Choice(chosen, Reason.SESSION if chosen == ranked[0] else Reason.LOAD, scores)
+    cached = next(score.cached for score in scores if score.name == chosen)
+    return Choice(chosen, Reason.SESSION if chosen == ranked[0] else Reason.LOAD, scores, cached)
 
 
 def choose_or_stick(
@@ -146,20 +188,10 @@ def choose_or_stick(
     return sticky(replicas, session, spread=SPREAD)
 
 
-def _believed(replica: Candidate) -> Mapping[str, int]:
-    return replica.prefix if replica.is_sure else {}
-
-
-def _score(replica: Candidate, work: float) -> ReplicaScore:
-    cached = sum(_believed(replica).values())
-    return ReplicaScore(replica.name, cached, replica.load, work if replica.can_take else None)
-
-
-def _no_choice(replicas: Sequence[Candidate], scores: Sequence[ReplicaScore]) -> Choice:
-    for replica in replicas:
-        if replica.can_take:
-            return Choice(replica.name, Reason.ONLY, scores)
-    return Choice(None, Reason.FULL if any(replica.is_alive for replica in replicas) else Reason.DEAD, scores)
+def _loaded(replica: Candidate) -> ReplicaScore:
+    """A score by load alone."""
+    cached = sum(replica.prefix.values()) if replica.is_sure else 0
+    return ReplicaScore(replica.name, cached, replica.load, replica.load if replica.can_take else None)
 
 
 # --- what is counted -------------------------------------------------------------------------------------------------
@@ -185,20 +217,21 @@ class Ledger:
     told_cached_tokens: int = 0
     told_tiers: Counter[str] = field(default_factory=Counter)  # of these, by tier; only kvtier's engines report it
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by "tokenise", "score"
-    decisions: deque[statuses.RoutingDecision] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    decisions: deque[tuple[float, int, Choice]] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def decided(self, choice: Choice, num_blocks: int) -> None:
         if choice.name is not None:
             self.requests[choice.name, choice.reason] += 1
-        self.decisions.append(
+        self.decisions.append((time.time(), num_blocks, choice))
+
+    def latest(self) -> list[statuses.RoutingDecision]:
+        """The decisions that are kept, the last one first."""
+        return [
             statuses.RoutingDecision(
-                time=time.time(),
-                prompt_blocks=num_blocks,
-                chosen=choice.name,
-                reason=choice.reason,
-                scores=choice.scores,
+                time=at, prompt_blocks=num_blocks, chosen=choice.name, reason=choice.reason, scores=list(choice.scores)
             )
-        )
+            for at, num_blocks, choice in reversed(self.decisions)
+        ]
 
     def read_usage(self, piece: bytes) -> None:
         """Count the usage in a piece of an answer, if there is one; the rest is not parsed."""
@@ -314,6 +347,7 @@ class WholeEvents:
 
 # --- the way of one request ------------------------------------------------------------------------------------------
 
+_MOST_KEPT: Final = 16  # versions of the model, as good as surely
 _MAX_FAILED: Final = 4  # replicas that may fail one request
 _MAX_BROKEN: Final = 2  # of these, replicas that may hang up on it: the request may be what kills them
 _MAX_WHOLE: Final = 4 << 20  # bytes of an answer without stream that are held back until it is whole
@@ -359,10 +393,15 @@ class _Tries:
             self.last = refusal
 
 
+_Kept = tuple[Sequence[str], Mapping[str, int], frozenset[str], "NDArray[np.int64]", "NDArray[np.uint8]"]
+
+
 class Proxy:
     def __init__(self, fleet: Fleet, ledger: Ledger, deadlines: Deadlines, weights: Mapping[str, float]) -> None:
         self._fleet, self._ledger = fleet, ledger
-        self._deadlines, self._weights = deadlines, weights
+        self._deadlines = deadlines
+        self._weights = weights_by_tier(weights)
+        self._kept: dict[int, _Kept] = {}
         self._turn = 0  # requests so far; retries do not count, or one of a pair would always be asked first
 
     async def forward(self, request: RoutedRequest, reply: ClientReply) -> None:
@@ -387,11 +426,10 @@ class Proxy:
                 return tries.last or _nobody(choice)
             replica = self._fleet[choice.name]
             tries.tried.add(replica.name)
-            cached = next(score.cached for score in choice.scores if score.name == replica.name)
-            work = AssignedWork(replica, request.held.num_blocks - cached)
+            work = AssignedWork(replica, request.held.num_blocks - choice.cached)
             size = None if replica.version is None else replica.version.block_size
             try:
-                attempt = _Attempt(replica, work, self._ledger, reply, cached * (size or 0))
+                attempt = _Attempt(replica, work, self._ledger, reply, choice.cached * (size or 0))
                 refusal = await attempt.make(request, replace(self._deadlines, first_byte=due - loop.time()))
             except ReplicaFailed as error:
                 replica.failed(error.failure)
@@ -414,28 +452,37 @@ class Proxy:
 
     def _choose(self, request: RoutedRequest, tried: set[str]) -> Choice:
         """Among replicas that are up, else those that seem down; first those of the request's version."""
-        left = [r for r in self._fleet.replicas if r.name not in tried and r.serves(request.model)]
-        usable = [r for r in left if r.state is ReplicaState.UP] or [r for r in left if r.state is ReplicaState.DOWN]
-        of_version = [replica for replica in usable if replica.version is request.version]
-        alive = {replica.name for replica in of_version or usable}
         begun = time.perf_counter()
-        candidates = [
-            Candidate(
-                replica.name,
-                request.held.prefixes.get(replica.name, {}),
-                replica.load,
-                num_requests=replica.in_flight,
-                is_alive=replica.name in alive,
-                is_sure=replica.name in request.held.sure,
-                limit=replica.limit,
-            )
-            for replica in self._fleet.replicas
-        ]
-        num_blocks, session = request.held.num_blocks, request.session
-        choice = choose_or_stick(candidates, num_blocks, session, weights=self._weights, turn=self._turn)
+        fleet, held = self._fleet, request.held
+        is_alive = fleet.usable(request.model, request.version, tried)
+        counts, rows, is_sure = self._columns(held)
+        fleet.scores.hold(is_alive + 2 * is_sure, counts, rows, self._weights)
+        choice = decide(fleet.scores, fleet.names, held.num_blocks, self._turn)
+        if choice.reason is Reason.UNSURE and request.session is not None:
+            candidates = [
+                Candidate(each.name, {}, each.load, each.limit, each.in_flight, bool(alive), is_sure=False)
+                for each, alive in zip(fleet.replicas, is_alive, strict=True)
+            ]
+            choice = sticky(candidates, request.session, spread=SPREAD)
         self._ledger.seconds["score"] += time.perf_counter() - begun
-        self._ledger.decided(choice, request.held.num_blocks)
+        self._ledger.decided(choice, held.num_blocks)
         return choice
+
+    def _columns(self, held: Held) -> "tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint8]]":
+        """Blocks by tier, the row there of each replica in the fleet's order, and whether it is sure.
+
+        Rows stay the same until a replica or a publisher comes or goes, so they are kept for as long.
+        """
+        prefixes = held.prefixes if isinstance(held.prefixes, Prefixes) else NO_PREFIXES
+        names = self._fleet.names
+        kept = self._kept.get(id(prefixes.rows))
+        if kept is None or kept[0] is not names or kept[1] is not prefixes.rows or kept[2] is not held.sure:
+            if len(self._kept) > _MOST_KEPT:
+                self._kept.clear()
+            rows = np.array([prefixes.rows.get(name, -1) for name in names], np.int64)
+            is_sure = np.array([name in held.sure for name in names], np.uint8)
+            kept = self._kept[id(prefixes.rows)] = names, prefixes.rows, held.sure, rows, is_sure
+        return prefixes.counts.reshape(-1), kept[3], kept[4]
 
 
 def _nobody(choice: Choice) -> OpenAIError:

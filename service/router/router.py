@@ -368,11 +368,11 @@ class Router:
             uptime_s=time.time() - self._started,
             block_size=None if version is None else version.block_size,
             fingerprint=None if version is None else version.fingerprint,
-            models=sorted(self._served()),
+            models=sorted(self.fleet.served),
             tier_captions=[statuses.TierCaption.model_validate(each) for each in tier_captions()],
             replicas=[self._replica(replica) for replica in (*self.fleet.replicas, *self.fleet.leaving)],
             list=statuses.ReplicaListStatus(errors=dict(self.list.errors), why=self.list.why),
-            decisions=list(reversed(ledger.decisions)),
+            decisions=ledger.latest(),
             requests=dict(by_reason),
             retries=dict(ledger.retries),
             errors=dict(ledger.errors),
@@ -417,7 +417,7 @@ class Router:
         if (made := self._prefix.body(fields)) is not fields:
             fields = dict(made)
             request = replace(request, body=json.dumps(fields).encode())
-        model, served = fields.get("model"), self._served()
+        model, served = fields.get("model"), self.fleet.served
         if isinstance(model, str) and served and model not in served:
             raise unknown_model(model, ", ".join(sorted(served)))
         begun = time.perf_counter()
@@ -432,9 +432,6 @@ class Router:
         held = await self._held(known, model, version)
         self.ledger.seconds["score"] += time.perf_counter() - begun
         return replace(request, num_tokens=len(known.tokens), held=held)
-
-    def _served(self) -> set[str]:
-        return {str(each["id"]) for each in self.fleet.models()}
 
     async def explain(self, body: bytes) -> Json:
         """Who holds the prompt of a request with this body, as far as events tell. Raises OpenAIError."""
@@ -481,9 +478,9 @@ class Router:
             with suppress(OpenAIError):  # the replica reports whatever is wrong
                 fields = json_object(body)
                 model, session = fields.get("model"), session_of(request.path.partition("?")[0], fields)
-        if not isinstance(model, str) or model not in self._served():
+        if not isinstance(model, str) or model not in self.fleet.served:
             model = None  # the replica reports that, too
-        sure = frozenset(replica.name for replica in self.fleet.replicas) if session is None else frozenset[str]()
+        sure = frozenset(self.fleet.names) if session is None else frozenset[str]()
         held = Held(min(-(-len(body) // _BYTES), _MOST if is_json else _USUAL), {}, sure)
         version = self.fleet.version_for(model, session, body[:_START])
         return replace(request, held=held, session=session, model=model, version=version)

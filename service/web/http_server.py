@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import h11
 import uvicorn
@@ -154,6 +154,7 @@ _STOPPED: Final = 3.0  # seconds that the thread may take beyond that
 _LOOK: Final = 0.02  # seconds between two checks that they have ended
 _PAUSE: Final = 60.0  # seconds between two log lines that no connection can be accepted
 _NO_FILES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_HEAD_BEGINS: Final = b"HTTP/"
 _MANY: Final = "too many requests at once; try again later"
 _TWO_LENGTHS: Final = "content-length, transfer-encoding: a body has only one of them; send one"
 _NO_HTTP: Final = "request: not HTTP/1.1; see what the client sends before the body"
@@ -346,6 +347,34 @@ def _named(scope: Scope, receive: Receive, send: Send) -> tuple[Scope, Receive, 
     return {**scope, "headers": [*passed, header]}, receive, answer
 
 
+class _HeadFirst:
+    """A transport that sends an answer's head together with what follows it: each `send` of a socket costs as much.
+
+    A head that nothing follows in the same turn of the loop goes by itself. All else is the transport's own.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._head = b""
+        self.is_closing = transport.is_closing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(_HEAD_BEGINS):
+            self._head = data
+            self._loop.call_soon(self.write, b"")
+            return
+        self._transport.write(data)
+
+    def close(self) -> None:
+        self.write(b"")
+        self._transport.close()
+
+
 class _Protocol(H11Protocol):
     """Closes connections whose request head is late, or whose client reads nothing: uvicorn would wait for ever.
 
@@ -366,7 +395,7 @@ class _Protocol(H11Protocol):
         return cycle is None or bool(cycle.response_complete)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, _HeadFirst(transport, self.loop)))
         self.app_state = {**self.app_state, "pass_chunks": self._pass_chunks}
         self._timer = self.loop.call_later(_HEAD, self._look)
         self._wait()

@@ -22,6 +22,8 @@ EXTENSIONS: Final = (
     "kvtier.tiers.naming.chain_compiled",
     "kvtier.tiers.pool.core_compiled",
     "kvtier.tiers.redis.turns_compiled",
+    "kvtier.service.events.holders_compiled",
+    "kvtier.service.router.scores_compiled",
 )
 """Every one there is; `kvtier doctor` says which are in use."""
 

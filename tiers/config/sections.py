@@ -397,7 +397,7 @@ def _require_one_seal(secret: SecretStr | None, key_file: Path | None) -> None:
         )
 
 
-MAX_BLOCKS: Final = 4_000_000  # 800 MB at some 200 bytes each (benchmarks/router_overhead.py), of KV some terabytes
+MAX_BLOCKS: Final = 4_000_000  # 280 MB at some 70 bytes each (benchmarks/router_overhead.py), of KV some terabytes
 
 
 _Share = Annotated[float, Field(ge=0, le=1)]
@@ -442,7 +442,7 @@ class RouterConfig(HttpSection):
     max_requests: WholeNumber = option(256, "requests at one replica at a time; further ones get 429", ge=1, le=65536)
     max_blocks: WholeNumber = option(
         MAX_BLOCKS,
-        "blocks of all replicas that are known, of 200 bytes; beyond them the oldest are forgotten",
+        "blocks of all replicas that are known, of 70 bytes; beyond them the oldest are forgotten",
         ge=1,
         lt=2**31,
     )

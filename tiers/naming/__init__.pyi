@@ -8,6 +8,7 @@ from .chain import pool_name as pool_name
 from .chain import root_hash as root_hash
 from .chain import state_name as state_name
 from .chain import token_array as token_array
+from .chain import unpack_tokens as unpack_tokens
 from .identity import DTYPE_BYTES as DTYPE_BYTES
 from .identity import FORMAT_VERSION as FORMAT_VERSION
 from .identity import FlatShape as FlatShape
@@ -18,6 +19,7 @@ from .identity import ModelIdentity as ModelIdentity
 from .identity import config_digest as config_digest
 from .identity import with_lossy as with_lossy
 from .key_schemes import VllmKeys as VllmKeys
+from .key_schemes import dynamo_block_hashes as dynamo_block_hashes
 from .key_schemes import dynamo_local_hashes as dynamo_local_hashes
 from .key_schemes import dynamo_seed as dynamo_seed
 from .key_schemes import dynamo_sequence_hashes as dynamo_sequence_hashes

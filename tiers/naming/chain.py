@@ -79,6 +79,13 @@ def token_array(tokens: Tokens) -> "array[int]":
         raise _out_of_range(tokens) from None
 
 
+def unpack_tokens(packed: Any) -> "array[int] | None":
+    """The ids of a msgpack array, as an array of native u32; None where that is not compiled, or it has other items."""
+    module = compiled()
+    ids = None if module is None else module.unpacked(packed)
+    return None if ids is None else array("I", ids)
+
+
 def pack_tokens(tokens: Tokens) -> bytes:
     """The ids as u32 little-endian, back to back; errors as `token_array`."""
     return _little_endian(token_array(tokens))

@@ -224,6 +224,75 @@ cdef void _xxh3_chain(
         memcpy(out + NAME * i, frame, NAME)
 
 
+def linked(words, Py_ssize_t size, uint64_t seed, uint64_t link_seed, parent):
+    """Dynamo's sequence hashes of the full blocks of `size` tokens, behind a parent's one or None.
+
+    `seed` is of each block's own hash, `link_seed` of its hash with the parent's. ValueError for a size below 1.
+    """
+    cdef Py_buffer view
+    cdef uint64_t pair[2]
+    cdef uint64_t own
+    cdef bint has_parent = parent is not None
+    cdef list hashes = []
+    cdef Py_ssize_t i
+    if size < 1:
+        raise ValueError(f"block_size {size}: must be at least 1")
+    pair[0] = parent if has_parent else 0
+    _get_words(words, &view, 0)
+    try:
+        for i in range(view.len // WORD // size):
+            own = kvtier_xxh3_64_seeded(<const uint32_t *> view.buf + i * size, WORD * size, seed)
+            if has_parent:
+                pair[1] = own
+                own = kvtier_xxh3_64_seeded(pair, sizeof(pair), link_seed)
+            has_parent, pair[0] = True, own
+            hashes.append(own)
+    finally:
+        PyBuffer_Release(&view)
+    return hashes
+
+
+def unpacked(packed):
+    """The u32 of a msgpack array of numbers as msgpack writes them shortest, native and back to back; None: another."""
+    cdef Py_buffer view
+    cdef const uint8_t *at
+    cdef uint32_t *out
+    cdef Py_ssize_t left, num_ids, head, width, i
+    cdef bytes ids
+    PyObject_GetBuffer(packed, &view, PyBUF_C_CONTIGUOUS)
+    try:
+        at, left = <const uint8_t *> view.buf, view.len
+        head = 0 if left == 0 else 1 if at[0] >> 4 == 9 else 3 if at[0] == 0xDC else 5 if at[0] == 0xDD else 0
+        if head == 0 or left < head:
+            return None
+        num_ids = at[0] & 15 if head == 1 else _number(at + 1, head - 1)
+        at, left = at + head, left - head
+        if num_ids > left:
+            return None
+        ids = PyBytes_FromStringAndSize(NULL, WORD * num_ids)
+        out = <uint32_t *> PyBytes_AS_STRING(ids)
+        for i in range(num_ids):
+            if left < 1:
+                return None
+            width = 0 if at[0] < 0x80 else 1 << (at[0] - 0xCC) if 0xCC <= at[0] <= 0xCE else -1
+            if width < 0 or left < 1 + width:
+                return None
+            out[i] = at[0] if width == 0 else _number(at + 1, width)
+            at, left = at + 1 + width, left - 1 - width
+        return ids if left == 0 else None
+    finally:
+        PyBuffer_Release(&view)
+
+
+cdef inline uint32_t _number(const uint8_t *at, Py_ssize_t num_bytes) noexcept nogil:
+    """Up to four bytes, the highest first."""
+    cdef uint32_t number = 0
+    cdef Py_ssize_t i
+    for i in range(num_bytes):
+        number = number << 8 | at[i]
+    return number
+
+
 def kept_runs(runs, bytes kind not None, bytes parent not None, tokens, Py_ssize_t run_bytes):
     """The names of the leading runs of `tokens`, bytes, that are kept, and their keys: `HashCache.find`."""
     cdef Py_buffer view

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 import xxhash
 
-from kvtier.tiers.naming.chain import Tokens, pack_tokens, token_array
+from kvtier.tiers.naming.chain import Tokens, compiled, pack_tokens, token_array
 
 # --- Dynamo: a local hash of each block by itself, and a sequence hash chained over the local ones -------------------
 
@@ -31,11 +31,22 @@ def dynamo_local_hashes(tokens: Tokens, block_size: int, seed: int = _DYNAMO_SEE
     return [xxhash.xxh3_64_intdigest(block, seed) for block in _packed_blocks(tokens, block_size)]
 
 
-def dynamo_sequence_hashes(local_hashes: Sequence[int]) -> list[int]:
-    """The chained hashes of a prefix, from its first block on: the first equals its local hash."""
-    hashes = list(local_hashes[:1])
-    for local in local_hashes[1:]:
-        hashes.append(xxhash.xxh3_64_intdigest(struct.pack("<QQ", hashes[-1], local), _DYNAMO_SEED))
+def dynamo_sequence_hashes(local_hashes: Sequence[int], parent: int | None = None) -> list[int]:
+    """The chained hashes behind a parent's one. Without, of a prefix: the first equals its local hash."""
+    hashes = list[int]()
+    for local in local_hashes:
+        linked = local if parent is None else xxhash.xxh3_64_intdigest(struct.pack("<QQ", parent, local), _DYNAMO_SEED)
+        hashes.append(parent := linked)
+    return hashes
+
+
+def dynamo_block_hashes(
+    tokens: Tokens, block_size: int, seed: int = _DYNAMO_SEED, parent: int | None = None
+) -> list[int]:
+    """The full blocks' sequence hashes, from their tokens: both of the above in one, compiled where it was built."""
+    if (module := compiled()) is None:
+        return dynamo_sequence_hashes(dynamo_local_hashes(tokens, block_size, seed), parent)
+    hashes: list[int] = module.linked(token_array(tokens), block_size, seed, _DYNAMO_SEED, parent)
     return hashes
 
 

@@ -1,9 +1,11 @@
 """The wire of KV events: vLLM's bytes, both forms of an event, and nothing made for a payload that only claims."""
 
+import random
 import tracemalloc
 from typing import Any
 
 import msgpack
+import msgspec
 import pytest
 from extent import brief
 from hypothesis import given, settings
@@ -23,6 +25,7 @@ from kvtier.service.events.wire import (
     external_hash,
 )
 from kvtier.tiers.errors import FormatError
+from kvtier.tiers.naming.chain import unpack_tokens
 
 GOLDEN = bytes.fromhex(
     "93cb3ff80000000000009389a474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739107b1706172656e745f626c6f63"
@@ -231,3 +234,23 @@ def test_what_is_made_of_a_batch_is_some_twenty_times_its_bytes(item: bytes) -> 
     num_items = size // len(item)
     payload = b"\x93\xcb" + bytes(8) + b"\xdd" + num_items.to_bytes(4, "big") + num_items * item + b"\x00"
     assert peak_of_refusing(payload) < 26 * len(payload)
+
+
+@pytest.mark.skipif(unpack_tokens(b"\x90") is None, reason="not built: `make compiled`")
+def test_token_ids_are_unpacked_as_msgspec_does() -> None:
+    rng, wide = random.Random(3), [0, 127, 128, 255, 256, 65_535, 65_536, 2**32 - 1]
+    for number in (0, 1, 15, 16, 300, 70_000):
+        ids = [rng.choice(wide) if rng.random() < 0.5 else rng.getrandbits(17) for _ in range(number)]
+        packed = msgspec.msgpack.encode(ids)
+        found = unpack_tokens(packed)
+        assert found is not None
+        assert found.tolist() == ids
+        # bytes that are cut off, left over or changed are another's affair, or mean just what they mean there
+        for _ in range(50):
+            at = rng.randrange(len(packed))
+            changed = packed[:at] + bytes([rng.getrandbits(8)]) + packed[at + 1 :]
+            for torn in (packed[:at], packed + b"\0", changed):
+                found = unpack_tokens(torn)
+                assert found is None or found.tolist() == msgspec.msgpack.decode(torn)
+    for other in ([-1], [2**32], ["a"], [1.5], [None], [[1]], {}, "text", 7):
+        assert unpack_tokens(msgspec.msgpack.encode(other)) is None

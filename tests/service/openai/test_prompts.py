@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from server_rig import tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from kvtier.service.openai.bodies import ChatPrompt, CompletionPrompt
+from kvtier.service.command_line import object_in
+from kvtier.service.openai.bodies import ChatPrompt, CompletionPrompt, json_object
 from kvtier.service.openai.chat import chat_of
 from kvtier.service.openai.errors import OpenAIError
 from kvtier.service.openai.prompts import Prompts
@@ -162,3 +164,34 @@ def test_a_checkpoint_that_cannot_be_used_is_one_line(tmp_path: Path, spoil: Any
     with pytest.raises(ConfigError, match=line) as refused:
         Prompts.open(tmp_path)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"a": [1, -0, 1.5, 1e5, 1e400, 18446744073709551616, -9223372036854775809], "a\xc3\xa9": "\\/\\u00e9"}',
+        b'{"a": NaN, "b": -Infinity}',
+        b'{"a": "\\ud800"}',
+        b'\xef\xbb\xbf{"a": 1}',
+        '{"a": 1}'.encode("utf-16"),
+        b'{"a": 1, "a": 2}',
+        b'{"a": "\xff"}',
+        b'{"a": "\x01"}',
+        b'{"a": 01}',
+        b'{"a": 1} x',
+        b'{"a": ' + b"9" * 5000 + b"}",
+        b'{"a": ' + b"[" * 100_000,
+        b"[1]",
+        b"",
+    ],
+)
+def test_bodies_are_read_as_json_reads_them(data: bytes) -> None:
+    def outcome(read: Callable[[bytes], object]) -> str:
+        try:
+            return repr(read(data))
+        except ValueError as error:
+            return str(error)
+        except OpenAIError as error:
+            return str(error.content["error"]["message"])
+
+    assert outcome(json_object) == outcome(object_in)

@@ -130,8 +130,8 @@ def test_as_many_conversations_are_remembered_as_there_is_room_for(monkeypatch: 
     replica = Replica(ReplicaSpec("h", 1), ProbeSettings(1.0, 1.0), lambda _, __: None)
     replica.state = ReplicaState.UP
     versions = LivingVersions()
-    assert versions.choose([replica], b"session", "") is None  # it has not said what it serves
+    assert versions.choose(versions.able([replica]), b"session", "") is None  # it has not said what it serves
     assert versions.joined(replica, ReplicaProfile((OLD,), 4, "ab" * 32, Publishers()), 4, [replica])
     for number in range(5):
-        assert versions.choose([replica], b"%d" % number, "") is replica.version
+        assert versions.choose(versions.able([replica]), b"%d" % number, "") is replica.version
     assert list(versions._of_session) == [b"2", b"3", b"4"]

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,10 @@ from node_rig import free_port
 from router_rig import MODEL, PATIENCE, RoutedReplicas, ToldReplica, replicas, routed, until
 from service_rig import end_child, environment
 
-from kvtier.service.events.prefix_index import PrefixIndex
+from kvtier.service.events.prefix_index import Feeds, PrefixIndex, prompt_hashes
 from kvtier.service.events.publisher import Publisher
 from kvtier.service.events.wire import BlockRemoved, BlockStored, EventBatch, encode_batch, namespace_of
-from kvtier.service.router.holdings import VersionHoldings, joined
+from kvtier.service.router.holdings import Prefixes, VersionHoldings
 from kvtier.service.router.replica_list import Publishers
 from kvtier.tiers.config.sections import EventsConfig
 from kvtier.tiers.hierarchy.hierarchy import Removed, Stored
@@ -308,13 +309,28 @@ def test_who_comes_back_waits_for_nobody_to_forget_it(monkeypatch: pytest.Monkey
         ({"GPU": 9}, {"CPU": 2, "STORAGE": 5}, {}, {"GPU": 9}),
         ({"GPU": 1}, {"CPU": 2}, {"EXTERNAL": 6}, {"GPU": 1, "CPU": 1, "EXTERNAL": 4}),
         ({"GPU": 1, "EXTERNAL": 2}, {}, {"EXTERNAL": 6}, {"GPU": 1, "EXTERNAL": 5}),
-        ({"GPU": 1}, {}, {"EXTERNAL": 4, "FABRIC": 6}, {"GPU": 1, "EXTERNAL": 3, "FABRIC": 2}),  # two that are shared
+        ({"GPU": 1}, {}, {"EXTERNAL": 4, "OBJECT": 6}, {"GPU": 1, "EXTERNAL": 3, "OBJECT": 2}),  # two that are shared
     ],
 )
 def test_prefixes_lie_behind_each_other(
     own: dict[str, int], node: dict[str, int], shared: dict[str, int], prefix: dict[str, int]
 ) -> None:
-    assert joined(own, node, shared) == prefix
+    index, tokens = PrefixIndex(1), [*range(9)]
+    whole = {"other": {medium: (0, count) for medium, count in shared.items()}}
+    for worker, counts in (("engine", own), ("node", node)):
+        ends = list(accumulate(counts.values()))
+        whole[worker] = {m: (end - n, end) for (m, n), end in zip(counts.items(), ends, strict=True)}
+    for worker, by_medium in whole.items():
+        for medium, (first, end) in by_medium.items():
+            parent = first - 1 if first else None
+            index.apply(worker, BlockStored([*range(first, end)], parent, tokens[first:end], 1, None, medium, None))
+    for medium in shared:  # it has something there, if another chain
+        index.apply("teller", BlockStored([99], None, [99], 1, None, medium, None))
+    rows = {"r": 0, "without": 1}
+    feeds = Feeds(["engine", "engine"], ["node", "node"], ["teller", None])
+    found = Prefixes(rows, index.prefixes(prompt_hashes(tokens, 1), feeds))
+    assert found["r"] == prefix
+    assert not {"EXTERNAL", "OBJECT"} & (found["without"].keys() - own.keys())
 
 
 def test_publishers_are_what_both_say() -> None:

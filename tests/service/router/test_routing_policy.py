@@ -1,15 +1,19 @@
 """Stories of routing: a prompt goes where the least work lies before its first token, and the choice says why."""
 
+import importlib
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
+import numpy as np
 import pytest
 from extent import brief
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.service.router.proxy import WEIGHTS, Candidate, Choice, Reason, choose, sticky
+from kvtier.service.router.proxy import CROWD, LOAD_WEIGHT, WEIGHTS, Candidate, Choice, Reason, choose, sticky
+from kvtier.tiers.compiled import extension
 
 POLICIES: Final[tuple[Callable[[list[Candidate]], Choice], ...]] = (
     lambda fleet: choose(fleet, 10),
@@ -177,6 +181,69 @@ def test_sticky_sessions_look_at_nothing_else() -> None:
     assert {session: sticky(fleet, session).name for session in sessions} == homes
 
 
+def plainly(
+    replicas: list[Candidate], num_blocks: int, load_weight: float, crowd: float, turn: int
+) -> tuple[str | None, Reason]:
+    """The rule as `choose` states it, over one replica after the other."""
+    able = [each for each in replicas if each.can_take]
+    if len(able) <= 1:
+        reason = Reason.FULL if any(each.is_alive for each in replicas) else Reason.DEAD
+        return (able[0].name, Reason.ONLY) if able else (None, reason)
+    if not any(each.is_sure for each in able):
+        return able[turn % len(able)].name, Reason.UNSURE
+    fewest = min(each.num_requests for each in able)
+    held = {each.name: each.prefix if each.is_sure else {} for each in able}
+    saved = {name: sum(WEIGHTS.get(medium, 0.0) * n for medium, n in prefix.items()) for name, prefix in held.items()}
+    work = {
+        each.name: each.load * load_weight
+        + num_blocks * (1 + max(0.0, (each.num_requests - fewest) / crowd - 1))
+        - saved[each.name]
+        for each in able
+    }
+    best = [each.name for each in able if work[each.name] <= min(work.values()) + 1e-6]
+    chosen = best[turn % len(best)]
+    if len(best) > 1:
+        return chosen, Reason.EQUAL
+    others = [each.name for each in able if each.name != chosen]
+    if any(saved[name] > saved[chosen] - 1e-6 for name in others):
+        return chosen, Reason.LOAD
+    most = sum(held[chosen].values())
+    return chosen, Reason.PREFIX if all(sum(held[name].values()) < most for name in others) else Reason.NEARER
+
+
+@pytest.mark.parametrize("form", ["interpreted", "compiled"])
+def test_a_random_program_is_routed_as_by_the_plain_rule(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if form == "interpreted":
+        monkeypatch.setenv("KVTIER_COMPILED", "off")
+    elif extension("kvtier.service.router.scores_compiled") is None:
+        pytest.skip("not built: `make compiled`")
+    rng, reasons = random.Random(20), Counter[Reason]()
+    media = [*sorted(WEIGHTS), "TAPE"]
+    for turn in range(brief(3_000, 20_000)):
+        number, load, sure = rng.choice([0, 1, 2, 3, 5, 40]), rng.choice([0, 3, 400]), rng.choice([0.0, 0.7, 1.0])
+        fleet = [
+            Candidate(
+                f"r{row}",
+                {m: rng.choice([1, 4, 30]) for m in rng.sample(media, rng.choice([0, 0, 1, 3]))},
+                rng.randint(0, load),
+                rng.choice([float("inf"), float("inf"), 0.0, 200.0]),
+                rng.choice([0, 1, 20, rng.randint(0, 90)]),
+                is_alive=rng.random() < 0.9,
+                is_sure=rng.random() < sure,
+            )
+            for row in range(number)
+        ]
+        weights = rng.choice([0.02, LOAD_WEIGHT, 1.0]), rng.choice([8.0, CROWD, float("inf")])
+        num_blocks = rng.choice([0, 8, 60, 16_384])
+        choice = choose(fleet, num_blocks, load_weight=weights[0], crowd=weights[1], turn=turn)
+        assert (choice.name, choice.reason) == plainly(fleet, num_blocks, *weights, turn)
+        if choice.name is not None:
+            chosen = next(each for each in fleet if each.name == choice.name)
+            assert choice.cached == (sum(chosen.prefix.values()) if chosen.is_sure else 0)
+        reasons[choice.reason] += 1
+    assert reasons.keys() == set(Reason) - {Reason.SESSION}
+
+
 CANDIDATES = st.builds(
     Candidate,
     name=st.uuids().map(str),
@@ -200,3 +267,37 @@ def test_it_never_chooses_who_cannot_take_it_nor_a_worse_one(fleet: list[Candida
     elif choice.reason != Reason.UNSURE:
         works = {score.name: score.work or 0 for score in able}
         assert works[choice.name] <= min(works.values()) + 1e-6
+
+
+@pytest.mark.parametrize("name", ["kvtier.service.router.scores", "kvtier.service.router.scores_compiled"])
+def test_columns_refuse_what_does_not_fit_them(name: str) -> None:
+    if name.endswith("compiled") and extension(name) is None:
+        pytest.skip("not built: `make compiled`")
+    scores = importlib.import_module(name).Scores(2)
+    flags, counts, rows = np.full(2, 3, np.uint8), np.zeros(16, np.uint32), np.arange(2)
+    for wrong in (-1, 2, 2**40):
+        with pytest.raises(IndexError):
+            scores.standing(wrong, 1.0, 2.0, 0)
+        with pytest.raises(IndexError):
+            scores.credit(wrong, 3, 0, 0.0)
+        with pytest.raises(IndexError):
+            scores.cached(wrong if wrong > 0 else -2)
+    for columns in (
+        (flags[:1], counts, rows, np.ones(8)),
+        (flags, counts, rows[:1], np.ones(8)),
+        (flags, counts, rows, np.ones(7)),
+        (flags, counts[:15], rows, np.ones(8)),
+        (flags, counts[:8], rows, np.ones(8)),  # there is no second row
+    ):
+        with pytest.raises(ValueError, match=r"row|flags"):
+            scores.hold(*columns)
+    for turn, crowd in ((-1, 16.0), (0, 0.0), (0, float("nan"))):
+        with pytest.raises(ValueError, match="turn"):
+            scores.choose(1, 0.1, crowd, turn)
+    for row in range(2):
+        scores.standing(row, 1.0, 2.0, 0)
+        scores.credit(row, 3, 0, float("nan"))
+    with pytest.raises(ValueError, match="number"):
+        scores.choose(1, 0.1, 16.0, 0)
+    scores.credit(0, 3, 0, 0.0)
+    assert scores.choose(1, 0.1, 16.0, 5)[0] == 0

@@ -8,6 +8,7 @@ import logging
 import resource
 import socket as sockets
 from pathlib import Path
+from typing import cast
 
 import httpx2
 import pytest
@@ -21,7 +22,7 @@ from starlette.types import Message, Scope
 
 from kvtier.service.admin.http_app import Pages
 from kvtier.service.web import http_server
-from kvtier.service.web.http_server import HostNames, HttpSocket
+from kvtier.service.web.http_server import HostNames, HttpSocket, _HeadFirst
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
 
@@ -285,3 +286,40 @@ def test_no_text_is_taken_for_an_address_or_a_name_of_ours(text: str) -> None:
     hosts, host = HostNames("127.0.0.1:9400"), f"{text}.example".encode("latin-1", "replace")
     assert not hosts.admits("/status", host)
     assert hosts.admits("/healthz", host)
+
+
+def test_a_head_goes_with_what_follows_it_or_by_itself() -> None:
+    class Sent:
+        def __init__(self) -> None:
+            self.pieces: list[bytes] = []
+            self.is_closed = False
+
+        def write(self, data: bytes) -> None:
+            if data:
+                self.pieces.append(data)
+
+        def close(self) -> None:
+            self.is_closed = True
+
+        def is_closing(self) -> bool:
+            return self.is_closed
+
+    async def story() -> None:
+        sent = Sent()
+        transport = _HeadFirst(cast(asyncio.Transport, sent), asyncio.get_running_loop())
+        transport.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        transport.write(b"body")
+        transport.write(b"more")
+        assert sent.pieces == [b"HTTP/1.1 200 OK\r\n\r\nbody", b"more"]
+        # nothing follows for now: it is not held back
+        transport.write(b"HTTP/1.1 204 \r\n\r\n")
+        await asyncio.sleep(0)
+        assert sent.pieces[2:] == [b"HTTP/1.1 204 \r\n\r\n"]
+        # a body that begins as a head does; two heads in a row; an end
+        for piece in (b"HTTP/1.1 ", b"HTTP/1.1 400 \r\n\r\n", b"HTTP/"):
+            transport.write(piece)
+        transport.close()
+        assert sent.pieces[3:] == [b"HTTP/1.1 HTTP/1.1 400 \r\n\r\n", b"HTTP/"]
+        assert transport.is_closing()
+
+    asyncio.run(story())

@@ -1,6 +1,8 @@
 """Other engines' block names, held to vectors read from the engines themselves."""
 
 import hashlib
+import random
+from unittest import mock
 
 import cbor2
 import numpy as np
@@ -13,6 +15,7 @@ from kvtier.tiers.naming.key_schemes import (
     CborItem,
     VllmKeys,
     cbor,
+    dynamo_block_hashes,
     dynamo_local_hashes,
     dynamo_seed,
     dynamo_sequence_hashes,
@@ -28,6 +31,18 @@ def test_dynamo_local_and_sequence_hashes() -> None:
     assert local == [14643705804678351452, 16777012769546811212, 483935686894639516]
     assert dynamo_sequence_hashes(local) == [14643705804678351452, 4945711292740353085, 12583592247330656132]
     assert dynamo_sequence_hashes([]) == []
+
+
+def test_dynamo_blocks_are_hashed_in_one_call_as_in_two() -> None:
+    rng = random.Random(4)
+    for size, number in ((1, 3), (4, 0), (4, 50), (16, 7), (33, 5), (64, 9), (100, 3)):
+        tokens = [rng.getrandbits(32) for _ in range(size * number + size // 2)]
+        for seed, parent in ((1337, None), (1337, 2**64 - 1), (2**64 - 1, 0)):
+            apart = dynamo_sequence_hashes(dynamo_local_hashes(tokens, size, seed), parent)
+            assert dynamo_block_hashes(tokens, size, seed, parent) == apart
+            with mock.patch("kvtier.tiers.naming.key_schemes.compiled", return_value=None):
+                assert dynamo_block_hashes(tokens, size, seed, parent) == apart
+    assert dynamo_sequence_hashes([5, 6], 4)[1:] == dynamo_sequence_hashes([6], dynamo_sequence_hashes([5], 4)[0])
 
 
 def test_dynamo_adapter_and_namespace() -> None:
@@ -140,7 +155,7 @@ def test_only_full_blocks_count_whatever_holds_the_tokens(tokens: Tokens) -> Non
 
 
 def test_bad_block_size() -> None:
-    for call in (dynamo_local_hashes, sglang_hashes, VllmKeys().hashes):
+    for call in (dynamo_local_hashes, dynamo_block_hashes, sglang_hashes, VllmKeys().hashes):
         with pytest.raises(ValueError, match="block_size 0"):
             call(TOKENS, 0)
         with pytest.raises(ValueError, match="token id -1 at position 0"):
