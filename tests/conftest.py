@@ -135,6 +135,12 @@ def redis_server(_redis: "RedisServer") -> "RedisServer":
     return _redis
 
 
+@pytest.fixture
+def server(redis_server: "RedisServer") -> "RedisServer":
+    """The server of stories that have no other one."""
+    return redis_server
+
+
 @pytest.fixture(params=["Python", "compiled"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The pool's verbs in one way, then in the other: `pytestmark = pytest.mark.usefixtures("way")` of a file."""

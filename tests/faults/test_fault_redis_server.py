@@ -45,11 +45,6 @@ Open = Callable[..., Hierarchy]
 
 
 @pytest.fixture
-def server(redis_server: RedisServer) -> RedisServer:
-    return redis_server
-
-
-@pytest.fixture
 def proxy(server: RedisServer) -> Iterator[ToxicProxy]:
     with ToxicProxy(server.port) as proxy:
         yield proxy

@@ -483,7 +483,7 @@ def test_a_slab_of_other_blocks_under_this_name_is_refused(open_store: OpenStore
         open_store(slot_bytes=4096)
     # A slab renamed to another model's name.
     store.path.rename(disk_dir / f"{OTHER.hex()}.slab")
-    with pytest.raises(FingerprintMismatch, match="left untouched"):
+    with pytest.raises(FingerprintMismatch, match=f"holds fingerprint {MODEL.hex()}.*left untouched"):
         open_store(fingerprint=OTHER)
 
 

@@ -4,19 +4,18 @@ import errno
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from doubles import wait_until
 from extent import brief
-from fault_rig import FaultyIO
+from fault_rig import DyingIO, FaultyIO, killed
 from slab_rig import BLOCK_SIZE, SLOT, get, hash_of, put, verify
 
 from kvtier.tiers.errors import StoreLocked, TierUnavailable
@@ -263,34 +262,6 @@ def test_a_file_that_a_kill_left_longer_than_its_slab_counts_until_it_is_really_
     assert first.path.stat().st_size <= whole
 
 
-class DyingIO(FileIO):
-    """Dies by SIGKILL in the n-th call that changes the file: before it, after half of it, or after all of it."""
-
-    def __init__(self, n: int, when: str) -> None:
-        self.left, self.when = n, when
-        self.armed = False
-
-    def _dies(self) -> bool:
-        self.left -= self.armed
-        return self.armed and not self.left
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if not self._dies():
-            return super().pwritev(fd, buffers, offset)
-        whole = b"".join(buffers)
-        if self.when != "before":
-            super().pwritev(fd, [memoryview(whole[: len(whole) // (2 if self.when == "half" else 1)])], offset)
-        os.kill(os.getpid(), signal.SIGKILL)
-        return 0
-
-    def truncate(self, fd: int, length: int) -> None:
-        if self._dies():
-            if self.when != "before":
-                super().truncate(fd, length)
-            os.kill(os.getpid(), signal.SIGKILL)
-        super().truncate(fd, length)
-
-
 @pytest.mark.parametrize("when", ["half", *brief([], ["before", "after"])])
 def test_killed_at_every_write_of_a_cut(tmp_path: Path, when: str) -> None:
     template = tmp_path / "template"
@@ -302,16 +273,13 @@ def test_killed_at_every_write_of_a_cut(tmp_path: Path, when: str) -> None:
         n += 1
         directory = tmp_path / str(n)
         shutil.copytree(template, directory)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                io = DyingIO(n, when)
-                store = open_in(directory, io=io)
-                io.armed = True
-                os._exit(0 if store._tail.give(SIZE // 3) else 1)
-            finally:
-                os._exit(1)
-        status = os.waitpid(pid, 0)[1]
+
+        def cut(io: FileIO, directory: Path = directory) -> None:
+            store = open_in(directory, io=io)
+            io.armed = True  # type: ignore[attr-defined]
+            assert store._tail.give(SIZE // 3)
+
+        is_killed = killed(cut, DyingIO(n, when, armed=False))
         # The next start finds a slab of the old size or the new one; the head is whole, the rest whole or a miss.
         store = open_in(directory, size=directory.joinpath(store.path.name).stat().st_size)
         kept = store.superblock.resized(SIZE // 3).num_slots
@@ -322,8 +290,7 @@ def test_killed_at_every_write_of_a_cut(tmp_path: Path, when: str) -> None:
         store.check()
         store.close()
         shutil.rmtree(directory)
-        if not os.WIFSIGNALED(status):
-            assert os.WEXITSTATUS(status) == 0
+        if not is_killed:
             break
     assert n >= 5  # the rows, both copies of the superblock, the file's length, the request taken back
 
