@@ -10,10 +10,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from at_once import at_once
 from doubles import BLOCK_SIZE, SLOT_BYTES, FakeClock, chain_of, wait_until
 from service_rig import (
     FINGERPRINT,
@@ -742,28 +744,19 @@ def test_another_users_socket_is_refused(path: Path) -> None:
 def test_threads_that_store_and_load_side_by_side(path: Path) -> None:
     daemon = DaemonThread(path, host={"size": 1 << 20})
     tiers = attach(path, size=1 << 20)
-    wrong: list[BaseException] = []
 
     def work(number: int) -> None:
-        try:
-            for round_ in range(15):
-                chain = chain_of(4, first_token=10_000 * number + 100 * round_)
-                (reservation,) = tiers.reserve([wanted(chain)])
-                assert reservation is not None
-                fill(tiers, reservation)
-                tiers.seal(reservation, records(reservation, chain), tiers.epoch)
-                assert tiers.drain(60)
-                assert load(tiers, chain) == 4
-                assert tiers.holds(chain.hashes) == [True] * 4
-        except BaseException as error:
-            wrong.append(error)
+        for round_ in range(15):
+            chain = chain_of(4, first_token=10_000 * number + 100 * round_)
+            (reservation,) = tiers.reserve([wanted(chain)])
+            assert reservation is not None
+            fill(tiers, reservation)
+            tiers.seal(reservation, records(reservation, chain), tiers.epoch)
+            assert tiers.drain(60)
+            assert load(tiers, chain) == 4
+            assert tiers.holds(chain.hashes) == [True] * 4
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not wrong
+    at_once(*(partial(work, number) for number in range(3)))
     tiers.close()
     daemon.check()
     daemon.close()

@@ -334,6 +334,7 @@ def test_a_pageable_region_is_copied_by_a_thread(world: World, monkeypatch: pyte
     before = world.l1.clone()
     stored = [world.stream.store(pairs(n)) for n in range(4)]
     loaded = world.stream.load(BlockCopies(np.array([7]), np.array([3])), after=stored[-1])
+    assert isinstance(loaded, CudaEvent)
     wait_until(lambda: loaded.is_issued)
     world.finish(*stored, loaded)
     assert torch.equal(world.l1[7], before[3])
@@ -351,6 +352,7 @@ def test_the_device_gets_no_copy_before_its_slots_are_pinned(world: World) -> No
     driver, region = Driver(world.cuda), world.region
     region.pinning = pinning = PinnedPieces(region, driver, 0, piece_bytes=2 * region.slot_stride)
     stored, behind = world.stream.store(pairs(6)), world.stream.store(pairs(0))
+    assert isinstance(behind, CudaEvent)
     wait_until(lambda: pinning._wanted)
     driver.may.release()
     while not region.is_pinned(np.array([0])):

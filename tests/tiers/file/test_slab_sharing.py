@@ -9,10 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from at_once import beside
 from doubles import wait_until
 from extent import brief
 from fault_rig import DyingIO, FaultyIO, killed
@@ -107,38 +109,27 @@ def test_readers_and_writers_of_a_slab_that_gives_up_its_tail_notice_only_misses
 ) -> None:
     first = open_store(0)
     had = fill(first)
-    failures: list[object] = []
     over = threading.Event()
     # A miss, an eviction, a dropped store: what any eviction causes. No I/O error, no wrong checksum.
     allowed = {Outcome.OK, Outcome.ABSENT, Outcome.EVICTED, Outcome.FULL, Outcome.PARENT_FAILED, Outcome.EPOCH}
 
     def work(seed: int) -> None:
         rng = np.random.default_rng(seed)
-        try:
-            while not over.is_set():
-                begin = int(rng.integers(0, had + 40))
-                keys = range(begin, begin + 8)
-                met = set(put(first, keys)) if rng.random() < 0.4 else set(get(first, keys))
-                if rng.random() < 0.1:
-                    first.discard([hash_of(begin)])
-                if not met <= allowed:
-                    failures.append(met)
-        except BaseException as error:  # handed to the test
-            failures.append(error)
+        while not over.is_set():
+            begin = int(rng.integers(0, had + 40))
+            keys = range(begin, begin + 8)
+            assert set(put(first, keys) if rng.random() < 0.4 else get(first, keys)) <= allowed
+            if rng.random() < 0.1:
+                first.discard([hash_of(begin)])
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for model in (1, 2, 3, 4):
-        assert open_store(model).superblock.file_bytes >= SIZE // (model + 1) - (64 << 10)
-        verify(first)
+    with beside(*(partial(work, seed) for seed in range(4))):
+        for model in (1, 2, 3, 4):
+            assert open_store(model).superblock.file_bytes >= SIZE // (model + 1) - (64 << 10)
+            verify(first)
+            time.sleep(0.05)
+        first.reset()
         time.sleep(0.05)
-    first.reset()
-    time.sleep(0.05)
-    over.set()
-    for thread in threads:
-        thread.join(60)
-    assert failures == []
+        over.set()
     assert taken(tmp_path) <= SIZE
     first.check()
     assert verify(first).is_clean

@@ -25,6 +25,7 @@ from object_rig import (
     requests,
     written,
 )
+from redis_stories import until
 
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError, TierUnavailable
@@ -62,16 +63,6 @@ def over() -> Iterator[Open]:
 
 def is_open(hierarchy: Hierarchy, direction: str) -> bool:
     return hierarchy.stats()[f'kvtier_breaker_open{{tier="objects",direction="{direction}"}}'] == 1
-
-
-def until(hierarchy: Hierarchy, condition: Callable[[], object]) -> None:
-    """Wait, as an engine does that goes on asking: that is what sends probes."""
-
-    def asked() -> object:
-        hierarchy.tick()
-        return condition()
-
-    wait_until(asked)
 
 
 # Every node is gone.
