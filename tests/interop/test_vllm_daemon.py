@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +11,13 @@ from extent import brief
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
-from node_rig import Node, node
+from node_rig import Node
 from test_vllm_processes import CACHED, NUM_BLOCKS, PROMPTS, TWO_RANKS, run
-from vllm_rig import BLOCK, Engine, engine, greedy, make_checkpoint
+from vllm_rig import BLOCK, Engine, engine, greedy
 
 from kvtier.connector.scheduler import SchedulerSide
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path) -> list[list[int]]:
-    with engine(model) as plain:
-        return plain.text(PROMPTS)
-
-
-@pytest.fixture
-def daemon() -> Iterator[Node]:
-    with node() as running:
-        yield running
 
 
 def told(daemon: Node) -> dict[str, Any]:

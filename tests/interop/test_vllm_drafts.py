@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 from vllm.config import speculative
 from vllm_drafters import SuffixCache, let_vllm_register_its_cpu_kernels, make_drafter, make_mtp_checkpoint
-from vllm_rig import Engine, engine, make_checkpoint, prompt, tiers
+from vllm_rig import Engine, engine, prompt, tiers
 
 from kvtier.tiers.errors import ConfigError
 
@@ -29,11 +29,6 @@ CACHED = {
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
     let_vllm_register_its_cpu_kernels()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 from failing_connector import SWITCH
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm_rig import Engine, engine, make_checkpoint, multi, prompt, tiers
+from vllm_rig import Engine, engine, multi, prompt, tiers
 
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.vllm import plugin as vllm_plugin
@@ -35,18 +35,6 @@ FAILING: Final = {
     "kv_connector_module_path": "failing_connector",
     "kv_role": "kv_both",
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path) -> list[list[int]]:
-    """What a vLLM without kvtier answers."""
-    with engine(model) as plain:
-        return plain.text(PROMPTS)
 
 
 def run(model: Path, transfer: dict[str, Any], **variables: str) -> tuple[dict[str, Any], str]:

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm_rig import Engine, engine, make_checkpoint, prompt, tiers
+from vllm_rig import Engine, engine, prompt, tiers
 
 from kvtier.connector.vllm.worker import WorkerHalf
 from kvtier.tiers.copies.block_copier import PartCopier
@@ -28,17 +28,6 @@ pytestmark = pytest.mark.timeout(300)
 PROMPTS = [prompt(1, 200), prompt(2, 96), prompt(3, 170)]
 CACHED = [192, 95, 160]
 KEEP = {"on_reset": "keep"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path) -> list[list[int]]:
-    with engine(model) as plain:
-        return plain.text(PROMPTS)
 
 
 def memory(vllm: Any) -> dict[str, torch.Tensor]:
