@@ -204,6 +204,9 @@ def rest(hierarchy: Hierarchy, timeout: float = 0.5) -> None:
         assert all(port.queue.drain(60) for port in hierarchy.ports)
 
 
+Settled = Callable[[Hierarchy], Hierarchy]  # the fixture: what it is given ends by the laws
+
+
 def settle(hierarchy: Hierarchy) -> None:
     """Idle, by the laws: nothing leased, filling or quarantined, nobody forgot a lease (I3). Then closed."""
     rest(hierarchy)
