@@ -3,17 +3,16 @@
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, store, wait_until
-from fault_rig import drops, fetch, forget_l2, misses, rest, settle
+from fault_rig import Settled, drops, fetch, forget_l2, misses, rest
 from object_rig import (
     BUCKET,
     FINGERPRINT,
-    PATIENT,
     ObjectServer,
     object_of,
     object_server,
@@ -30,7 +29,6 @@ from redis_stories import until
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError, TierUnavailable
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import PortSettings
 from kvtier.tiers.objects.layout import TABLE_BYTES
 from kvtier.tiers.objects.opening import checked, configured, examine
 from kvtier.tiers.tier import Outcome
@@ -41,24 +39,9 @@ Open = Callable[..., Hierarchy]
 
 
 @pytest.fixture
-def server(s3: ObjectServer) -> ObjectServer:
-    """With an empty bucket."""
-    s3.empty()
-    return s3
-
-
-@pytest.fixture
-def over() -> Iterator[Open]:
-    """`over(endpoint, …)`: a hierarchy over the bucket there; at the end each is idle by the laws, and closed."""
-    hierarchies: list[Hierarchy] = []
-
-    def open_one(endpoint: str, patience: PortSettings = PATIENT, **more: Any) -> Hierarchy:
-        hierarchies.append(over_objects(endpoint, patience, **more))
-        return hierarchies[-1]
-
-    yield open_one
-    for hierarchy in hierarchies:
-        settle(hierarchy)
+def over(settled: Settled) -> Open:
+    """`over(endpoint, …)`: a hierarchy over the bucket there."""
+    return lambda *arguments, **more: settled(over_objects(*arguments, **more))
 
 
 def is_open(hierarchy: Hierarchy, direction: str) -> bool:
