@@ -27,12 +27,14 @@ from kvtier.tiers.tier import ChainHash
 
 if TYPE_CHECKING:
     from device_rig import DeviceRig
+    from fault_rig import Settled
     from kv_tier_rig import Open
     from object_rig import ObjectServer
     from redis_rig import RedisServer
     from small_engines import Make
 
     from kvtier.engine.llm import Engine
+    from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 
 
 pytest_plugins = ["outcomes"]
@@ -135,6 +137,12 @@ def redis_server(_redis: "RedisServer") -> "RedisServer":
     return _redis
 
 
+@pytest.fixture
+def server(redis_server: "RedisServer") -> "RedisServer":
+    """The server of stories that have no other one."""
+    return redis_server
+
+
 @pytest.fixture(params=["Python", "compiled"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The pool's verbs in one way, then in the other: `pytestmark = pytest.mark.usefixtures("way")` of a file."""
@@ -235,6 +243,22 @@ def pool_of() -> Iterator[PoolOf]:
     yield make
     for pool in pools:
         pool.check()
+
+
+@pytest.fixture
+def settled() -> "Iterator[Settled]":
+    """`settled(hierarchy)`: it ends idle, by its laws, and is closed. Ask for it before what a story holds back."""
+    from fault_rig import settle
+
+    hierarchies: list[Hierarchy] = []
+
+    def note(hierarchy: "Hierarchy") -> "Hierarchy":
+        hierarchies.append(hierarchy)
+        return hierarchy
+
+    yield note
+    for hierarchy in hierarchies:
+        settle(hierarchy)
 
 
 @pytest.fixture

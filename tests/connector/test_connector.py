@@ -1,7 +1,7 @@
 """Stories of the two connector sides together: promised, loaded, stored, aborted, failed; the test ends the copies."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -16,13 +16,6 @@ from kvtier.tiers.copies.transfer import CopyEvent
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Wanted
 from kvtier.tiers.pool import Reservation
 from kvtier.tiers.tier import Outcome
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    bench = Bench()
-    yield bench
-    bench.close()
 
 
 def test_what_one_request_computed_the_next_one_loads(bench: Bench) -> None:

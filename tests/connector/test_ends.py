@@ -1,7 +1,6 @@
 """Stories of requests' ends: told once, behind the last stores, in this process or to the daemon, with their hints."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +17,6 @@ from kvtier.engine.requests import SamplingParams
 from kvtier.tiers.errors import RequestError
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.reuse import Hint, RequestEnd
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    bench = Bench()
-    yield bench
-    bench.close()
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Stories of a step in which many requests each store a block: one copy, one job, and each request's own fate."""
 
-from collections.abc import Iterator
-
 import pytest
 from connector_rig import Bench, Request, request_of
 from doubles import payload_of
@@ -11,13 +9,6 @@ from kvtier.tiers.host import host
 from kvtier.tiers.tier import Outcome
 
 MANY = 16  # L1 of the bench has as many blocks
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    bench = Bench()
-    yield bench
-    bench.close()
 
 
 def step_of_many(bench: Bench) -> list[Request]:

@@ -5,6 +5,7 @@ from contextlib import suppress
 from threading import Event, Thread
 
 import pytest
+from at_once import at_once
 from doubles import wait_until
 
 from kvtier.connector import turn as turn_module
@@ -52,9 +53,7 @@ def test_no_two_threads_have_the_turn_at_once() -> None:
                 most[0] = max(most[0], inside[0])
                 inside[0] -= 1
 
-    threads = [started(work) for _ in range(4)]
-    for thread in threads:
-        thread.join(30)
+    at_once(*[work] * 4)
     assert (inside, most) == ([0], [1])
 
 

@@ -6,7 +6,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -81,3 +81,13 @@ class Progress:
 
     def __exit__(self, *exception: object) -> None:
         pass
+
+
+def within(condition: Callable[[], bool]) -> bool:
+    """Whether it comes about, within two minutes: a busy machine is no fault."""
+    end = time.monotonic() + 120.0
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True

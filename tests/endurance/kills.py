@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
+from endurance import within
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [
     str(ROOT),
@@ -246,7 +248,7 @@ class DaemonStory:
         part = archive.with_name(archive.name + ".part")
         if is_daemon:
             part.unlink(missing_ok=True)  # an operator's to remove: the next export says so, in one line
-        elif not _within(lambda: not part.exists()):
+        elif not within(lambda: not part.exists()):
             self._verdict.left_over.append(f"export: {part.name} is still there")
         if archive.exists():
             self._judge_archive(archive.read_bytes())
@@ -282,7 +284,7 @@ class DaemonStory:
 
     def _check(self) -> None:
         """What the killed held has come back, the laws hold, and every block that is found has its key's bytes."""
-        if not _within(lambda: not self._held()):
+        if not within(lambda: not self._held()):
             self._verdict.left_over += self._held()
         tiers = attach(self._socket, size=_L2_SLOTS * SLOT_BYTES)
         try:
@@ -325,15 +327,6 @@ class DaemonStory:
             answer = httpx2.get(f"http://{self._http}{path}", timeout=_PATIENCE, trust_env=False)
             return answer.json() if path == "/status" else answer.status_code == 200
         return None
-
-
-def _within(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + _PATIENCE
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 @contextmanager

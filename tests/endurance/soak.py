@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from endurance import within
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "rigs"), str(ROOT / "benchmarks")]
 
@@ -30,7 +32,6 @@ _SAMPLE: Final = 10.0  # seconds between two looks at the processes
 _REPORT: Final = 60.0  # seconds between two lines of progress
 _EXTRA: Final = 180.0  # seconds a short run may go on until every tier was hit
 _LEAST: Final = 3  # faults, however slow the machine is
-_IDLE: Final = 120.0  # seconds in which everybody must have let go of everything
 _TIERS: Final = ("l1", "l2", "file", "redis")  # that must have been hit
 
 
@@ -94,12 +95,12 @@ class Soak:
         self.reviver.end()
         print(f"{self.elapsed:.0f} s: all of the node runs", flush=True)
         goal = [count + 1 for count in self.crowd.num_right]
-        if not _within(lambda: all(a >= b for a, b in zip(self.crowd.num_right, goal, strict=True))):
+        if not within(lambda: all(a >= b for a, b in zip(self.crowd.num_right, goal, strict=True))):
             self.errors.append(f"not all clients are answered again: {self.crowd.num_right} of {goal}")
         self.crowd.stop()
         self.client.end()
         print(f"{self.elapsed:.0f} s: all clients were answered", flush=True)
-        if not _within(lambda: not self._held()):
+        if not within(lambda: not self._held()):
             self.leaks += self._held()
         self.sample()
         print(f"{self.elapsed:.0f} s: idle", flush=True)
@@ -169,15 +170,6 @@ def _held_by_daemon(page: Mapping[str, Any]) -> list[str]:
         if pool["slots"] != whole or any(pool[state] for state in ("filling", "quarantined")):
             held.append(f"L2 of the daemon: {pool}")
     return held
-
-
-def _within(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + _IDLE
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.5)
-    return True
 
 
 def is_well(report: Mapping[str, Any]) -> bool:

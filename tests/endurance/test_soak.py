@@ -1,8 +1,7 @@
 """The soak in short, over real processes; and that each thing it looks for would be found."""
 
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -10,6 +9,7 @@ import block_client
 import pytest
 from block_client import BlockClient, Model
 from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of
+from doubles import wait_until as until
 from endurance import tell
 from fork_rig import ENGINE, Forked
 from growth import Samples
@@ -58,13 +58,6 @@ def test_a_wrong_byte_is_found(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert not client.tally.hangs
     assert not client.tally.errors
     daemon.close()
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def lives(*, memory: float = 0.0, descriptors: float = 0.0, threads: float = 0.0) -> list[str]:

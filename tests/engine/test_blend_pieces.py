@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from document_prompts import DOCUMENTS, PROMPT, QUESTION, REUSED, SEGMENTS, asked
 from extent import brief
 from small_engines import KEEP, Make, end, settled
 from tiny_models import config_of, plain, plain_logits, prompt
 
 from kvtier.connector.local import LocalConnector
-from kvtier.connector.segments import REPAIR_RULES, BlendRequest, Repair, ReusedPart, Segment
+from kvtier.connector.segments import REPAIR_RULES, BlendRequest, Repair, ReusedPart
 from kvtier.connector.segments.blend import Blender
 from kvtier.connector.segments.progress import Blend, Work
 from kvtier.engine.config import EngineConfig
@@ -25,24 +26,9 @@ from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import PENDING
 
 ON: dict[str, Any] = {"segments": "on", "segment_min_tokens": 16, "num_blocks": 128, "block_size": 16}
-DOCUMENTS = [prompt(seed, length) for seed, length in ((1, 48), (2, 37), (3, 64))]
 OTHERS = [prompt(seed, length) for seed, length in ((4, 48), (5, 37), (6, 64))]
-QUESTION = prompt(9, 11)
 NUM_LAYERS = 3  # of the small models
 UNBOUND = Repair(max_deviation=9)
-REUSED = 48 + 32 + 64
-
-
-def asked(documents: list[list[int]], lead: int = 5) -> tuple[list[int], list[Segment]]:
-    """A prompt of a few tokens, these documents and the question; where the documents lie in it."""
-    tokens, segments = prompt(8, lead), []
-    for document in documents:
-        segments.append(Segment(len(tokens), len(tokens) + len(document)))
-        tokens = tokens + document
-    return tokens + QUESTION, segments
-
-
-PROMPT, SEGMENTS = asked(DOCUMENTS)
 
 
 def answer(engine: Engine, repair: Repair = UNBOUND) -> Completion:

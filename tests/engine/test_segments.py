@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from document_prompts import DOCUMENTS, PROMPT, QUESTION, REUSED, SEGMENTS, asked
 from extent import brief
 from small_engines import GREEDY, KEEP, Make, end, settled
-from tiny_models import config_of, plain, plain_logits, prompt
+from tiny_models import config_of, plain, plain_logits
 
 from kvtier.connector.local import LocalConnector
 from kvtier.connector.segments import REPAIR_RULES, Repair, Segment
@@ -27,22 +28,9 @@ from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 
 ON: dict[str, Any] = {"segments": "on", "segment_min_tokens": 16, "num_blocks": 128}
-DOCUMENTS = [prompt(seed, length) for seed, length in ((1, 48), (2, 37), (3, 64))]
-QUESTION = prompt(9, 11)
 
 
-def asked(documents: list[list[int]], lead: int = 5) -> tuple[list[int], list[Segment]]:
-    """A prompt of a few tokens, these documents and the question; where the documents lie in it."""
-    tokens, segments = prompt(8, lead), []
-    for document in documents:
-        segments.append(Segment(len(tokens), len(tokens) + len(document)))
-        tokens = tokens + document
-    return tokens + QUESTION, segments
-
-
-PROMPT, SEGMENTS = asked(DOCUMENTS)
 ONE = SamplingParams(max_tokens=1, keep_logits=True)
-REUSED = 48 + 32 + 64  # full blocks of 16
 UNBOUND = Repair(max_deviation=9)  # K and V of random weights depend much on what stands before
 
 

@@ -1,12 +1,12 @@
 """Threads share an engine, and a step that fails half way: every answer is right, and so is all that a store keeps."""
 
 import gc
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from at_once import at_once
 from small_engines import GREEDY, end, settled, small_engine
 from tiny_models import config_of, prompt
 
@@ -37,25 +37,6 @@ def texts() -> list[list[int]]:
     told = [engine.generate([tokens], GREEDY)[0].token_ids for tokens in PROMPTS]
     end(engine)
     return told
-
-
-def at_once(*works: Callable[[], object]) -> None:
-    """All of them, each on a thread of its own; what one raises is raised here."""
-    failures: list[BaseException] = []
-
-    def run(work: Callable[[], object]) -> None:
-        try:
-            work()
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    if failures:
-        raise failures[0]
 
 
 def test_threads_generate_and_stream_at_once_and_all_of_it_is_found_again(

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from fault_rig import (
     FINGERPRINT,
     SLAB_BYTES,
     FaultyIO,
+    Settled,
     drops,
     fetch,
     forget_l2,
@@ -34,7 +35,7 @@ from fault_rig import (
 )
 
 from kvtier.tiers.errors import FormatError
-from kvtier.tiers.file.file_io import FileIO, Mode
+from kvtier.tiers.file.file_io import Mode
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings
 from kvtier.tiers.tier import Outcome
@@ -46,17 +47,9 @@ Open = Callable[..., Hierarchy]
 
 
 @pytest.fixture
-def opened(disk_dir: Path) -> Iterator[Open]:
-    """`opened(io, …)`: a hierarchy over the slab in `disk_dir`; at the end each is idle by the laws, and closed."""
-    hierarchies: list[Hierarchy] = []
-
-    def open_one(io: FileIO | None = None, **options: object) -> Hierarchy:
-        hierarchies.append(over_slab(disk_dir, io, **options))  # type: ignore[arg-type] # passed on as they come
-        return hierarchies[-1]
-
-    yield open_one
-    for hierarchy in hierarchies:
-        settle(hierarchy)
+def opened(settled: Settled, disk_dir: Path) -> Open:
+    """`opened(io, …)`: a hierarchy over the slab in `disk_dir`."""
+    return lambda *io, **options: settled(over_slab(disk_dir, *io, **options))
 
 
 def slab_of(directory: Path) -> Path:

@@ -3,7 +3,7 @@
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from doubles import (
     store,
     wait_until,
 )
-from fault_rig import FINGERPRINT, PENDING, ask, drops, fetch, forget_l2, misses, over_slab, settle
+from fault_rig import FINGERPRINT, PENDING, Settled, ask, drops, fetch, forget_l2, misses, over_slab, settle
 from manual_copies import ManualCopyStream
 from slab_rig import verify
 
@@ -45,17 +45,9 @@ Open = Callable[..., Hierarchy]
 
 
 @pytest.fixture
-def opened() -> Iterator[Open]:
-    """`opened(…)`: doubles.hierarchy_of; at the end each is idle by the laws, and closed."""
-    hierarchies: list[Hierarchy] = []
-
-    def open_one(*args: object, **kwargs: object) -> Hierarchy:
-        hierarchies.append(hierarchy_of(*args, **kwargs))  # type: ignore[arg-type] # passed on as they come
-        return hierarchies[-1]
-
-    yield open_one
-    for hierarchy in hierarchies:
-        settle(hierarchy)
+def opened(settled: Settled) -> Open:
+    """`opened(…)`: doubles.hierarchy_of."""
+    return lambda *arguments, **more: settled(hierarchy_of(*arguments, **more))
 
 
 # 20: one key, twice at once.

@@ -2,14 +2,12 @@
 
 import os
 import shutil
-import signal
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, payload_of, record_of
 from extent import brief
-from fault_rig import FINGERPRINT
+from fault_rig import FINGERPRINT, DyingIO, killed
 from slab_rig import verify
 
 from kvtier.tiers.checksum import checksum
@@ -21,23 +19,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
 
 CHAIN = chain_of(64)
 SIZE = 170_000
-
-
-class DyingIO(FileIO):
-    """Dies by SIGKILL in the n-th write: before it, after half of it, or after all of it."""
-
-    def __init__(self, n: int, when: str) -> None:
-        self.left, self.when = n, when
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self.left -= 1
-        if self.left:
-            return super().pwritev(fd, buffers, offset)
-        whole = b"".join(buffers)
-        if self.when != "before":
-            super().pwritev(fd, [memoryview(whole[: len(whole) // (2 if self.when == "half" else 1)])], offset)
-        os.kill(os.getpid(), signal.SIGKILL)
-        return 0
 
 
 def open_store(directory: Path, io: FileIO | None = None) -> FileStore:
@@ -62,20 +43,6 @@ def whole_blocks(store: FileStore) -> set[int]:
             assert buffer == payload_of(chain_hash)
             served.add(i)
     return served
-
-
-def killed(job: Callable[[FileIO], object], io: FileIO) -> bool:
-    """Do the job in a process that `io` kills; False once there are too few writes for that."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            job(io)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    status = os.waitpid(pid, 0)[1]
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the job itself failed"
-    return os.WIFSIGNALED(status)
 
 
 def slab_with_duplicates(directory: Path) -> None:

@@ -41,11 +41,6 @@ FORMS = ["clear", "sealed", "encrypted"]
 MISS = {Outcome.ABSENT, Outcome.EVICTED, Outcome.CHECKSUM, Outcome.KEY_MISMATCH}
 
 
-@pytest.fixture
-def server(redis_server: RedisServer) -> RedisServer:
-    return redis_server
-
-
 def forged(value: bytes, payload: bytes) -> bytes:
     """A record like the one there, whose payload is the attacker's, and every checksum that he can make anew."""
     head = value[:-SLOT_BYTES]

@@ -6,17 +6,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
 
 import pytest
 from doubles import chain_of, store, wait_until
 from extent import brief
-from fault_rig import drops, fetch, forget_l2, misses, num_descriptors, num_threads, rest, settle
+from fault_rig import Settled, drops, fetch, forget_l2, misses, num_descriptors, num_threads, rest
 from redis_rig import NO_REDIS, RedisServer
 from redis_stories import (
     CHAIN,
     OTHER,
-    PATIENT,
     is_open,
     located,
     opened,
@@ -45,28 +43,15 @@ Open = Callable[..., Hierarchy]
 
 
 @pytest.fixture
-def server(redis_server: RedisServer) -> RedisServer:
-    return redis_server
-
-
-@pytest.fixture
 def proxy(server: RedisServer) -> Iterator[ToxicProxy]:
     with ToxicProxy(server.port) as proxy:
         yield proxy
 
 
 @pytest.fixture
-def over() -> Iterator[Open]:
-    """`over(port, …)`: a hierarchy over the server there; at the end each is idle by the laws, and closed."""
-    hierarchies: list[Hierarchy] = []
-
-    def open_one(port: int, patience: PortSettings = PATIENT, **more: Any) -> Hierarchy:
-        hierarchies.append(over_redis(f"redis://127.0.0.1:{port}", patience, **more))
-        return hierarchies[-1]
-
-    yield open_one
-    for hierarchy in hierarchies:
-        settle(hierarchy)
+def over(settled: Settled) -> Open:
+    """`over(port, …)`: a hierarchy over the server there."""
+    return lambda port, *patience, **more: settled(over_redis(f"redis://127.0.0.1:{port}", *patience, **more))
 
 
 def stored(hierarchy: Hierarchy) -> Hierarchy:

@@ -329,7 +329,7 @@ def test_a_directory_that_cannot_be_used(tmp_path: Path, code: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"hello", b"\0" * 200_000, b"SQLite format 3\0" + bytes(200_000), b"KVTIER01"]
+    "content", [b"", b"hello", b"\0" * 200_000, b"SQLite format 3\0" + bytes(200_000), b"KVTIER01", b"KVTIER01" * 1024]
 )
 def test_a_foreign_file_is_refused_and_left_alone(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / f"{FINGERPRINT.hex()}.slab"

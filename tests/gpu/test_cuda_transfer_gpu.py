@@ -1,15 +1,16 @@
 """CudaCopyStream on a device: bytes, fences both ways, large batches, every way of copying, an engine's blocks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from device_rig import WAYS, DeviceRig, ended_well, pairs
+from engine_layouts import Layout, dimension_first, keys_and_values, one_rank, two_groups, whole_layers
 from extent import brief
 
 from kvtier.tiers.copies import packer
-from kvtier.tiers.copies.block_copier import BlockPart, EngineBlocks, PartCopier
+from kvtier.tiers.copies.block_copier import EngineBlocks, PartCopier
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.host.host import HostRegion
 
@@ -120,37 +121,6 @@ def test_both_directions_at_once(rig: DeviceRig, stream: CudaCopyStream, l1: tor
 
 # An engine's KV: for each layer [blocks, heads, tokens, keys and values].
 HEADS, TOKENS, DIM = 8, 16, 64
-LAYER_BYTES = HEADS * TOKENS * 2 * DIM * 2
-Layout = Callable[[list[torch.Tensor]], list[BlockPart]]
-
-
-def whole_layers(tensors: list[torch.Tensor]) -> list[BlockPart]:
-    return [BlockPart(tensor, layer, layer * LAYER_BYTES) for layer, tensor in enumerate(tensors)]
-
-
-def keys_and_values(tensors: list[torch.Tensor]) -> list[BlockPart]:
-    """As our own blocks have them: keys before values, tokens before heads."""
-    return [
-        BlockPart(tensor[..., kv * DIM : (kv + 1) * DIM].transpose(1, 2), layer, (2 * layer + kv) * LAYER_BYTES // 2)
-        for layer, tensor in enumerate(tensors)
-        for kv in (0, 1)
-    ]
-
-
-def dimension_first(tensors: list[torch.Tensor]) -> list[BlockPart]:
-    return [BlockPart(tensor.transpose(2, 3), layer, layer * LAYER_BYTES) for layer, tensor in enumerate(tensors)]
-
-
-def second_rank(tensors: list[torch.Tensor]) -> list[BlockPart]:
-    """Half of the heads of every layer, in the second half of a slot."""
-    half = BLOCK_BYTES // 2
-    return [BlockPart(tensor[:, 4:], layer, half + layer * LAYER_BYTES // 2) for layer, tensor in enumerate(tensors)]
-
-
-def two_groups(tensors: list[torch.Tensor]) -> list[BlockPart]:
-    return [BlockPart(tensor, layer, layer * LAYER_BYTES, layer % 2) for layer, tensor in enumerate(tensors)]
-
-
 OTHERS = [whole_layers, dimension_first]
 
 
@@ -161,7 +131,7 @@ def engine_tensors(rig: DeviceRig) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("way", ["batch", "copies"])
-@pytest.mark.parametrize("layout", [keys_and_values, second_rank, two_groups, *brief([], OTHERS)])
+@pytest.mark.parametrize("layout", [keys_and_values, one_rank, two_groups, *brief([], OTHERS)])
 @pytest.mark.parametrize("staged_slots", brief([3], [3, 100]))
 def test_engine_blocks_arrive_as_a_cpu_copies_them(
     rig: DeviceRig, region: HostRegion, layout: Layout, staged_slots: int, way: str, monkeypatch: pytest.MonkeyPatch

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang; run `make test-sglang`")
 
-from node_rig import Node, node
+from node_rig import Node
 from sglang_rig import wait_until
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -30,12 +29,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
     auto.from_config(config).save_pretrained(path)
     return path
-
-
-@pytest.fixture
-def daemon() -> Iterator[Node]:
-    with node() as running:
-        yield running
 
 
 def rank(number: int, do: str, model: Path, daemon: Node) -> dict[str, Any]:

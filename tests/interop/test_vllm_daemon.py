@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +11,13 @@ from extent import brief
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
-from node_rig import Node, node
+from node_rig import Node
 from test_vllm_processes import CACHED, NUM_BLOCKS, PROMPTS, TWO_RANKS, run
-from vllm_rig import BLOCK, Engine, engine, greedy, make_checkpoint
+from vllm_rig import BLOCK, engine, greedy, said
 
 from kvtier.connector.scheduler import SchedulerSide
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path) -> list[list[int]]:
-    with engine(model) as plain:
-        return plain.text(PROMPTS)
-
-
-@pytest.fixture
-def daemon() -> Iterator[Node]:
-    with node() as running:
-        yield running
 
 
 def told(daemon: Node) -> dict[str, Any]:
@@ -43,31 +25,25 @@ def told(daemon: Node) -> dict[str, Any]:
     return {"service": daemon.section, "host": {"size": "16MiB"}, "cache": {"prefetch_deadline": "60s"}}
 
 
-def ask(vllm: Engine) -> tuple[list[list[int]], list[int]]:
-    """(text, cached tokens) of every prompt."""
-    outputs = vllm.run(PROMPTS)
-    return [list(output.outputs[0].token_ids) for output in outputs], [output.num_cached_tokens for output in outputs]
-
-
 def test_a_second_engine_finds_what_the_first_computed(model: Path, expected: list[list[int]], daemon: Node) -> None:
     with engine(model, told(daemon)) as first:
-        assert ask(first) == (expected, [0, 0, 0])
+        assert said(first.run(PROMPTS)) == (expected, [0, 0, 0])
     with engine(model, told(daemon)) as second:
-        assert ask(second) == (expected, CACHED)
+        assert said(second.run(PROMPTS)) == (expected, CACHED)
         assert second.found_in("l2") == sum(CACHED) // BLOCK  # the memory is the daemon's: it outlived the engine
 
 
 def test_a_daemon_that_dies_costs_hits_and_nothing_else(model: Path, expected: list[list[int]], daemon: Node) -> None:
     with engine(model, told(daemon)) as vllm:
-        assert ask(vllm) == (expected, [0, 0, 0])
+        assert said(vllm.run(PROMPTS)) == (expected, [0, 0, 0])
         vllm.settle()
         daemon.kill()
         assert vllm.llm.llm_engine.reset_prefix_cache()
-        assert ask(vllm) == (expected, [0, 0, 0])  # misses: the engine goes on
+        assert said(vllm.run(PROMPTS)) == (expected, [0, 0, 0])  # misses: the engine goes on
         daemon.start()
         vllm.until_attached()
         assert vllm.llm.llm_engine.reset_prefix_cache()
-        assert ask(vllm) == (expected, CACHED)  # other memory, mapped anew, and the slab is warm
+        assert said(vllm.run(PROMPTS)) == (expected, CACHED)  # other memory, mapped anew, and the slab is warm
         assert vllm.found_in("file") == sum(CACHED) // BLOCK
 
 
@@ -84,7 +60,7 @@ def test_an_engine_that_waits_for_nothing_but_the_daemon_leaves_it_the_core(
 
     monkeypatch.setattr(SchedulerSide, "wait", noted)
     with engine(model, told(daemon)) as vllm:
-        assert ask(vllm) == (expected, [0, 0, 0])
+        assert said(vllm.run(PROMPTS)) == (expected, [0, 0, 0])
         vllm.forget_l1()
         llm = vllm.llm.llm_engine
         os.kill(daemon.pid, signal.SIGSTOP)

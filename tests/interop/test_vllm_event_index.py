@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 from event_rig import until
 from node_rig import free_port
 from vllm.config import KVEventsConfig
-from vllm_rig import BLOCK, Engine, engine, make_checkpoint, prompt, tiers
+from vllm_rig import BLOCK, Engine, engine, prompt, tiers
 
 from kvtier.service.events.consumer import EventConsumer
 from kvtier.service.events.prefix_index import PrefixIndex, prompt_hashes
@@ -22,11 +22,6 @@ pytestmark = pytest.mark.timeout(300)
 
 PROMPTS = [prompt(1, 200), prompt(2, 96), prompt(3, 70)]
 BLOCKS = [6, 3, 2]  # full ones
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
 
 
 class Reader:
@@ -62,8 +57,8 @@ def reader() -> Iterator[Reader]:
     assert not made.index.counts, "vLLM's events are never doubtful"
 
 
-def test_what_vllm_holds_is_known(llama: Path, reader: Reader) -> None:
-    with reader.engine(llama, None) as vllm:
+def test_what_vllm_holds_is_known(model: Path, reader: Reader) -> None:
+    with reader.engine(model, None) as vllm:
         vllm.text(PROMPTS, 1)
         until(lambda: reader.index.holdings("vllm") == {"GPU": sum(BLOCKS)})
         for tokens, blocks in zip(PROMPTS, BLOCKS, strict=True):
@@ -78,7 +73,7 @@ def test_what_vllm_holds_is_known(llama: Path, reader: Reader) -> None:
         until(lambda: reader.index.holdings("vllm") == {"GPU": 3})
         until(lambda: reader.consumer.state.state == "live")
     # and an engine with little room
-    with reader.engine(llama, None, num_gpu_blocks_override=16, max_model_len=256) as vllm:
+    with reader.engine(model, None, num_gpu_blocks_override=16, max_model_len=256) as vllm:
         for seed in range(5):
             vllm.text([prompt(seed, 200)], 1)
         manager = vllm.scheduler.kv_cache_manager
@@ -89,8 +84,8 @@ def test_what_vllm_holds_is_known(llama: Path, reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("keys", brief(["kvtier"], ["vllm", "kvtier"]))
-def test_what_the_tiers_behind_vllm_hold_is_known(keys: str, llama: Path, tmp_path: Path, reader: Reader) -> None:
-    with reader.engine(llama, tiers(tmp_path, keys=keys)) as vllm:
+def test_what_the_tiers_behind_vllm_hold_is_known(keys: str, model: Path, tmp_path: Path, reader: Reader) -> None:
+    with reader.engine(model, tiers(tmp_path, keys=keys)) as vllm:
         vllm.text(PROMPTS, 1)
         vllm.text([PROMPTS[0]], 1, salt="alice")
         vllm.settle()
@@ -105,7 +100,7 @@ def test_what_the_tiers_behind_vllm_hold_is_known(keys: str, llama: Path, tmp_pa
         assert reader.found(PROMPTS[1]) == {"GPU": 3}
         assert reader.found(PROMPTS[0], "alice") == {"CPU": 6}
     # an engine that finds the slab full knows whose blocks they are, or keeps quiet about them
-    with reader.engine(llama, tiers(tmp_path, keys=keys)) as vllm:
+    with reader.engine(model, tiers(tmp_path, keys=keys)) as vllm:
         vllm.settle()
         until(lambda: reader.found(PROMPTS[0]) == {"STORAGE": 6})
         assert reader.found(PROMPTS[0], "alice") == {}

@@ -16,17 +16,12 @@ import zmq
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-from vllm_rig import BLOCK, Engine, engine, make_checkpoint, prompt, tiers
+from vllm_rig import BLOCK, Engine, engine, prompt, tiers
 
 pytestmark = pytest.mark.timeout(300)
 
 PROMPTS = [prompt(1, 200), prompt(2, 96), prompt(3, 70), prompt(4, 31)]
 BLOCKS = [6, 3, 2, 0]  # full ones
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
 
 
 class Reader:
@@ -90,8 +85,8 @@ def in_tiers(vllm: Engine) -> tuple[set[Any], ...]:
 
 
 @pytest.mark.parametrize("keys", brief(["vllm"], ["vllm", "kvtier"]))
-def test_every_stored_block_is_told_with_tokens_parent_and_medium(keys: str, llama: Path, tmp_path: Path) -> None:
-    with telling(llama, tiers(tmp_path, keys=keys)) as (vllm, batches):
+def test_every_stored_block_is_told_with_tokens_parent_and_medium(keys: str, model: Path, tmp_path: Path) -> None:
+    with telling(model, tiers(tmp_path, keys=keys)) as (vllm, batches):
         vllm.text(PROMPTS, 1)
         vllm.settle()
         reader = Reader("GPU", "CPU", "STORAGE").read(batches)
@@ -114,11 +109,11 @@ def test_every_stored_block_is_told_with_tokens_parent_and_medium(keys: str, lla
                 assert (event.group_idx, event.kv_cache_spec_kind) == (on_gpu.group_idx, on_gpu.kv_cache_spec_kind)
 
 
-def test_what_is_evicted_is_told_as_removed(llama: Path, tmp_path: Path) -> None:
-    with telling(llama, tiers(tmp_path)) as (vllm, _):
+def test_what_is_evicted_is_told_as_removed(model: Path, tmp_path: Path) -> None:
+    with telling(model, tiers(tmp_path)) as (vllm, _):
         block_bytes = vllm.half._plan.block_bytes
     small = tiers(tmp_path / "kv", host={"size": f"{8 * block_bytes}"})
-    with telling(llama, small) as (vllm, batches):
+    with telling(model, small) as (vllm, batches):
         vllm.text([PROMPTS[0]], 1)
         vllm.settle()
         first = set(Reader("CPU").read(batches).held["CPU"])
@@ -130,8 +125,8 @@ def test_what_is_evicted_is_told_as_removed(llama: Path, tmp_path: Path) -> None
         assert reader.names("CPU", "STORAGE") == in_tiers(vllm)
 
 
-def test_a_reset_is_told_and_harms_nothing_on_the_gpu(llama: Path, tmp_path: Path) -> None:
-    with telling(llama, tiers(tmp_path)) as (vllm, batches):
+def test_a_reset_is_told_and_harms_nothing_on_the_gpu(model: Path, tmp_path: Path) -> None:
+    with telling(model, tiers(tmp_path)) as (vllm, batches):
         vllm.text(PROMPTS, 1)
         vllm.settle()
         assert vllm.llm.llm_engine.reset_prefix_cache(reset_connector=True)
@@ -149,12 +144,12 @@ def test_a_reset_is_told_and_harms_nothing_on_the_gpu(llama: Path, tmp_path: Pat
         assert any(isinstance(event, BlockStored) and event.medium == "GPU" for event in batches[before].events)
 
 
-def test_what_a_slab_held_is_told_by_the_next_engine(llama: Path, tmp_path: Path) -> None:
-    with telling(llama, tiers(tmp_path)) as (vllm, batches):
+def test_what_a_slab_held_is_told_by_the_next_engine(model: Path, tmp_path: Path) -> None:
+    with telling(model, tiers(tmp_path)) as (vllm, batches):
         vllm.text(PROMPTS, 1)
         vllm.settle()
         told = Reader("STORAGE").read(batches).held["STORAGE"]
-    with telling(llama, tiers(tmp_path)) as (vllm, batches):
+    with telling(model, tiers(tmp_path)) as (vllm, batches):
         vllm.settle()  # nobody asks anything
         assert Reader("STORAGE").read(batches).held["STORAGE"] == told
         vllm.text(PROMPTS, 1)
@@ -162,21 +157,21 @@ def test_what_a_slab_held_is_told_by_the_next_engine(llama: Path, tmp_path: Path
         assert Reader("CPU").read(batches).held["CPU"].keys() == in_tiers(vllm)[0] != set()
 
 
-def test_nothing_is_noted_where_vllm_publishes_nothing(llama: Path, tmp_path: Path) -> None:
-    with engine(llama, tiers(tmp_path)) as vllm:
+def test_nothing_is_noted_where_vllm_publishes_nothing(model: Path, tmp_path: Path) -> None:
+    with engine(model, tiers(tmp_path)) as vllm:
         vllm.text(PROMPTS, 1)
         vllm.settle()
         assert vllm.hierarchy.host.pool._core.changes is None
         assert list(vllm.scheduler.connector.take_events()) == []
 
 
-def test_over_the_wire(llama: Path, tmp_path: Path) -> None:
+def test_over_the_wire(model: Path, tmp_path: Path) -> None:
     """vLLM's own publisher, its replay socket, and a reader that knows nothing but the bytes."""
     replay = f"ipc://{tmp_path}/replay"
     config = KVEventsConfig(
         enable_kv_cache_events=True, publisher="zmq", endpoint=f"ipc://{tmp_path}/events", replay_endpoint=replay
     )
-    with engine(llama, tiers(tmp_path / "kv"), kv_events_config=config) as vllm:
+    with engine(model, tiers(tmp_path / "kv"), kv_events_config=config) as vllm:
         vllm.text(PROMPTS, 1)
         vllm.settle()
         deadline = time.monotonic() + 60

@@ -25,18 +25,6 @@ BLOCKS = 6 + 2 + 5  # that can be loaded
 CACHED = 192 + 95 + 160  # tokens: the second prompt's third block is of use but for its last token
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path) -> list[list[int]]:
-    """What a vLLM without kvtier answers."""
-    with engine(model) as plain:
-        return plain.text(PROMPTS)
-
-
 def fill(vllm: Engine) -> None:
     """The prompts are in the tiers, and in vLLM no more."""
     vllm.text(PROMPTS)

@@ -4,7 +4,6 @@ Gemma 4 runs here. Its full layers have larger heads, so vLLM gives its sliding 
 machine cannot run (DeepSeek V3.2 and V4) goes as far as vLLM's own classes go: specs, groups, the plan of both halves.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +32,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
-from vllm_rig import Engine, engine, greedy, make_checkpoint, prompt, tiers
+from vllm_rig import engine, greedy, make_checkpoint, prompt, said, tiers
 
 from kvtier.connector.vllm import slot_plan as vllm_slot_plan
 from kvtier.connector.vllm.identity import identity
@@ -63,11 +62,6 @@ def right(model: Path) -> list[list[int]]:
         return plain.text(PROMPTS)
 
 
-def cached(vllm: Engine, prompts: Sequence[list[int]]) -> tuple[list[int], list[list[int]]]:
-    outputs = vllm.run(prompts)
-    return [output.num_cached_tokens for output in outputs], [list(output.outputs[0].token_ids) for output in outputs]
-
-
 def test_a_new_engine_finds_what_an_old_one_stored(model: Path, right: list[list[int]], tmp_path: Path) -> None:
     assert len({tuple(text) for text in right}) == len(right)  # answers depend on their prompts
     with engine(model, tiers(tmp_path), **OPTIONS) as first:
@@ -79,12 +73,10 @@ def test_a_new_engine_finds_what_an_old_one_stored(model: Path, right: list[list
         assert max(lane.count for lane in plan.lanes) > 1
         assert first.text(PROMPTS) == right
         first.forget_l1()
-        warm = cached(first, PROMPTS)
-        assert warm[1] == right
-    usable = [(len(tokens) - 1) // plan.block_size * plan.block_size for tokens in PROMPTS]
-    assert warm[0] == usable
+        usable = [(len(tokens) - 1) // plan.block_size * plan.block_size for tokens in PROMPTS]
+        assert said(first.run(PROMPTS)) == (right, usable)
     with engine(model, tiers(tmp_path), **OPTIONS) as second:
-        assert cached(second, PROMPTS) == (usable, right)
+        assert said(second.run(PROMPTS)) == (right, usable)
         assert second.found_in("file") > 0
 
 
@@ -100,7 +92,7 @@ def test_small_blocks_that_slid_out_of_the_window_cost_nothing_else(model: Path,
     with engine(model, tiers(tmp_path), **OPTIONS) as vllm:
         assert vllm.text([first_turn], 300) == [answer]
         vllm.forget_l1()
-        assert cached(vllm, [second_turn]) == ([384], expected)  # 399 tokens were computed
+        assert said(vllm.run([second_turn])) == (expected, [384])  # 399 tokens were computed
 
 
 @pytest.mark.parametrize("lost", [0, 3])
@@ -114,7 +106,7 @@ def test_a_lost_record_ends_the_prefix(model: Path, right: list[list[int]], tmp_
         assert all(port.holds([gone]))
         port.tier.discard([gone])
         assert vllm.hierarchy.host.pool.evict([gone]) == 1
-        assert cached(vllm, PROMPTS[:1]) == ([lost * size], right[:1])
+        assert said(vllm.run(PROMPTS[:1])) == (right[:1], [lost * size])
 
 
 def names(tokens: list[int], size: int) -> list[bytes]:

@@ -9,7 +9,7 @@ from extent import brief
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 import torch
-from vllm_rig import BLOCK, FAMILIES, engine, greedy, make_checkpoint, prompt, tiers
+from vllm_rig import BLOCK, FAMILIES, engine, greedy, make_checkpoint, prompt, said, tiers
 
 from kvtier.tiers.errors import ConfigError
 
@@ -188,9 +188,7 @@ def test_layers_are_loaded_under_the_compute_of_those_before(models: dict[str, P
     with engine(models["llama"], tiers(tmp_path, layerwise=True)) as vllm:
         expected = vllm.text(PROMPTS)
         vllm.forget_l1()
-        outputs = vllm.run(PROMPTS)
-        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-        assert [output.num_cached_tokens for output in outputs] == CACHED
+        assert said(vllm.run(PROMPTS)) == (expected, CACHED)
 
 
 def test_tenants_with_different_salts_never_meet(models: dict[str, Path], tmp_path: Path) -> None:

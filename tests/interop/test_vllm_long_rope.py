@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 from _architectures import ARCHITECTURES
-from vllm_rig import engine, prompt, tiers
+from vllm_rig import engine, prompt, said, tiers
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -24,8 +24,6 @@ def test_blocks_of_another_maximal_length_are_other_blocks(tmp_path: Path, disk_
         assert right[0] != right[1]
         for found in (0, 288):
             with engine(tmp_path / "model", tiers(disk_dir), max_model_len=max_model_len) as vllm:
-                outputs = vllm.run(tokens)
-                assert [list(output.outputs[0].token_ids) for output in outputs] == right
-                assert [output.num_cached_tokens for output in outputs] == [found] * 2
+                assert said(vllm.run(tokens)) == (right, [found] * 2)
         answers.append(right)
     assert answers[0] != answers[1]  # the short factors' and the long ones'

@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 from failing_connector import SWITCH
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm_rig import Engine, engine, make_checkpoint, multi, prompt, tiers
+from vllm_rig import Engine, engine, multi, prompt, said, tiers
 
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.vllm import plugin as vllm_plugin
@@ -35,18 +35,6 @@ FAILING: Final = {
     "kv_connector_module_path": "failing_connector",
     "kv_role": "kv_both",
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path) -> list[list[int]]:
-    """What a vLLM without kvtier answers."""
-    with engine(model) as plain:
-        return plain.text(PROMPTS)
 
 
 def run(model: Path, transfer: dict[str, Any], **variables: str) -> tuple[dict[str, Any], str]:
@@ -94,9 +82,7 @@ def test_the_outer_policy_counts(
         assert (WARNING in caplog.text) == (outer == "fail")
         assert vllm.text(PROMPTS) == expected
         vllm.forget_l1()
-        outputs = vllm.run(PROMPTS)
-        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-        assert [output.num_cached_tokens for output in outputs] == CACHED
+        assert said(vllm.run(PROMPTS)) == (expected, CACHED)
 
 
 def test_what_was_computed_on_blocks_another_connector_could_not_load_is_not_kept(
@@ -112,9 +98,7 @@ def test_what_was_computed_on_blocks_another_connector_could_not_load_is_not_kep
         # Nothing of that is found: the prompts are computed, and from then on kept.
         assert vllm.text(PROMPTS) == expected
         vllm.forget_l1()
-        outputs = vllm.run(PROMPTS)
-        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-        assert [output.num_cached_tokens for output in outputs] == CACHED
+        assert said(vllm.run(PROMPTS)) == (expected, CACHED)
 
 
 @pytest.mark.parametrize("policy", brief(["recompute"], ["recompute", "fail"]))
@@ -165,9 +149,7 @@ def test_two_kvtiers_of_one_engine_keep_their_last_reports_apart(
     monkeypatch.setattr(PartCopier, "copy", copy)
     for folder, cached in ((first, [0, 0, 0]), (second, CACHED)):
         with engine(model, tiers(folder)) as alone:
-            outputs = alone.run(PROMPTS)
-            assert [output.num_cached_tokens for output in outputs] == cached
-            assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+            assert said(alone.run(PROMPTS)) == (expected, cached)
 
 
 def test_the_installed_package_names_its_entry_point() -> None:

@@ -39,18 +39,6 @@ OFFLOADING: Final = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path) -> list[list[int]]:
-    """What a vLLM without connectors answers."""
-    with engine(model) as plain:
-        return plain.text(PROMPTS)
-
-
 def order(transfer: dict[str, Any], kvtier_first: bool) -> dict[str, Any]:
     """The same children, kvtier before or behind its sibling: the first one that has something loads."""
     children = transfer["kv_connector_extra_config"]["connectors"]

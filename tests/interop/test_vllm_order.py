@@ -18,7 +18,7 @@ import torch
 from lazy_cuda import LazyCuda, LazyDriver, pin
 from test_vllm_groups import FULL, NUM_BLOCKS, kv_cache_configs, layers, memory_of
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm_rig import BLOCK, engine, make_checkpoint, prompt, tiers
+from vllm_rig import BLOCK, engine, prompt, tiers
 
 from kvtier.connector.vllm import slot_plan as vllm_slot_plan
 from kvtier.connector.vllm.identity import identity
@@ -35,11 +35,6 @@ from kvtier.tiers.host.host import HostRegion
 pytestmark = pytest.mark.timeout(600)
 
 NUM_LAYERS = 3
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from extent import brief
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
-from node_rig import Node, node
+from node_rig import Node
 from vllm_rig import BLOCK, Engine, engine, greedy, make_checkpoint, prompt, tiers
 
 from kvtier.connector.scheduler import SchedulerSide
@@ -34,21 +33,10 @@ PROMPTS = [parting(shared, number) for number, shared in enumerate(SHARED)]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
-
-
-@pytest.fixture(scope="module")
 def expected(model: Path) -> list[list[int]]:
     """What a vLLM without kvtier answers."""
     with engine(model) as plain:
         return plain.text([BASE, *PROMPTS])
-
-
-@pytest.fixture
-def daemon() -> Iterator[Node]:
-    with node() as running:
-        yield running
 
 
 def ask(vllm: Engine, prompts: list[list[int]], salt: str | None = None) -> tuple[list[list[int]], list[int]]:

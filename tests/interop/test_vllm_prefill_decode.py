@@ -31,18 +31,6 @@ PREFILL: Final = {"do_remote_decode": True, "do_remote_prefill": False, "remote_
 HIDDEN: Final = "hidden:"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path) -> list[list[int]]:
-    """What a vLLM alone answers."""
-    with engine(model) as plain:
-        return plain.text(PROMPTS)
-
-
 @pytest.fixture
 def redis() -> Iterator[RedisServer]:
     with standalone() as server:

@@ -38,11 +38,6 @@ NUM_BLOCKS = sum(len(tokens) // BLOCK for tokens in PROMPTS)  # all are stored; 
 TWO_RANKS = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.3}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
-
-
 def variables(**more: str) -> dict[str, str]:
     """The environment of vLLM's own processes."""
     path = os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")])

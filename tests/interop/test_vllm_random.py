@@ -10,7 +10,7 @@ from extent import brief
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
-from vllm_rig import Engine, engine, greedy, make_checkpoint, prompt, tiers
+from vllm_rig import Engine, engine, greedy, prompt, tiers
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -21,11 +21,6 @@ SMALL: dict[str, Any] = {
     "max_num_seqs": 12,
     "max_num_batched_tokens": 128,
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
 
 
 def requests(seed: int) -> Iterator[tuple[list[int], int]]:

@@ -9,7 +9,7 @@ from extent import brief
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
-from vllm_rig import engine, make_checkpoint, prompt, tiers
+from vllm_rig import engine, prompt, tiers
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.copies.block_copier import PartCopier
@@ -18,11 +18,6 @@ from kvtier.tiers.host.host import HostRegion
 pytestmark = pytest.mark.timeout(300)
 
 PROMPT = prompt(1, 200)  # six blocks can be loaded
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
 
 
 def slow_stores(monkeypatch: pytest.MonkeyPatch, stage: str, seconds: float) -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm_rig import Engine, engine, make_checkpoint, prompt, tiers
+from vllm_rig import engine, prompt, said, tiers
 
 from kvtier.connector.vllm.worker import WorkerHalf
 from kvtier.tiers.copies.block_copier import PartCopier
@@ -28,17 +28,6 @@ pytestmark = pytest.mark.timeout(300)
 PROMPTS = [prompt(1, 200), prompt(2, 96), prompt(3, 170)]
 CACHED = [192, 95, 160]
 KEEP = {"on_reset": "keep"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "llama")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path) -> list[list[int]]:
-    with engine(model) as plain:
-        return plain.text(PROMPTS)
 
 
 def memory(vllm: Any) -> dict[str, torch.Tensor]:
@@ -69,35 +58,30 @@ def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return levels
 
 
-def ask(vllm: Engine) -> tuple[list[list[int]], list[int]]:
-    outputs = vllm.run(PROMPTS)
-    return [list(output.outputs[0].token_ids) for output in outputs], [output.num_cached_tokens for output in outputs]
-
-
 @pytest.mark.parametrize("level", brief([2], [1, 2]))
 def test_tiers_outlive_a_plain_sleep(level: int, model: Path, expected: list[list[int]], sleeps: list[int]) -> None:
     with engine(model, tiers() | KEEP) as vllm:
-        assert ask(vllm) == (expected, [0, 0, 0])
+        assert said(vllm.run(PROMPTS)) == (expected, [0, 0, 0])
         vllm.settle()
         for _ in range(2):
             vllm.llm.sleep(level=level)
             worker = get_kv_transfer_group()._worker
             assert worker._region is None  # no mapping of L2 is left, and so no pinned memory
             vllm.llm.wake_up()
-            assert ask(vllm) == (expected, CACHED)
+            assert said(vllm.run(PROMPTS)) == (expected, CACHED)
         assert sleeps == [level, level]
 
 
 def test_by_default_a_sleep_empties_the_tiers(model: Path, expected: list[list[int]], sleeps: list[int]) -> None:
     """vLLM says to the connector of a sleep what it says of new weights."""
     with engine(model, tiers()) as vllm:
-        assert ask(vllm) == (expected, [0, 0, 0])
+        assert said(vllm.run(PROMPTS)) == (expected, [0, 0, 0])
         vllm.settle()
         vllm.llm.sleep(level=1)
         vllm.llm.wake_up()
-        assert ask(vllm) == (expected, [0, 0, 0])
+        assert said(vllm.run(PROMPTS)) == (expected, [0, 0, 0])
         vllm.forget_l1()
-        assert ask(vllm) == (expected, CACHED)  # and it keeps what it computes from then on
+        assert said(vllm.run(PROMPTS)) == (expected, CACHED)  # and it keeps what it computes from then on
         assert sleeps == [1]
 
 
@@ -112,7 +96,7 @@ def test_stores_under_way_end_before_the_memory_goes(
 
     with engine(model, tiers() | KEEP) as vllm:
         monkeypatch.setattr(PartCopier, "copy", slow)
-        assert ask(vllm) == (expected, [0, 0, 0])
+        assert said(vllm.run(PROMPTS)) == (expected, [0, 0, 0])
         assert vllm.half.pending
         vllm.llm.sleep(level=1)
         monkeypatch.setattr(PartCopier, "copy", copy)
@@ -120,7 +104,7 @@ def test_stores_under_way_end_before_the_memory_goes(
         outputs = vllm.run([prompt(4, 40)], 2)  # a step, with which the stores that ended are reported
         assert outputs[0].num_cached_tokens == 0
         vllm.settle()
-        assert ask(vllm) == (expected, CACHED)
+        assert said(vllm.run(PROMPTS)) == (expected, CACHED)
         assert sleeps == [1]
 
 
@@ -195,7 +179,7 @@ def test_a_copy_that_does_not_end_keeps_the_memory_where_it_is(
     with engine(model, tiers() | KEEP) as vllm:
         monkeypatch.setattr(PartCopier, "copy", stuck)
         monkeypatch.setattr("kvtier.connector.vllm.worker._DEADLINE", 0.2)
-        assert ask(vllm) == (expected, [0, 0, 0])
+        assert said(vllm.run(PROMPTS)) == (expected, [0, 0, 0])
         with pytest.raises(RuntimeError, match="a copy from or to KV memory has not ended in 0 s, so it must stay"):
             vllm.llm.sleep(level=1)
         assert not sleeps
@@ -205,12 +189,12 @@ def test_a_copy_that_does_not_end_keeps_the_memory_where_it_is(
         vllm.llm.wake_up()
         vllm.run([prompt(4, 40)], 2)
         vllm.settle()
-        assert ask(vllm) == (expected, CACHED)
+        assert said(vllm.run(PROMPTS)) == (expected, CACHED)
 
 
 def test_other_memory_after_a_sleep_is_where_loads_go(model: Path, expected: list[list[int]]) -> None:
     with engine(model, tiers()) as vllm:
-        assert ask(vllm) == (expected, [0, 0, 0])
+        assert said(vllm.run(PROMPTS)) == (expected, [0, 0, 0])
         vllm.forget_l1()
         connector = get_kv_transfer_group()
         connector.unregister_kv_caches()
@@ -221,7 +205,7 @@ def test_other_memory_after_a_sleep_is_where_loads_go(model: Path, expected: lis
         for tensor in old.values():
             tensor.fill_(float("nan"))
         connector.register_kv_caches(new)
-        assert ask(vllm) == (expected, CACHED)
+        assert said(vllm.run(PROMPTS)) == (expected, CACHED)
         assert all(bool(torch.isnan(tensor).all()) for tensor in old.values())
 
 
@@ -231,12 +215,12 @@ def test_nothing_is_copied_while_the_engine_sleeps(model: Path, expected: list[l
         connector = get_kv_transfer_group()
         connector.unregister_kv_caches()
         connector.unregister_kv_caches()
-        assert ask(vllm) == (expected, [0, 0, 0])
+        assert said(vllm.run(PROMPTS)) == (expected, [0, 0, 0])
         vllm.settle()
         assert vllm.stats()['kvtier_store_dropped_total{tier="l2",reason="copy_failed"}'] > 0
         connector.restore_kv_caches()
         connector.restore_kv_caches()
         vllm.forget_l1()
-        assert ask(vllm) == (expected, [0, 0, 0])
+        assert said(vllm.run(PROMPTS)) == (expected, [0, 0, 0])
         vllm.forget_l1()
-        assert ask(vllm) == (expected, CACHED)
+        assert said(vllm.run(PROMPTS)) == (expected, CACHED)

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
-from vllm_rig import Engine, engine, make_checkpoint, prompt, tiers
+from vllm_rig import Engine, engine, make_checkpoint, prompt, said, tiers
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -31,11 +31,6 @@ def settle(vllm: Engine) -> None:
     assert vllm.hierarchy.drain(60)
 
 
-def answers(vllm: Engine) -> tuple[list[list[int]], list[int]]:
-    outputs = vllm.run(PROMPTS)
-    return [list(one.outputs[0].token_ids) for one in outputs], [one.num_cached_tokens for one in outputs]
-
-
 @pytest.mark.exhaustive
 def test_two_stages_load_what_they_stored_and_what_one_stored(tmp_path: Path) -> None:
     model = make_checkpoint("llama", tmp_path / "llama")
@@ -43,22 +38,20 @@ def test_two_stages_load_what_they_stored_and_what_one_stored(tmp_path: Path) ->
         expected = plain.text(PROMPTS)
     vllm = Engine(model, tiers(tmp_path / "store"), **STAGES)
     try:
-        assert answers(vllm) == (expected, [0, 0, 0])
+        assert said(vllm.run(PROMPTS)) == (expected, [0, 0, 0])
         settle(vllm)
         assert vllm.llm.llm_engine.reset_prefix_cache()
-        assert answers(vllm) == (expected, CACHED)
+        assert said(vllm.run(PROMPTS)) == (expected, CACHED)
         settle(vllm)
         vllm.hierarchy.check()
     finally:
         vllm.core.shutdown()
     with engine(model, tiers(tmp_path / "store")) as alone:  # after a restart with one stage
-        assert answers(alone) == (expected, CACHED)
+        assert said(alone.run(PROMPTS)) == (expected, CACHED)
         more = alone.text([prompt(4, 130)])
     vllm = Engine(model, tiers(tmp_path / "store"), **STAGES)  # and with two again
     try:
-        outputs = vllm.run([*PROMPTS, prompt(4, 130)])
-        assert [list(one.outputs[0].token_ids) for one in outputs] == [*expected, *more]
-        assert [one.num_cached_tokens for one in outputs] == [*CACHED, 128]
+        assert said(vllm.run([*PROMPTS, prompt(4, 130)])) == ([*expected, *more], [*CACHED, 128])
         settle(vllm)
         vllm.hierarchy.check()
     finally:

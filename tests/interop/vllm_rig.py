@@ -126,6 +126,11 @@ def greedy(num_tokens: int = 16) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=num_tokens, detokenize=False, ignore_eos=True)
 
 
+def said(outputs: Sequence[Any]) -> tuple[list[list[int]], list[int]]:
+    """(text, cached tokens) of every output."""
+    return [list(one.outputs[0].token_ids) for one in outputs], [one.num_cached_tokens for one in outputs]
+
+
 class Engine:
     """One vLLM engine. `kvtier` is the connector's extra configuration, None for an engine without it.
 
@@ -171,7 +176,7 @@ class Engine:
 
     def text(self, prompts: Sequence[list[int]], num_tokens: int = 16, salt: str | None = None) -> list[list[int]]:
         """The new tokens of each prompt."""
-        return [list(output.outputs[0].token_ids) for output in self.run(prompts, num_tokens, salt)]
+        return said(self.run(prompts, num_tokens, salt))[0]
 
     def forget_l1(self) -> None:
         """vLLM's own prefix cache is empty."""

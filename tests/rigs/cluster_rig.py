@@ -6,14 +6,15 @@ import random
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
 import httpx2
 from command_rig import kvtier, kvtier_process
+from doubles import wait_until
 from fork_rig import ENGINE, SERVICES, Forked
 
 from kvtier.service.cluster import cluster, keeper
@@ -21,6 +22,7 @@ from kvtier.service.cluster.cluster import Cluster, Process, ServiceStatus, is_f
 from kvtier.service.cluster.defaults import NUM_PORTS
 from kvtier.tiers.config.config import child_environment
 
+wait_for = partial(wait_until, timeout=100.0)
 PORTS: Final = {"router": 0, "engine-a": 1, "engine-b": 2, "node-a": 11, "node-b": 12}  # of kvtier's own file
 
 
@@ -151,10 +153,3 @@ def free_range() -> int:
             claim.detach()  # bound, not listening, until this process ends
             return first
         claim.close()
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 100
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)

@@ -192,7 +192,7 @@ def bytes_in_l2(hierarchy: Hierarchy, chain_hash: ChainHash) -> bytes | None:
 
 def wait_until(condition: Callable[[], object], timeout: float = 60.0) -> None:
     """Poll until the condition holds; fails the test when `timeout` seconds pass first."""
-    deadline = time.monotonic() + timeout
+    deadline, pause = time.monotonic() + timeout, 0.002
     while not condition():
         assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.002)
+        time.sleep(pause := min(0.02, 1.2 * pause))

@@ -1,10 +1,9 @@
 """For stories about KV events: a hierarchy over a small real slab, and a reader that believes what it is told."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from doubles import BLOCK_SIZE, SLOT_BYTES
+from doubles import BLOCK_SIZE, SLOT_BYTES, wait_until
 
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.hierarchy.hierarchy import Event, EventSource, Hierarchy, Removed, TierEvents
@@ -13,13 +12,7 @@ from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.tier import BlockRecord, ChainHash
 
-
-def until(holds: Callable[[], bool], deadline: float = 60.0) -> None:
-    """Wait for what events bring about."""
-    end = time.monotonic() + deadline
-    while not holds():
-        assert time.monotonic() < end, "it never came to pass"
-        time.sleep(0.01)
+until = wait_until
 
 
 class Shelf:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -91,6 +92,47 @@ class FaultyIO(FileIO):
         assert self.gate.wait(60), "the test never opened the gate"
 
 
+class DyingIO(FileIO):
+    """Dies by SIGKILL in the n-th call that changes the file: before it, after half of it, or after all of it."""
+
+    def __init__(self, n: int, when: str, *, armed: bool = True) -> None:
+        self.left, self.when, self.armed = n, when, armed
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if not self._dies():
+            return super().pwritev(fd, buffers, offset)
+        whole = b"".join(buffers)
+        if self.when != "before":
+            super().pwritev(fd, [memoryview(whole[: len(whole) // (2 if self.when == "half" else 1)])], offset)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    def truncate(self, fd: int, length: int) -> None:
+        is_last = self._dies()
+        if not is_last or self.when != "before":
+            super().truncate(fd, length)
+        if is_last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _dies(self) -> bool:
+        self.left -= self.armed
+        return self.armed and not self.left
+
+
+def killed(job: Callable[[FileIO], object], io: FileIO) -> bool:
+    """Do the job in a process that `io` kills; False once there are too few writes for that."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            job(io)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitpid(pid, 0)[1]
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the job itself failed"
+    return os.WIFSIGNALED(status)
+
+
 def over_slab(
     directory: Path,
     io: FileIO | None = None,
@@ -162,6 +204,9 @@ def rest(hierarchy: Hierarchy, timeout: float = 0.5) -> None:
         assert all(port.queue.drain(60) for port in hierarchy.ports)
 
 
+Settled = Callable[[Hierarchy], Hierarchy]  # the fixture: what it is given ends by the laws
+
+
 def settle(hierarchy: Hierarchy) -> None:
     """Idle, by the laws: nothing leased, filling or quarantined, nobody forgot a lease (I3). Then closed."""
     rest(hierarchy)
@@ -200,6 +245,7 @@ __all__ = [
     "FINGERPRINT",
     "PENDING",
     "SLAB_BYTES",
+    "DyingIO",
     "FaultyIO",
     "ask",
     "drops",
@@ -207,6 +253,7 @@ __all__ = [
     "forget_l2",
     "impatient",
     "is_open",
+    "killed",
     "misses",
     "num_descriptors",
     "num_threads",

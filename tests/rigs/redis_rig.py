@@ -5,13 +5,14 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
+from doubles import wait_until as wait_for
 from node_rig import free_port
 from redis_command import RedisError, ask
 from toxic_proxy import ToxicProxy
@@ -248,15 +249,6 @@ def watched(num_sentinels: int = 1, name: str = "mymaster", password: str | None
             wait_for(lambda s=sentinel: b"num-slaves\n1\n" in s.cli("SENTINEL", "MASTER", name))
             wait_for(lambda s=sentinel: others in s.cli("SENTINEL", "MASTER", name))
         yield WatchedModel(name, master, replica, sentinels)
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    """Ask until it holds; RuntimeError after half a minute."""
-    deadline = time.monotonic() + _PATIENCE
-    while not condition():
-        if time.monotonic() > deadline:
-            raise RuntimeError("the servers did not come to an agreement")
-        time.sleep(0.02)
 
 
 def replicated(master: RedisServer, replica: RedisServer) -> None:

@@ -4,7 +4,6 @@ import json
 import socket
 import ssl
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+from doubles import wait_until as until
 from fork_rig import SERVICES, Forked
 from node_rig import free_port
 from service_rig import end_child, environment
@@ -26,14 +26,6 @@ MODEL = {"id": "m", "object": "model", "kvtier": {"block_size": 4, "fingerprint"
 
 
 Says = Callable[[str, dict[str, str]], bytes | Iterator[bytes] | None]
-
-
-def until(condition: Callable[[], object], patience: float = PATIENCE) -> None:
-    """Wait for it."""
-    end = time.monotonic() + patience
-    while not condition():
-        assert time.monotonic() < end, "it never came about"
-        time.sleep(0.02)
 
 
 class ToldReplica:

@@ -3,13 +3,13 @@
 import json
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import httpx2
+from doubles import wait_until as wait_for
 from fork_rig import ENGINE, Forked
 from openai import OpenAI
 from service_rig import environment, patient, patient_options
@@ -172,11 +172,3 @@ def serving(model: Path, **options: Any) -> Iterator[ServerThread]:
         yield server
     finally:
         server.close()
-
-
-def wait_for(condition: Callable[[], object], timeout: float = 60.0) -> None:
-    """Until it is so."""
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.01)

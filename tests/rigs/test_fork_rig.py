@@ -4,11 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from doubles import wait_until as until
 from fork_rig import Forked, cpu_seconds, warm_programs
 from service_rig import environment
 
@@ -19,13 +18,6 @@ TELL = "import os, sys; print(os.getpid(), os.getsid(0), sys.argv, os.environ['W
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return warm_programs(tmp_path_factory.mktemp("f") / "bin", MODULES)
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def runs(pid: int) -> bool:

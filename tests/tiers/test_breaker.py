@@ -1,7 +1,8 @@
 """Stories of a breaker: what opens it, who may probe and when, what closes it again."""
 
-from threading import Barrier, Thread
+from threading import Barrier
 
+from at_once import at_once
 from doubles import FakeClock
 
 from kvtier.tiers.breaker import Breaker
@@ -109,9 +110,5 @@ def test_of_many_threads_one_gets_the_probe() -> None:
         barrier.wait(60)
         taken.append(breaker.take_probe())
 
-    threads = [Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    at_once(*[ask] * 8)
     assert sorted(taken) == [False] * 7 + [True]

@@ -4,10 +4,11 @@ import base64
 import hashlib
 import os
 import sys
-import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
+from at_once import at_once
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvtier.tiers import cipher
@@ -106,11 +107,7 @@ def test_threads_share_a_cipher() -> None:
             if not records.decrypt_into(memoryview(place), stamp, name, memoryview(place)) or place != plain:
                 wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(*(partial(work, number) for number in range(4)))
     assert not wrong
 
 

@@ -1,8 +1,7 @@
 """The counters: names Prometheus sees, labels, and that two hierarchies in one process don't share them."""
 
-import threading
-
 import pytest
+from at_once import at_once
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.tiers.hierarchy import Attribution
@@ -87,9 +86,5 @@ def test_no_count_is_lost_between_threads() -> None:
         for _ in range(2000):
             metrics.stored("l2", 2)
 
-    threads = [threading.Thread(target=count) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(*[count] * 4)
     assert metrics.snapshot()['kvtier_store_blocks_total{tier="l2"}'] == 16000

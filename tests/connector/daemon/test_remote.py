@@ -6,14 +6,16 @@ import os
 import socket as sockets
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from at_once import at_once
 from doubles import BLOCK_SIZE, SLOT_BYTES, FakeClock, chain_of, wait_until
 from service_rig import (
     FINGERPRINT,
@@ -51,17 +53,13 @@ from kvtier.connector.daemon.wire import (
     unpack_handshake,
 )
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Wanted, load_and_lease
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Wanted, load_and_lease
 from kvtier.tiers.host.host import HostRegion
+from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.pool.lease import Reservation
 from kvtier.tiers.tier import ChildBlock, Outcome
 
-
-@pytest.fixture
-def path() -> Iterator[Path]:
-    """A socket's: short."""
-    with tempfile.TemporaryDirectory(prefix="kvt-") as name:
-        yield Path(name) / "s"
+Client = Callable[..., RemoteTiers]
 
 
 class FakeDaemon:
@@ -116,8 +114,11 @@ class FakeDaemon:
         self.region.close()
 
 
+Fake = Callable[..., FakeDaemon]
+
+
 @pytest.fixture
-def fake(path: Path) -> Iterator[Callable[..., FakeDaemon]]:
+def fake(path: Path) -> Iterator[Fake]:
     daemons: list[FakeDaemon] = []
 
     def start(**options: bool) -> FakeDaemon:
@@ -127,6 +128,35 @@ def fake(path: Path) -> Iterator[Callable[..., FakeDaemon]]:
     yield start
     for daemon in daemons:
         daemon.close()
+
+
+@pytest.fixture
+def served(path: Path) -> Iterator[DaemonThread]:
+    """A daemon of this process; at the end its laws hold."""
+    daemon = DaemonThread(path, host={"size": 1 << 20})
+    yield daemon
+    daemon.check()
+    daemon.close()
+
+
+@pytest.fixture
+def client(path: Path) -> Iterator[Client]:
+    """`client(…)`: of whatever daemon is there, on a clock of the story if one is given; closed before its daemon."""
+    clients: list[RemoteTiers] = []
+
+    def start(clock: FakeClock | None = None, patience: float = PATIENCE, **options: Any) -> RemoteTiers:
+        hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
+        made = attach(path, **options) if clock is None else RemoteTiers(path, hello, patience, clock, **options)
+        clients.append(made)
+        return made
+
+    yield start
+    for each in clients:
+        each.close(0.1)
+
+
+def asked(tiers: RemoteTiers, chain: TokenChain) -> Claim:
+    return tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
 
 
 def news(number: int, *slots: int, blocks: int = 4) -> bytes:
@@ -181,10 +211,9 @@ def test_a_daemon_that_is_not_there_yet(path: Path, caplog: pytest.LogCaptureFix
     daemon.close()
 
 
-def test_trying_again_costs_less_and_less(path: Path) -> None:
+def test_trying_again_costs_less_and_less(client: Client, path: Path) -> None:
     clock = FakeClock()
-    hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
-    tiers = RemoteTiers(path, hello, patience=1.0, clock=clock)
+    tiers = client(clock, 1.0)
     tries: list[float] = []
     path.symlink_to(path.with_name("nobody"))
     real = sockets.socket.connect
@@ -202,12 +231,10 @@ def test_trying_again_costs_less_and_less(path: Path) -> None:
     assert pauses[0] == pytest.approx(0.2, abs=0.06)
     assert pauses[-1] == pytest.approx(5.0, abs=0.06)
     assert len(tries) < 15
-    tiers.close()
 
 
-def test_a_missed_reset_is_repeated(path: Path) -> None:
-    daemon = DaemonThread(path, host={"size": 1 << 20})
-    tiers, witness, chain = attach(path), attach(path), chain_of(4)
+def test_a_missed_reset_is_repeated(served: DaemonThread, client: Client) -> None:
+    tiers, witness, chain = client(), client(), chain_of(4)
     store(tiers, chain)
     # The connection breaks, and at that moment the weights change.
     tiers._attachment.cut(ConnectionResetError("cable pulled"))
@@ -218,18 +245,14 @@ def test_a_missed_reset_is_repeated(path: Path) -> None:
     wait_until(lambda: attached(tiers))
     assert where(tiers, chain).miss == 4
     assert where(witness, chain).miss == 4
-    tiers.close()
-    witness.close()
-    daemon.check()
-    daemon.close()
 
 
 # lost, and found again
 
 
-def test_slots_of_a_lost_connection_are_kept_until_its_copies_have_ended(path: Path) -> None:
+def test_slots_of_a_lost_connection_are_kept_until_its_copies_have_ended(client: Client, path: Path) -> None:
     daemon = DaemonThread(path, host={"size": 16 * SLOT_BYTES})
-    tiers, chain, other = attach(path), chain_of(4), chain_of(4, first_token=1000)
+    tiers, chain, other = client(), chain_of(4), chain_of(4, first_token=1000)
     store(tiers, chain)
     claim, _ = ask(tiers, chain)
     lease = tiers.lease(claim)
@@ -256,9 +279,9 @@ def test_slots_of_a_lost_connection_are_kept_until_its_copies_have_ended(path: P
     daemon.close()
 
 
-def test_slots_that_a_device_may_still_write_to_stay_the_clients(path: Path) -> None:
+def test_slots_that_a_device_may_still_write_to_stay_the_clients(client: Client, path: Path) -> None:
     daemon = DaemonThread(path, host={"size": 16 * SLOT_BYTES})
-    tiers, chain = attach(path), chain_of(4)
+    tiers, chain = client(), chain_of(4)
     (reservation,) = tiers.reserve([wanted(chain)])
     assert reservation is not None
     tiers.quarantine(reservation, Outcome.COPY_FAILED)
@@ -270,7 +293,7 @@ def test_slots_that_a_device_may_still_write_to_stay_the_clients(path: Path) -> 
     tiers._attachment.cut(ConnectionResetError("cable pulled"))
     wait_until(lambda: attached(tiers))
     tiers.close()
-    other = attach(path)
+    other = client()
     wait_until(lambda: attached(other))
     clients = daemon.daemon.call(daemon.daemon.clients)
     assert sum(client.reservations for client in clients) == 1
@@ -292,13 +315,12 @@ def sleep_through(tiers: RemoteTiers, clock: FakeClock, patch: pytest.MonkeyPatc
     patch.setattr(link, "wait", wait)
 
 
-def test_a_daemon_that_does_not_answer_costs_one_deadline(path: Path, fake: Callable[..., FakeDaemon]) -> None:
+def test_a_daemon_that_does_not_answer_costs_one_deadline(fake: Fake, client: Client) -> None:
     daemon, clock = fake(), FakeClock()
-    hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
-    tiers, chain = RemoteTiers(path, hello, PATIENCE, clock, deadline=0.25), chain_of(4)
+    tiers, chain = client(clock, deadline=0.25), chain_of(4)
     daemon.welcomes.clear()
     assert tiers.num_slots == 8
-    claim = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    claim = asked(tiers, chain)
     assert tiers.poll(claim) is PENDING  # nothing waits here
     link = tiers._attachment.link
     assert link is not None
@@ -315,7 +337,7 @@ def test_a_daemon_that_does_not_answer_costs_one_deadline(path: Path, fake: Call
     # It may only be slow: the connection stays, and what was asked waits for a deadline more.
     assert tiers.poll(claim) is PENDING
     clock.advance(0.26)
-    late = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    late = asked(tiers, chain)
     assert [tiers.poll(claim), tiers.poll(late)] == [0, 0]
     assert late.missing is Outcome.TIMEOUT
     assert tiers._attachment.link is link
@@ -331,19 +353,17 @@ def test_a_daemon_that_does_not_answer_costs_one_deadline(path: Path, fake: Call
         return attached(tiers) and len(daemon.hellos) == 2
 
     wait_until(found_again)
-    tiers.close(0.1)
 
 
-def test_an_answer_that_is_late_costs_a_step_and_not_the_daemon(path: Path) -> None:
-    daemon = DaemonThread(path, host={"size": 1 << 20})
-    tiers, first, second = attach(path, deadline=0.05), chain_of(4), chain_of(4, 100)
+def test_an_answer_that_is_late_costs_a_step_and_not_the_daemon(served: DaemonThread, client: Client) -> None:
+    tiers, first, second = client(deadline=0.05), chain_of(4), chain_of(4, 100)
     member, gate, is_held = tiers.member, threading.Event(), threading.Event()
 
     def hold() -> bool:
         is_held.set()
         return gate.wait(PATIENCE)
 
-    daemon.daemon.submit(hold)
+    served.daemon.submit(hold)
     assert is_held.wait(PATIENCE)
     # Two steps meet a daemon that does not get to them: one waits, neither stores anything.
     assert tiers.reserve([wanted(first), wanted(second)]) == [None, None]
@@ -360,22 +380,16 @@ def test_an_answer_that_is_late_costs_a_step_and_not_the_daemon(path: Path) -> N
     wait_until(stores_again)
     assert len(got[0]) == 4
     assert tiers.member == member
-    [client] = daemon.daemon.call(daemon.daemon.clients)
-    assert client.reservations == 1
-    [namespace] = daemon.daemon.call(daemon.daemon.namespaces)
+    [one] = served.daemon.call(served.daemon.clients)
+    assert one.reservations == 1
+    [namespace] = served.daemon.call(served.daemon.namespaces)
     assert namespace.hierarchy.host.pool.counts().filling == 4
     tiers.abandon(got[0], Outcome.ABORTED)
-    tiers.close()
-    daemon.check()
-    daemon.close()
 
 
-def test_a_slow_look_into_other_tiers_costs_a_look_and_not_the_link(
-    path: Path, fake: Callable[..., FakeDaemon]
-) -> None:
+def test_a_slow_look_into_other_tiers_costs_a_look_and_not_the_link(fake: Fake, client: Client) -> None:
     daemon, clock, chain = fake(), FakeClock(), chain_of(4)
-    hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
-    tiers = RemoteTiers(path, hello, PATIENCE, clock, deadline=0.25)
+    tiers = client(clock, deadline=0.25)
     link, nothing = tiers._attachment.link, Attribution(4, miss=4)
     assert link is not None
     with pytest.MonkeyPatch.context() as patch:
@@ -398,16 +412,12 @@ def test_a_slow_look_into_other_tiers_costs_a_look_and_not_the_link(
     clock.advance(5.0)
     tiers.tick()
     assert tiers._attachment.link is not link
-    tiers.close(0.1)
 
 
-def test_a_promise_that_is_lost_while_the_daemon_is_silent_is_counted(
-    path: Path, fake: Callable[..., FakeDaemon]
-) -> None:
+def test_a_promise_that_is_lost_while_the_daemon_is_silent_is_counted(fake: Fake, client: Client) -> None:
     daemon, clock, chain = fake(), FakeClock(), chain_of(4)
-    hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
-    tiers = RemoteTiers(path, hello, PATIENCE, clock, deadline=0.25)
-    claim = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    tiers = client(clock, deadline=0.25)
+    claim = asked(tiers, chain)
     daemon.say(news(1, 0, 1, 2, 3))
     wait_until(lambda: tiers.poll(claim) == 4)
     clock.advance(29.0)
@@ -419,12 +429,11 @@ def test_a_promise_that_is_lost_while_the_daemon_is_silent_is_counted(
     assert tiers.poll(claim) == 0
     assert misses(tiers, Outcome.TIMEOUT) == 4
     assert len(tiers.lease(claim)) == 0
-    tiers.close(0.1)
 
 
-def test_a_step_of_more_stores_than_a_message_takes(path: Path) -> None:
-    daemon, chain = DaemonThread(path, host={"size": 1 << 20}), chain_of(1)
-    tiers = attach(path)
+def test_a_step_of_more_stores_than_a_message_takes(served: DaemonThread, client: Client) -> None:
+    chain = chain_of(1)
+    tiers = client()
     member, gate = tiers.member, threading.Event()
     names = [number.to_bytes(32, "little") for number in range(5000)]
     step = [Wanted([name], chain.root, chain.tenant, is_tail=True) for name in names]
@@ -436,26 +445,20 @@ def test_a_step_of_more_stores_than_a_message_takes(path: Path) -> None:
     # Those of an answer that is late are given back too.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiers, "_deadline", 0.05)
-        daemon.daemon.submit(lambda: gate.wait(PATIENCE))
+        served.daemon.submit(lambda: gate.wait(PATIENCE))
         assert tiers.reserve(step) == [None] * 5000
     gate.set()
     tiers.check()
     assert tiers.member == member
-    [client] = daemon.daemon.call(daemon.daemon.clients)
-    assert client.reservations == 0
-    tiers.close()
-    daemon.check()
-    daemon.close()
+    [one] = served.daemon.call(served.daemon.clients)
+    assert one.reservations == 0
 
 
-def test_a_question_waits_long_only_for_a_daemon_that_says_it_has_read_it(
-    path: Path, fake: Callable[..., FakeDaemon]
-) -> None:
+def test_a_question_waits_long_only_for_a_daemon_that_says_it_has_read_it(fake: Fake, client: Client) -> None:
     """What a lower tier holds takes time; a daemon that is stopped would take a request all of that time."""
     daemon, clock, chain = fake(), FakeClock(), chain_of(4)
-    hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
-    tiers = RemoteTiers(path, hello, 2.5, clock, deadline=0.25)
-    claim = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    tiers = client(clock, 2.5, deadline=0.25)
+    claim = asked(tiers, chain)
     tiers.tick()
     wait_until(lambda: daemon.connection is not None)
     assert daemon.connection is not None
@@ -473,7 +476,7 @@ def test_a_question_waits_long_only_for_a_daemon_that_says_it_has_read_it(
     assert misses(tiers, Outcome.TIMEOUT) == 4  # and for no other reason
     assert misses(tiers, Outcome.ABSENT) == misses(tiers, Outcome.BREAKER_OPEN) == 0
     # It is stopped before the next one: a deadline, then nobody waits any more, and steps store nothing.
-    stopped = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    stopped = asked(tiers, chain)
     tiers.tick()
     clock.advance(0.24)
     assert tiers.poll(stopped) is PENDING
@@ -485,18 +488,17 @@ def test_a_question_waits_long_only_for_a_daemon_that_says_it_has_read_it(
     clock.advance(4.8)
     tiers.tick()
     assert tiers.member is None
-    tiers.close(0.1)
 
 
-def test_a_daemon_that_never_says_welcome_costs_one_deadline(path: Path, fake: Callable[..., FakeDaemon]) -> None:
+def test_a_daemon_that_never_says_welcome_costs_one_deadline(fake: Fake, client: Client) -> None:
     clock, chain = FakeClock(), chain_of(2)
-    tiers = RemoteTiers(path, Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), PATIENCE, clock)
+    tiers = client(clock)
     daemon = fake(welcome=False)
     clock.advance(0.2)
-    early = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    early = asked(tiers, chain)
     wait_until(lambda: bool(daemon.hellos))
     clock.advance(0.2)
-    late = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    late = asked(tiers, chain)
     assert [tiers.poll(early), tiers.poll(late)] == [PENDING, PENDING]
     clock.advance(0.06)  # the hello was said a deadline ago, whoever asked when
     assert [tiers.poll(early), tiers.poll(late)] == [0, 0]
@@ -505,20 +507,19 @@ def test_a_daemon_that_never_says_welcome_costs_one_deadline(path: Path, fake: C
         tiers.count(claim.found, claim.missing)
     assert misses(tiers, Outcome.BREAKER_OPEN) == 4
     for _ in range(100):
-        claim = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+        claim = asked(tiers, chain)
         assert tiers.poll(claim) == 0  # nor does anybody wait for it any more
-    tiers.close()
 
 
-def test_a_question_waits_for_a_daemon_that_is_late(path: Path, fake: Callable[..., FakeDaemon]) -> None:
+def test_a_question_waits_for_a_daemon_that_is_late(fake: Fake, client: Client) -> None:
     """Its client was not welcomed when it started; the first request computed what the daemon had."""
     clock, chain = FakeClock(), chain_of(4)
-    tiers = RemoteTiers(path, Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), PATIENCE, clock)
+    tiers = client(clock)
     daemon = fake()
     daemon.welcomes.clear()
     clock.advance(0.2)
-    claim = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
-    expired = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    claim = asked(tiers, chain)
+    expired = asked(tiers, chain)
     assert tiers.poll(claim) is PENDING
     tiers.cancel(expired)
     daemon.welcomes.set()
@@ -527,13 +528,11 @@ def test_a_question_waits_for_a_daemon_that_is_late(path: Path, fake: Callable[.
     daemon.say(news(1, 0, 1, 2, 3))
     wait_until(lambda: tiers.poll(claim) == 4)
     assert len(tiers.lease(claim)) == 4
-    tiers.close(0.1)
 
 
-def test_a_daemon_restarted_while_idle_has_the_first_answer(path: Path) -> None:
+def test_a_daemon_restarted_while_idle_has_the_first_answer(client: Client, path: Path) -> None:
     daemon, clock, chain = DaemonThread(path, host={"size": 1 << 20}), FakeClock(), chain_of(4)
-    hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
-    tiers = RemoteTiers(path, hello, PATIENCE, clock)
+    tiers = client(clock)
     daemon.close()
     daemon = DaemonThread(path, host={"size": 1 << 20})
     clock.advance(0.2)
@@ -547,10 +546,10 @@ def test_a_daemon_restarted_while_idle_has_the_first_answer(path: Path) -> None:
     daemon.close()
 
 
-def test_a_query_without_waiters_is_withdrawn(path: Path, fake: Callable[..., FakeDaemon]) -> None:
+def test_a_query_without_waiters_is_withdrawn(fake: Fake, client: Client) -> None:
     """Otherwise the daemon would keep its promise, and the room of it, until the lease deadline."""
     daemon, chain = fake(), chain_of(4)
-    tiers = attach(path)
+    tiers = client()
     # The daemon says nothing before the caller's deadline: nothing comes of the claim.
     lease = load_and_lease(tiers, chain.hashes, chain.root, time.monotonic() + 0.05)
     assert lease is not None
@@ -562,16 +561,13 @@ def test_a_query_without_waiters_is_withdrawn(path: Path, fake: Callable[..., Fa
     bodies = FrameReader(MAX_FRAME).feed(daemon.connection.recv(1 << 16))
     told = [operation for body in bodies for operation in unpack_request(body)[1]]
     assert [type(operation) for operation in told] == [Ask, Cancel]
-    tiers.close(0.1)
 
 
-def test_a_promise_that_expired_in_a_long_step_is_claimed_once_more(
-    path: Path, fake: Callable[..., FakeDaemon]
-) -> None:
+def test_a_promise_that_expired_in_a_long_step_is_claimed_once_more(fake: Fake, client: Client) -> None:
     """A step that compiles on a busy machine may take longer than a promise is good for; the blocks are still there."""
     daemon, clock, chain = fake(), FakeClock(), chain_of(4)
-    tiers = RemoteTiers(path, Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), 2.5, clock)
-    claim = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    tiers = client(clock, 2.5)
+    claim = asked(tiers, chain)
     daemon.say(news(1, 0, 1, 2, 3))
     wait_until(lambda: tiers.poll(claim) == 4)
     clock.advance(30.0)
@@ -590,19 +586,17 @@ def test_a_promise_that_expired_in_a_long_step_is_claimed_once_more(
         tiers.tick()
         return late.found is not None
 
-    late = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    late = asked(tiers, chain)
     clock.advance(31.0)
     daemon.say(news(3, 0, 1, 2, 3))
     wait_until(has_come)
     assert tiers.poll(late) is PENDING
     daemon.say(news(4, 0, 1, 2, 3))
     wait_until(lambda: tiers.poll(late) == 4)
-    tiers.close(0.1)
 
 
-def test_a_promise_of_a_lost_link_is_claimed_on_the_next(path: Path) -> None:
-    daemon = DaemonThread(path, host={"size": 1 << 20})
-    tiers, chain = attach(path), chain_of(4)
+def test_a_promise_of_a_lost_link_is_claimed_on_the_next(served: DaemonThread, client: Client) -> None:
+    tiers, chain = client(), chain_of(4)
     store(tiers, chain)
     claim, promised = ask(tiers, chain)
     assert promised == 4
@@ -620,16 +614,13 @@ def test_a_promise_of_a_lost_link_is_claimed_on_the_next(path: Path) -> None:
     tiers._attachment.cut(ConnectionResetError("cable pulled"))
     assert len(tiers.lease(claim)) == 0
     assert misses(tiers, Outcome.BREAKER_OPEN) == 8
-    tiers.close()
-    daemon.check()
-    daemon.close()
 
 
-def test_a_promise_is_not_taken_late(path: Path, fake: Callable[..., FakeDaemon]) -> None:
+def test_a_promise_is_not_taken_late(fake: Fake, client: Client) -> None:
     """The daemon keeps it for a minute since it last heard of it; the client trusts half of that."""
     daemon, clock, chain = fake(), FakeClock(), chain_of(4)
-    tiers = RemoteTiers(path, Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), 2.5, clock)
-    claims = [tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE) for _ in range(3)]
+    tiers = client(clock, 2.5)
+    claims = [asked(tiers, chain) for _ in range(3)]
     tiers.tick()
     for number in (1, 2, 3):
         daemon.say(news(number, 0, 1, 2, 3))
@@ -644,7 +635,6 @@ def test_a_promise_is_not_taken_late(path: Path, fake: Callable[..., FakeDaemon]
     clock.advance(29.0)
     assert len(tiers.lease(claims[1])) == 4
     gc.collect()  # that one was dropped instead of released: the daemon hears of it all the same
-    tiers.close(0.1)
 
 
 # mad
@@ -665,28 +655,26 @@ def test_a_promise_is_not_taken_late(path: Path, fake: Callable[..., FakeDaemon]
         pack_frame(["kvtier", 3, "Welcome"]),
     ],
 )
-def test_a_daemon_that_lies_is_left_alone(path: Path, fake: Callable[..., FakeDaemon], frame: bytes) -> None:
+def test_a_daemon_that_lies_is_left_alone(fake: Fake, client: Client, frame: bytes) -> None:
     daemon = fake()
-    tiers, chain = attach(path), chain_of(4)
-    claim = tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+    tiers, chain = client(), chain_of(4)
+    claim = asked(tiers, chain)
     daemon.say(frame)
     wait_until(lambda: tiers.poll(claim) == 0)
     assert tiers.member is None
     assert len(tiers.lease(claim)) == 0
-    tiers.close(0.1)
 
 
 ONE, NINTH = b"\1" + b"\0" * 7, b"\x08" + b"\0" * 7
 
 
 @pytest.mark.parametrize("answer", [None, [], [None], [ONE, ONE], [ONE, ONE, NINTH, ONE], [b"", b"", b"", b""], 7])
-def test_slots_that_were_never_granted(path: Path, fake: Callable[..., FakeDaemon], answer: object) -> None:
+def test_slots_that_were_never_granted(fake: Fake, client: Client, answer: object) -> None:
     daemon = fake()
-    tiers, chain = attach(path), chain_of(4)
+    tiers, chain = client(), chain_of(4)
     daemon.say(b"")
     threading.Timer(0.05, lambda: daemon.say(pack_frame([2, 0, [answer], []]))).start()
     assert tiers.reserve([wanted(chain)]) == [None]
-    tiers.close(0.1)
 
 
 # refused
@@ -704,17 +692,16 @@ def test_slots_that_were_never_granted(path: Path, fake: Callable[..., FakeDaemo
     ],
 )
 def test_what_a_daemon_says_at_start_is_the_users_to_read_and_ends_no_engine(
-    path: Path, fake: Callable[..., FakeDaemon], frame: bytes, why: str, caplog: pytest.LogCaptureFixture
+    path: Path, fake: Fake, client: Client, frame: bytes, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     daemon = fake(welcome=False)
     threading.Thread(target=daemon.say, args=(frame,)).start()
-    tiers = attach(path)
+    tiers = client()
     told = tiers.wanting["daemon"]
     assert told.startswith(f'[service] socket "{path}": ')
     assert why in told
     assert "\n" not in told
     assert [each.message for each in caplog.records] == [f"{told}; until this is attached, everything is a miss"]
-    tiers.close(0.1)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
@@ -739,31 +726,18 @@ def test_another_users_socket_is_refused(path: Path) -> None:
 # threads
 
 
-def test_threads_that_store_and_load_side_by_side(path: Path) -> None:
-    daemon = DaemonThread(path, host={"size": 1 << 20})
-    tiers = attach(path, size=1 << 20)
-    wrong: list[BaseException] = []
+def test_threads_that_store_and_load_side_by_side(served: DaemonThread, client: Client) -> None:
+    tiers = client(size=1 << 20)
 
     def work(number: int) -> None:
-        try:
-            for round_ in range(15):
-                chain = chain_of(4, first_token=10_000 * number + 100 * round_)
-                (reservation,) = tiers.reserve([wanted(chain)])
-                assert reservation is not None
-                fill(tiers, reservation)
-                tiers.seal(reservation, records(reservation, chain), tiers.epoch)
-                assert tiers.drain(60)
-                assert load(tiers, chain) == 4
-                assert tiers.holds(chain.hashes) == [True] * 4
-        except BaseException as error:
-            wrong.append(error)
+        for round_ in range(15):
+            chain = chain_of(4, first_token=10_000 * number + 100 * round_)
+            (reservation,) = tiers.reserve([wanted(chain)])
+            assert reservation is not None
+            fill(tiers, reservation)
+            tiers.seal(reservation, records(reservation, chain), tiers.epoch)
+            assert tiers.drain(60)
+            assert load(tiers, chain) == 4
+            assert tiers.holds(chain.hashes) == [True] * 4
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not wrong
-    tiers.close()
-    daemon.check()
-    daemon.close()
+    at_once(*(partial(work, number) for number in range(3)))

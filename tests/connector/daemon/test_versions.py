@@ -2,9 +2,8 @@
 
 import logging
 import socket as sockets
-import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgpack
@@ -37,13 +36,6 @@ from kvtier.connector.daemon.wire import (
 )
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
 from kvtier.tiers.host.host import HostRegion
-
-
-@pytest.fixture
-def path() -> Iterator[Path]:
-    """A socket's: short."""
-    with tempfile.TemporaryDirectory(prefix="kvt-") as name:
-        yield Path(name) / "s"
 
 
 def bodies_of(connection: sockets.socket) -> list[memoryview]:
@@ -112,50 +104,58 @@ class OlderDaemon:
         self.region.close()
 
 
-def test_an_engine_speaks_as_an_older_daemon_does(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    daemon = OlderDaemon(path, OLDEST)
-    try:
-        with caplog.at_level(logging.WARNING):
-            tiers = attach(path, kv_probe=b"what its model computes")
-        assert daemon.heard == [VERSION, OLDEST]
-        assert tiers.member is not None
-        assert [f"a daemon of kvtier {RELEASES[OLDEST]}; upgrade it" in line for line in caplog.messages] == [True]
-        assert tiers.locate(chain_of(4).hashes, PATIENCE) == Attribution(4, l2=1, file=1, redis=1, miss=1)
-        join(path, b"c" * 16)  # a worker of it does the same
-        assert daemon.heard[2:] == [VERSION, OLDEST]
-        tiers.close(0.1)
-    finally:
+@pytest.fixture
+def older(path: Path) -> Iterator[Callable[[int], OlderDaemon]]:
+    daemons: list[OlderDaemon] = []
+
+    def start(version: int) -> OlderDaemon:
+        daemons.append(OlderDaemon(path, version))
+        return daemons[-1]
+
+    yield start
+    for daemon in daemons:
         daemon.close()
 
 
-def test_a_client_that_needs_a_later_daemon_runs_without_one(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    daemon = OlderDaemon(path, OLDEST)
-    try:
-        hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 8 * SLOT_BYTES, reset=False, lossy="fp8")
-        with caplog.at_level(logging.WARNING):
-            tiers = RemoteTiers(path, hello, patience=PATIENCE)
-        assert tiers.member is None
-        assert "[cache] lossy: a daemon before kvtier 0.2 does not know it; upgrade the daemon" in caplog.text
-        tiers.close(0.1)
-    finally:
-        daemon.close()
+def test_an_engine_speaks_as_an_older_daemon_does(
+    path: Path, older: Callable[[int], OlderDaemon], caplog: pytest.LogCaptureFixture
+) -> None:
+    daemon = older(OLDEST)
+    with caplog.at_level(logging.WARNING):
+        tiers = attach(path, kv_probe=b"what its model computes")
+    assert daemon.heard == [VERSION, OLDEST]
+    assert tiers.member is not None
+    assert [f"a daemon of kvtier {RELEASES[OLDEST]}; upgrade it" in line for line in caplog.messages] == [True]
+    assert tiers.locate(chain_of(4).hashes, PATIENCE) == Attribution(4, l2=1, file=1, redis=1, miss=1)
+    join(path, b"c" * 16)  # a worker of it does the same
+    assert daemon.heard[2:] == [VERSION, OLDEST]
+    tiers.close(0.1)
+
+
+def test_a_client_that_needs_a_later_daemon_runs_without_one(
+    path: Path, older: Callable[[int], OlderDaemon], caplog: pytest.LogCaptureFixture
+) -> None:
+    older(OLDEST)
+    hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 8 * SLOT_BYTES, reset=False, lossy="fp8")
+    with caplog.at_level(logging.WARNING):
+        tiers = RemoteTiers(path, hello, patience=PATIENCE)
+    assert tiers.member is None
+    assert "[cache] lossy: a daemon before kvtier 0.2 does not know it; upgrade the daemon" in caplog.text
+    tiers.close(0.1)
 
 
 @pytest.mark.parametrize(("version", "which"), [(OLDEST - 1, "the other side"), (VERSION + 1, "this side")])
 def test_versions_too_far_apart_are_one_line_and_the_engine_starts(
-    path: Path, caplog: pytest.LogCaptureFixture, version: int, which: str
+    path: Path, older: Callable[[int], OlderDaemon], caplog: pytest.LogCaptureFixture, version: int, which: str
 ) -> None:
-    daemon = OlderDaemon(path, version)
-    try:
-        with caplog.at_level(logging.WARNING):
-            tiers = attach(path)
-        assert tiers.member is None
-        (line,) = caplog.messages
-        assert f"protocol version {version}, this side speaks {OLDEST} to {VERSION} (kvtier 0.1 to 0.2)" in line
-        assert f"upgrade {which}; daemons before their engines" in line
-        tiers.close(0.1)
-    finally:
-        daemon.close()
+    older(version)
+    with caplog.at_level(logging.WARNING):
+        tiers = attach(path)
+    assert tiers.member is None
+    (line,) = caplog.messages
+    assert f"protocol version {version}, this side speaks {OLDEST} to {VERSION} (kvtier 0.1 to 0.2)" in line
+    assert f"upgrade {which}; daemons before their engines" in line
+    tiers.close(0.1)
 
 
 def test_a_daemon_speaks_as_an_older_engine_does(home: Path) -> None:

@@ -1,6 +1,5 @@
 """Pages between an engine's memory and the tiers: every batch fits, nothing hangs, what is loaded was stored."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from at_once import at_once
 from doubles import SLOT_BYTES, chain_of, payload_of
 from fault_rig import FaultyIO, drops, forget_l2, misses, over_slab, settle
 from numpy.typing import NDArray
@@ -234,11 +234,6 @@ def test_the_engines_threads_ask_load_and_store_at_once(open_engine: Open) -> No
             for names in chains:
                 engine.store.held(names)
 
-    threads = [threading.Thread(target=target) for target in (store, load, ask)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    at_once(store, load, ask)
     assert not wrong
     assert engine.hierarchy.stats()['kvtier_bytes_total{tier="l2",direction="load"}'] > 0

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from document_prompts import DOCUMENTS, PROMPT, QUESTION, REUSED, SEGMENTS, asked
 from extent import brief
 from kv_tier_rig import Open, tiers_over
 from service_rig import PATIENCE, DaemonThread
@@ -27,23 +28,8 @@ from kvtier.tiers import RequestError
 from kvtier.tiers.config.config import Config
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-DOCUMENTS = [prompt(seed, length) for seed, length in ((1, 48), (2, 37), (3, 64))]
-QUESTION = prompt(9, 11)
-REUSED = 48 + 32 + 64  # full blocks of 16
 ON: dict[str, Any] = {"block_size": 16, "segments": "on", "segment_min_tokens": 16}
 UNBOUND = Repair(max_deviation=9)  # K and V of random weights depend much on what stands before
-
-
-def asked(documents: list[list[int]], lead: int = 5) -> tuple[list[int], list[Segment]]:
-    """A prompt of a few tokens, these documents and the question; where the documents lie in it."""
-    tokens, segments = prompt(8, lead), []
-    for document in documents:
-        segments.append(Segment(len(tokens), len(tokens) + len(document)))
-        tokens = tokens + document
-    return tokens + QUESTION, segments
-
-
-PROMPT, SEGMENTS = asked(DOCUMENTS)
 
 
 def ids(*rows: list[int]) -> torch.Tensor:

@@ -4,10 +4,12 @@ import logging
 import re
 import threading
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from at_once import at_once
 from kv_tier_rig import Open, hits
 from tiny_models import SIZES, plain, prompt
 from torch.utils._pytree import tree_map
@@ -268,11 +270,7 @@ def test_threads_take_turns_and_each_gets_its_own_text(open_tier: Open) -> None:
             elif not torch.equal(kv.generate(tokens[number], **GREEDY), expected[number]):
                 wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(first,)) for first in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    at_once(*(partial(work, first) for first in range(3)))
     assert not wrong
     for each, text in zip(tokens, expected, strict=True):
         assert hits(kv, each, text, GREEDY) == 64

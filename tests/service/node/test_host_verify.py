@@ -1,8 +1,10 @@
 """Stories of `[host] verify = "always"`: bytes in shared memory that somebody changed are a miss, never an answer."""
 
 import threading
+from functools import partial
 
 import pytest
+from at_once import at_once
 from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, hierarchy_of, wait_until
 from doubles import store as store_local
 from service_rig import Attach, DaemonThread, Serve, ask, load, misses, store, verify
@@ -75,11 +77,7 @@ def test_many_clients_look_at_once_and_nothing_is_left(served: DaemonThread, att
     def work(client: RemoteTiers) -> None:
         loaded.extend(load(client, chain) for _ in range(5) for chain in chains)
 
-    threads = [threading.Thread(target=work, args=(client,)) for client in clients]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
+    at_once(*(partial(work, client) for client in clients))
     assert loaded == [8] * 180
     assert corrupted(served) == 0
     for client in clients:

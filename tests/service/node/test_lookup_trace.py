@@ -7,12 +7,12 @@ import os
 import resource
 import signal
 import stat
-import threading
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from at_once import at_once
 from doubles import FakeClock, chain_of
 
 from kvtier.service.node.lookups import TraceCounts, TraceRecorder
@@ -115,11 +115,7 @@ def test_serving_threads_never_wait_and_what_does_not_fit_is_counted(tmp_path: P
             for _ in range(2000):
                 recorder.record(hashes, 200)
 
-        threads = [threading.Thread(target=serve) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(at_once, *[serve] * 3)
         return await recorder.stop()
 
     counts = run(story())

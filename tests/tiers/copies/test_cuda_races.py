@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from cpu_cupy import LazyCupy
+from engine_layouts import one_rank, tokens_first, two_groups, whole_layers
 from extent import brief
 from lazy_cuda import LazyCuda, LazyDriver, LazyStream, pin, ranges_of
 
@@ -194,13 +195,8 @@ def copies_of(copies: BlockCopies) -> Iterator[tuple[int, int]]:
 
 def _parts(tensors: list[torch.Tensor], layout: str) -> list[BlockPart]:
     if layout == "token-major":
-        return [BlockPart(tensor.permute(0, 2, 1, 3), layer, layer * LAYER) for layer, tensor in enumerate(tensors)]
-    if layout == "groups":
-        return [BlockPart(tensor, layer, layer * LAYER, layer % 2) for layer, tensor in enumerate(tensors)]
-    if layout == "one rank":
-        half = SLOT // 2
-        return [BlockPart(tensor[:, :1], layer, half + layer * LAYER // 2) for layer, tensor in enumerate(tensors)]
-    return [BlockPart(tensor, layer, layer * LAYER) for layer, tensor in enumerate(tensors)]
+        return tokens_first(tensors)
+    return {"groups": two_groups, "one rank": one_rank}.get(layout, whole_layers)(tensors)
 
 
 def _own_parts(l1: torch.Tensor) -> list[BlockPart]:

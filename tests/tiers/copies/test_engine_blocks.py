@@ -1,10 +1,11 @@
 """An engine's own layout as strided parts: whatever their order, a block comes back as it was, and slots are packed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+from engine_layouts import Layout, dimension_first, keys_and_values, whole_layers
 
 from kvtier.tiers.copies import block_copier
 from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, EngineBlocks, PartCopier
@@ -20,23 +21,6 @@ SLOT = LAYERS * 2 * PLANE
 def canonical(tensor: torch.Tensor, kv: int) -> torch.Tensor:
     """Keys or values of one layer `[blocks, heads, tokens, 2 * dim]`, seen as `[blocks, tokens, heads, dim]`."""
     return tensor[..., kv * DIM : (kv + 1) * DIM].transpose(1, 2)
-
-
-def head_major(tensors: list[torch.Tensor]) -> list[BlockPart]:
-    return [
-        BlockPart(canonical(tensor, kv), layer, (2 * layer + kv) * PLANE)
-        for layer, tensor in enumerate(tensors)
-        for kv in (0, 1)
-    ]
-
-
-def whole_layers(tensors: list[torch.Tensor]) -> list[BlockPart]:
-    return [BlockPart(tensor, layer, 2 * layer * PLANE) for layer, tensor in enumerate(tensors)]
-
-
-def transposed_keys(tensors: list[torch.Tensor]) -> list[BlockPart]:
-    """Every element by itself: the innermost dimension of the slot is not the engine's."""
-    return [BlockPart(tensor.transpose(2, 3), layer, 2 * layer * PLANE) for layer, tensor in enumerate(tensors)]
 
 
 @pytest.fixture
@@ -57,10 +41,10 @@ def pairs(blocks: list[int], slots: list[int], layers: tuple[int, int] | None = 
     return BlockCopies(np.array(blocks, np.int64), np.array(slots, np.int64), layers)
 
 
-@pytest.mark.parametrize("parts", [head_major, whole_layers, transposed_keys])
+@pytest.mark.parametrize("parts", [keys_and_values, whole_layers, dimension_first])
 @pytest.mark.parametrize("way", ["compiled", "kernel", "numpy"])
 def test_a_block_comes_back_as_it_was(
-    parts: Callable[[list[torch.Tensor]], list[BlockPart]],
+    parts: Layout,
     way: str,
     tensors: list[torch.Tensor],
     region: HostRegion,
@@ -82,7 +66,7 @@ def test_a_block_comes_back_as_it_was(
 
 
 def test_a_slot_holds_the_parts_in_the_order_of_their_views(tensors: list[torch.Tensor], region: HostRegion) -> None:
-    PartCopier(EngineBlocks(head_major(tensors), SLOT), region).copy("store", pairs([4], [6]))
+    PartCopier(EngineBlocks(keys_and_values(tensors), SLOT), region).copy("store", pairs([4], [6]))
     slot = torch.frombuffer(region.slot(6), dtype=torch.bfloat16).view(LAYERS, 2, TOKENS, HEADS, DIM)
     for layer, tensor in enumerate(tensors):
         for kv in (0, 1):
@@ -90,7 +74,7 @@ def test_a_slot_holds_the_parts_in_the_order_of_their_views(tensors: list[torch.
 
 
 def test_a_range_of_layers_leaves_the_others_alone(tensors: list[torch.Tensor], region: HostRegion) -> None:
-    copier = PartCopier(EngineBlocks(head_major(tensors), SLOT), region)
+    copier = PartCopier(EngineBlocks(keys_and_values(tensors), SLOT), region)
     copier.copy("store", pairs([4], [6]))
     before = [tensor.clone() for tensor in tensors]
     assert copier.copy("load", pairs([5], [6], (1, 2))) is None

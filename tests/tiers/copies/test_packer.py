@@ -1,10 +1,11 @@
 """Packing on a CPU: whatever the strides, groups, ranks and layers, the bytes are those `PartCopier` copies."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+from engine_layouts import Layout, dimension_first, keys_and_values, one_rank_tokens_first, two_groups, whole_layers
 from extent import brief
 
 from kvtier.tiers.copies import packer
@@ -17,26 +18,6 @@ PLANE = TOKENS * HEADS * DIM * 2  # keys or values of one layer in bfloat16
 LAYER = 2 * PLANE
 SLOT = LAYERS * LAYER  # a multiple of 4096: neighbouring slots lie without a gap
 
-Layout = Callable[[list[torch.Tensor]], list[BlockPart]]
-
-
-def whole_layers(tensors: list[torch.Tensor]) -> list[BlockPart]:
-    return [BlockPart(tensor, layer, layer * LAYER) for layer, tensor in enumerate(tensors)]
-
-
-def keys_and_values(tensors: list[torch.Tensor]) -> list[BlockPart]:
-    """Head-major in the engine, token-major in the slot, as our own blocks are."""
-    return [
-        BlockPart(tensor[..., kv * DIM : (kv + 1) * DIM].transpose(1, 2), layer, layer * LAYER + kv * PLANE)
-        for layer, tensor in enumerate(tensors)
-        for kv in (0, 1)
-    ]
-
-
-def dimension_first(tensors: list[torch.Tensor]) -> list[BlockPart]:
-    """Every element by itself: the innermost dimension of the slot is not the engine's."""
-    return [BlockPart(tensor.transpose(2, 3), layer, layer * LAYER) for layer, tensor in enumerate(tensors)]
-
 
 def kernel_blocks(tensors: list[torch.Tensor]) -> list[BlockPart]:
     """The engine's kernels use blocks a quarter as large: the same memory, four entries a block, heads inside."""
@@ -47,26 +28,21 @@ def kernel_blocks(tensors: list[torch.Tensor]) -> list[BlockPart]:
     return parts
 
 
-def one_rank(tensors: list[torch.Tensor]) -> list[BlockPart]:
-    """Half of the heads: this rank owns the second half of every slot."""
-    return [
-        BlockPart(tensor[:, :1].transpose(1, 2), layer, SLOT // 2 + layer * PLANE)
-        for layer, tensor in enumerate(tensors)
-    ]
-
-
-def two_groups(tensors: list[torch.Tensor]) -> list[BlockPart]:
-    """Layers by turns, as engines group full and sliding ones."""
-    return [BlockPart(tensor, layer, layer * LAYER, layer % 2) for layer, tensor in enumerate(tensors)]
-
-
 def odd_offsets(tensors: list[torch.Tensor]) -> list[BlockPart]:
     """Nothing is aligned to more than a byte."""
     narrow = [tensor[..., :DIM] for tensor in tensors]
     return [BlockPart(tensor, layer, 1 + layer * (PLANE + 3)) for layer, tensor in enumerate(narrow)]
 
 
-LAYOUTS = [whole_layers, keys_and_values, dimension_first, kernel_blocks, one_rank, two_groups, odd_offsets]
+LAYOUTS = [
+    whole_layers,
+    keys_and_values,
+    dimension_first,
+    kernel_blocks,
+    one_rank_tokens_first,
+    two_groups,
+    odd_offsets,
+]
 
 
 @pytest.fixture(params=[SLOT, SLOT + 2], ids=["", "padded"])
@@ -174,7 +150,7 @@ def test_slots_take_few_copies(regions: tuple[HostRegion, HostRegion], monkeypat
     blocks.copy("load", pairs([1, 2], [4, 5]))
     assert copied == [LAYER] * 4  # of one group alone every layer, between those of the other
     copied.clear()
-    rank = Packer(EngineBlocks(one_rank(kv()), region.slot_bytes), region)
+    rank = Packer(EngineBlocks(one_rank_tokens_first(kv()), region.slot_bytes), region)
     rank.copy("store", pairs([1, 2], [4, 5]))
     assert copied == [SLOT // 2] * 2  # a rank's half of each slot
 

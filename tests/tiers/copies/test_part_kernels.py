@@ -1,6 +1,7 @@
 """Parts that are alike, packed by one kernel: the bytes are those that a call for each part copies."""
 
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cpu_cupy import FakeCupy
+from engine_layouts import dimension_first, keys_and_values, one_rank, tokens_first, whole_layers
 
 from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, CopyDirection, EngineBlocks, PartCopier
 from kvtier.tiers.copies.kernels import PartKernels
@@ -36,26 +38,17 @@ def kv() -> list[torch.Tensor]:
     return [torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).view(torch.bfloat16) for _ in range(LAYERS)]
 
 
+KINDS: dict[str, Callable[[list[torch.Tensor], int], list[BlockPart]]] = {  # each lies 32 bytes into its slot
+    "one run": whole_layers,
+    "tokens first": tokens_first,
+    "every element by itself": dimension_first,
+    "keys and values": keys_and_values,
+    "a rank's heads": one_rank,
+}
+
+
 def parts_of(kind: str, tensors: list[torch.Tensor]) -> list[BlockPart]:
-    """As engines keep a layer of a block; each lies 32 bytes into its slot."""
-    whole = range(32, 32 + LAYERS * LAYER, LAYER)
-    if kind == "one run":
-        return [BlockPart(tensor, layer, whole[layer]) for layer, tensor in enumerate(tensors)]
-    if kind == "tokens first":
-        return [BlockPart(tensor.transpose(1, 2), layer, whole[layer]) for layer, tensor in enumerate(tensors)]
-    if kind == "every element by itself":
-        return [BlockPart(tensor.transpose(2, 3), layer, whole[layer]) for layer, tensor in enumerate(tensors)]
-    if kind == "keys and values":
-        halves = [
-            (layer, kv, tensors[layer][..., kv * DIM : (kv + 1) * DIM]) for layer in range(LAYERS) for kv in (0, 1)
-        ]
-        return [BlockPart(half.transpose(1, 2), layer, whole[layer] + kv * PLANE) for layer, kv, half in halves]
-    return [
-        BlockPart(tensor[:, 1:], layer, 32 + layer * PLANE) for layer, tensor in enumerate(tensors)
-    ]  # a rank's heads
-
-
-KINDS = ["one run", "tokens first", "every element by itself", "keys and values", "a rank's heads"]
+    return KINDS[kind](tensors, 32)
 
 
 @pytest.mark.parametrize("direction", ["load", "store"])

@@ -84,14 +84,6 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     rig.region.close()
 
 
-@pytest.fixture
-def manual() -> Iterator[Rig]:
-    rig = Rig(*TWINS["manual"])
-    yield rig
-    rig.stream.close(0)
-    rig.region.close()
-
-
 def test_store_then_load_brings_scattered_blocks_back(rig: Rig) -> None:
     rig.fill_l1([3, 11, 4, 23])
     stored = rig.stream.store(pairs([3, 11, 4, 23], [30, 2, 3, 17]))

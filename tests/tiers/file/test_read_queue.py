@@ -23,19 +23,9 @@ SLOT = 8192
 OpenStore = Callable[..., FileStore]
 
 
-@pytest.fixture(params=["python", "compiled"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every story of a store is told of the Python way and of its twin."""
-    if request.param == "python":
-        monkeypatch.setenv("KVTIER_COMPILED", "off")
-    elif file_io.compiled_reads() is None:
-        pytest.skip("not built: `make compiled`")
-    return str(request.param)
-
-
 @pytest.fixture
 def open_store(disk_dir: Path, way: str) -> Iterator[OpenStore]:
-    """Opened for direct I/O, on a disk."""
+    """Opened for direct I/O, on a disk; every story is told of the Python way and of its twin."""
     opened: list[FileStore] = []
 
     def factory(io: FileIO | None = None) -> FileStore:

@@ -8,8 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import slab_rig
-from slab_rig import hash_of, payload_of, record_of, verify
+from slab_rig import get, hash_of, put, verify
 
 from kvtier.tiers.file import slab_file, slab_writer
 from kvtier.tiers.file.file_io import FileIO
@@ -42,15 +41,6 @@ def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opened(directory: Path, io: FileIO | None = None, size: int = SIZE) -> FileStore:
     return FileStore.open(directory, MODEL, slot_bytes=SLOT, block_size=4, size=size, mode="buffered", io=io)
-
-
-def put(store: FileStore, keys: Sequence[int]) -> list[Outcome]:
-    payloads = [memoryview(bytearray(payload_of(key, SLOT))) for key in keys]
-    return store.write([record_of(key, SLOT) for key in keys], payloads)
-
-
-def get(store: FileStore, keys: Sequence[int]) -> list[Outcome]:
-    return slab_rig.get(store, keys, [memoryview(bytearray(SLOT)) for _ in keys])
 
 
 def on_disk(store: FileStore) -> int:

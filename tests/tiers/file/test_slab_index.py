@@ -7,18 +7,10 @@ import numpy as np
 import pytest
 from extent import brief
 
-from kvtier.tiers.compiled import extension
 from kvtier.tiers.file.extents import SlabIndex
 from kvtier.tiers.pool import to_words
 
-
-@pytest.fixture(params=["python", "compiled"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every story runs interpreted and compiled."""
-    if request.param == "python":
-        monkeypatch.setenv("KVTIER_COMPILED", "off")
-    elif extension("kvtier.tiers.pool.core_compiled") is None:
-        pytest.skip("not built: `make compiled`")
+pytestmark = pytest.mark.usefixtures("way")
 
 
 def name_of(key: int) -> bytes:

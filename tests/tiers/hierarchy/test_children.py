@@ -1,12 +1,12 @@
 """What a claim says of the blocks behind its last common one: held by L2, by the slab, by both, or gone meanwhile."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from doubles import BLOCK_SIZE, MemoryTier, chain_of, fill_slots, hand_in, hierarchy_of, record_of, reserve, store
-from fault_rig import forget_l2, over_slab
+from fault_rig import Settled, forget_l2, over_slab
 
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import Claim, Pending
@@ -21,19 +21,9 @@ Open = Callable[..., Hierarchy]
 
 
 @pytest.fixture(params=[None, bytes(range(32))], ids=["plain", "encrypted"])
-def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Open]:
-    """Opens hierarchies over a slab; at the end their laws hold and nothing leaked."""
-    made: list[Hierarchy] = []
-
-    def open_one(slots: int = 32) -> Hierarchy:
-        made.append(over_slab(tmp_path, slots=slots, key=request.param))
-        return made[-1]
-
-    yield open_one
-    for hierarchy in made:
-        assert hierarchy.drain(60)
-        hierarchy.check()
-        hierarchy.close()
+def opened(settled: Settled, tmp_path: Path, request: pytest.FixtureRequest) -> Open:
+    """Opens hierarchies over a slab."""
+    return lambda slots=32: settled(over_slab(tmp_path, slots=slots, key=request.param))
 
 
 def prompt(*tokens: int) -> TokenChain:

@@ -4,10 +4,12 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from at_once import at_once, beside
 from doubles import MemoryTier, chain_of, fill_slots, hierarchy_of, record_of, reserve, store, wait_until
 from event_rig import Shelf, held, tiered
 
@@ -133,42 +135,31 @@ def test_threads_store_evict_and_reset_while_one_reads(tiers_of: Tiered) -> None
     hierarchy, shelf = tiers_of(slots=24, size=400_000), Shelf()
     chains = [chain_of(7, first_token=1000 * i) for i in range(12)]
     source, ended = EventSource(hierarchy), threading.Event()
-    errors: list[BaseException] = []
 
     def work(seed: int) -> None:
         dice = random.Random(seed)
-        try:
-            for turn in range(60):
-                chain = dice.choice(chains)
-                deed = dice.random()
-                if deed < 0.6:
-                    store_unwatched(hierarchy, chain, dice.randrange(7))
-                elif deed < 0.8:
-                    hierarchy.cancel(hierarchy.submit(chain.hashes, chain.root))
-                elif deed < 0.95:
-                    hierarchy.host.pool.evict(chain.hashes[dice.randrange(7) :])
-                elif turn > 50:
-                    hierarchy.reset()
-        except BaseException as error:
-            errors.append(error)
+        for turn in range(60):
+            chain = dice.choice(chains)
+            deed = dice.random()
+            if deed < 0.6:
+                store_unwatched(hierarchy, chain, dice.randrange(7))
+            elif deed < 0.8:
+                hierarchy.cancel(hierarchy.submit(chain.hashes, chain.root))
+            elif deed < 0.95:
+                hierarchy.host.pool.evict(chain.hashes[dice.randrange(7) :])
+            elif turn > 50:
+                hierarchy.reset()
 
     def read() -> None:
-        try:
-            while not ended.is_set():
-                shelf.apply(source.take(5))
-        except BaseException as error:
-            errors.append(error)
+        while not ended.is_set():
+            shelf.apply(source.take(5))
 
-    reader = threading.Thread(target=read)
-    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
-    for thread in (reader, *workers):
-        thread.start()
-    for thread in workers:
-        thread.join(60)
-    assert hierarchy.drain(60)
-    ended.set()
-    reader.join(60)
-    assert not errors, errors
+    with beside(read):
+        try:
+            at_once(*(partial(work, seed) for seed in range(3)))
+            assert hierarchy.drain(60)
+        finally:
+            ended.set()
     shelf.read(source)
     names = [name for chain in chains for name in chain.hashes]
     wait_until(lambda: hierarchy.promoter.idle)

@@ -1,10 +1,8 @@
 """Stories of the hierarchy: what is stored, found, fetched, passed down, refused, forgotten, and how it is counted."""
 
-from collections.abc import Iterator
-
 import pytest
 from doubles import FakeClock, MemoryTier, chain_of, hierarchy_of, payload_of, reserve, store, wait_until
-from fault_rig import drops
+from fault_rig import Settled, drops
 
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
@@ -14,14 +12,13 @@ from kvtier.tiers.tier import Outcome
 
 
 class Stories:
-    """Opens hierarchies and, at teardown, drains, checks and closes them: I1 and I3 after every story."""
+    """Opens hierarchies that end by the laws: I1 and I3 after every story."""
 
-    def __init__(self) -> None:
-        self.opened: list[Hierarchy] = []
+    def __init__(self, settled: Settled) -> None:
+        self._settled = settled
 
     def open(self, *args: object, **kwargs: object) -> Hierarchy:
-        self.opened.append(hierarchy_of(*args, **kwargs))  # type: ignore[arg-type]
-        return self.opened[-1]
+        return self._settled(hierarchy_of(*args, **kwargs))  # type: ignore[arg-type]
 
     def waiting(self, num_blocks: int, slots: int) -> tuple[MemoryTier, TokenChain, Hierarchy]:
         """A chain that only the lower tier has, whose reads wait at its gate."""
@@ -32,13 +29,8 @@ class Stories:
 
 
 @pytest.fixture
-def stories() -> Iterator[Stories]:
-    stories = Stories()
-    yield stories
-    for hierarchy in stories.opened:
-        assert hierarchy.drain(60)
-        hierarchy.check()
-        hierarchy.close()
+def stories(settled: Settled) -> Stories:
+    return Stories(settled)
 
 
 def test_write_through_reaches_the_lower_tier_and_is_loaded_back(stories: Stories) -> None:

@@ -4,9 +4,11 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from threading import Barrier, Event, Thread
 
 import pytest
+from at_once import at_once
 from doubles import FakeClock, wait_until
 
 from kvtier.tiers.hierarchy.io_queue import IoQueue, JoinedJob
@@ -267,11 +269,7 @@ def test_no_job_is_left_lying_whatever_the_order_of_wake_ups(story: Story) -> No
             if i % 5 == 0:
                 assert queue.drain(60)
 
-    threads = [Thread(target=submit, args=(n,)) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    at_once(*(partial(submit, n) for n in range(3)))
     assert queue.drain(60)
     assert Counter(ended) == {f"{n}/{i}": 31 for n in range(3) for i in range(20)}
     wait_until(lambda: (queue._num_waiting, queue._num_coming) == (3, 0))

@@ -92,11 +92,6 @@ def end(*nodes: Hierarchy) -> None:
         each.close()
 
 
-@pytest.fixture
-def server(redis_server: RedisServer) -> RedisServer:
-    return redis_server
-
-
 def redis(server: RedisServer, **more: Any) -> dict[str, Any]:
     return {"redis": {"url": server.url, "prefix": "lossy", **PATIENCE, **more}}
 

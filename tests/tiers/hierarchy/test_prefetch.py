@@ -1,13 +1,13 @@
 """Stories of prefetches beside `test_hierarchy.py`: where a request would wait, lose or keep what it must not."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from threading import Event, Thread
 
 import pytest
 from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, hierarchy_of, payload_of, record_of, store, wait_until
+from fault_rig import Settled
 
 from kvtier.tiers.hierarchy.cache_tiers import PENDING
-from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings
 from kvtier.tiers.pool import Lease, Places
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
@@ -56,23 +56,12 @@ class HookedTier(MemoryTier):
         return super().holds(hashes)
 
 
-@pytest.fixture
-def opened() -> Iterator[list[Hierarchy]]:
-    hierarchies: list[Hierarchy] = []
-    yield hierarchies
-    for hierarchy in hierarchies:
-        assert hierarchy.drain(60)
-        hierarchy.check()
-        hierarchy.close()
-
-
-def test_a_run_that_ended_does_not_wait_for_reads_after_its_end(opened: list[Hierarchy]) -> None:
+def test_a_run_that_ended_does_not_wait_for_reads_after_its_end(settled: Settled) -> None:
     tier, chain = HookedTier(), chain_of(4)
     tier.fill(chain)
     patience = PortSettings(deadline=3600, num_threads=2)
     settings = HierarchySettings(prefetch_deadline=3600)
-    hierarchy = hierarchy_of(slots=32, tier=tier, port_settings=patience, settings=settings)
-    opened.append(hierarchy)
+    hierarchy = settled(hierarchy_of(slots=32, tier=tier, port_settings=patience, settings=settings))
     hierarchy.promoter._batch = 2  # two reads
     first, second = Event(), Event()
     tier.gates = {chain.hashes[0]: first, chain.hashes[2]: second}
@@ -85,12 +74,11 @@ def test_a_run_that_ended_does_not_wait_for_reads_after_its_end(opened: list[Hie
     second.set()
 
 
-def test_a_call_that_hangs_is_one_failure_however_many_reads_it_brings(opened: list[Hierarchy]) -> None:
+def test_a_call_that_hangs_is_one_failure_however_many_reads_it_brings(settled: Settled) -> None:
     tier, clock, chain = HookedTier(), FakeClock(), chain_of(4)
     tier.fill(chain)
     patience = PortSettings(deadline=1.0, failures=2, num_threads=1, joined=8)
-    hierarchy = hierarchy_of(slots=32, tier=tier, clock=clock, port_settings=patience)
-    opened.append(hierarchy)
+    hierarchy = settled(hierarchy_of(slots=32, tier=tier, clock=clock, port_settings=patience))
     hierarchy.promoter._batch = 1  # a read for each block
     one, three = Gate(), Gate()
     tier.gates = {chain.hashes[0]: one, chain.hashes[3]: three}
@@ -113,10 +101,9 @@ def test_a_call_that_hangs_is_one_failure_however_many_reads_it_brings(opened: l
 
 
 def test_what_is_dropped_before_it_is_looked_at_is_not_promised(
-    opened: list[Hierarchy], monkeypatch: pytest.MonkeyPatch
+    settled: Settled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hierarchy, chain = hierarchy_of(slots=16, verify=True), chain_of(3)
-    opened.append(hierarchy)
+    hierarchy, chain = settled(hierarchy_of(slots=16, verify=True)), chain_of(3)
     store(hierarchy, chain)
     pool = hierarchy.host.pool
     lease = pool.lease
@@ -137,12 +124,11 @@ def test_what_is_dropped_before_it_is_looked_at_is_not_promised(
         assert bytes(hierarchy.host.region.slot(promised.slots[0])) == payload_of(chain.hashes[0], SLOT_BYTES)
 
 
-def test_a_lookup_alone_brings_a_tier_back(opened: list[Hierarchy]) -> None:
+def test_a_lookup_alone_brings_a_tier_back(settled: Settled) -> None:
     """While a breaker is open nothing is found, so nothing is fetched: only lookups are left to send the probe."""
     tier, clock, chain = MemoryTier(), FakeClock(), chain_of(3)
     tier.fill(chain)
-    hierarchy = hierarchy_of(slots=8, tier=tier, clock=clock)
-    opened.append(hierarchy)
+    hierarchy = settled(hierarchy_of(slots=8, tier=tier, clock=clock))
     for _ in range(2):
         hierarchy.ports[0].failed("read")
     assert hierarchy.lookup(chain.hashes)["file"] == 0
@@ -150,9 +136,8 @@ def test_a_lookup_alone_brings_a_tier_back(opened: list[Hierarchy]) -> None:
     wait_until(lambda: hierarchy.lookup(chain.hashes)["file"] == 3)
 
 
-def test_an_engine_that_waits_is_not_kept_waiting_for_an_answer_that_is_there(opened: list[Hierarchy]) -> None:
-    hierarchy, chain = hierarchy_of(slots=8), chain_of(2)
-    opened.append(hierarchy)
+def test_an_engine_that_waits_is_not_kept_waiting_for_an_answer_that_is_there(settled: Settled) -> None:
+    hierarchy, chain = settled(hierarchy_of(slots=8)), chain_of(2)
     store(hierarchy, chain)
     prefetch = hierarchy.submit(chain.hashes, chain.root)  # answered at once, not polled yet
     waiter = Thread(target=hierarchy.wait_progress, args=(3600,), daemon=True)
@@ -164,7 +149,7 @@ def test_an_engine_that_waits_is_not_kept_waiting_for_an_answer_that_is_there(op
     hierarchy.cancel(prefetch)
 
 
-def test_time_in_the_queue_opens_no_breaker(opened: list[Hierarchy]) -> None:
+def test_time_in_the_queue_opens_no_breaker(settled: Settled) -> None:
     """A burst makes reads wait; a breaker that opened for that would turn load into an outage."""
     tier, clock = HookedTier(), FakeClock()
     first, second = chain_of(1), chain_of(1, first_token=100)
@@ -172,10 +157,11 @@ def test_time_in_the_queue_opens_no_breaker(opened: list[Hierarchy]) -> None:
         tier.fill(chain)
         tier.gates[chain.hashes[0]] = Event()
     patience = PortSettings(deadline=2.0, failures=1, retry_after=1.0, num_threads=1)
-    hierarchy = hierarchy_of(
-        slots=16, tier=tier, clock=clock, port_settings=patience, settings=HierarchySettings(prefetch_deadline=100)
+    hierarchy = settled(
+        hierarchy_of(
+            slots=16, tier=tier, clock=clock, port_settings=patience, settings=HierarchySettings(prefetch_deadline=100)
+        )
     )
-    opened.append(hierarchy)
     prefetches = [hierarchy.submit(chain.hashes, chain.root) for chain in (first, second)]
     clock.advance(1.5)
     tier.gates[first.hashes[0]].set()
@@ -191,12 +177,11 @@ def test_time_in_the_queue_opens_no_breaker(opened: list[Hierarchy]) -> None:
         hierarchy.cancel(prefetch)
 
 
-def test_what_was_read_while_tiers_were_forgetting_is_forgotten_too(opened: list[Hierarchy]) -> None:
+def test_what_was_read_while_tiers_were_forgetting_is_forgotten_too(settled: Settled) -> None:
     """FAULTS 37: L2 has forgotten, the file tier not yet, and a request fetches."""
     tier, chain = HookedTier(), chain_of(3)
     tier.fill(chain)
-    hierarchy = hierarchy_of(slots=16, tier=tier)
-    opened.append(hierarchy)
+    hierarchy = settled(hierarchy_of(slots=16, tier=tier))
 
     def fetch() -> None:
         prefetch = hierarchy.submit(chain.hashes, chain.root)
@@ -208,11 +193,10 @@ def test_what_was_read_while_tiers_were_forgetting_is_forgotten_too(opened: list
     assert hierarchy.lookup(chain.hashes).miss == 3
 
 
-def test_nothing_old_is_passed_down_once_tiers_have_forgotten(opened: list[Hierarchy]) -> None:
+def test_nothing_old_is_passed_down_once_tiers_have_forgotten(settled: Settled) -> None:
     """FAULTS 37: WRITE_BACK would flush blocks of the old weights into a tier that is clean already."""
     tier, chain = HookedTier(), chain_of(3)
-    hierarchy = hierarchy_of(slots=16, tier=tier, settings=HierarchySettings(write_policy="write_back"))
-    opened.append(hierarchy)
+    hierarchy = settled(hierarchy_of(slots=16, tier=tier, settings=HierarchySettings(write_policy="write_back")))
     store(hierarchy, chain)
     assert hierarchy.host.pool.counts().dirty == 3
     tier.after_reset = lambda: hierarchy.drain(60)
@@ -220,11 +204,10 @@ def test_nothing_old_is_passed_down_once_tiers_have_forgotten(opened: list[Hiera
     assert not tier.blocks
 
 
-def test_a_prefix_that_alternates_between_tiers_takes_linear_work(opened: list[Hierarchy]) -> None:
+def test_a_prefix_that_alternates_between_tiers_takes_linear_work(settled: Settled) -> None:
     tier, chain = HookedTier(), chain_of(1024)
     tier.fill(chain)
-    hierarchy = hierarchy_of(slots=4096, tier=tier)
-    opened.append(hierarchy)
+    hierarchy = settled(hierarchy_of(slots=4096, tier=tier))
     every_other = chain.hashes[::2]
     reservation = hierarchy.host.pool.reserve(every_other)
     assert reservation is not None

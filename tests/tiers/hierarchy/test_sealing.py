@@ -5,6 +5,7 @@ from threading import Event
 
 import pytest
 from doubles import chain_of, hand_in, hierarchy_of, payload_of, record_of, reserve
+from fault_rig import Settled
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.hierarchy import stores
@@ -43,8 +44,8 @@ def dropped(hierarchy: Hierarchy, reason: Outcome) -> float:
     )
 
 
-def test_what_was_sealed_cannot_be_abandoned(hashing: Hashing) -> None:
-    hierarchy, chain = hierarchy_of(slots=4), chain_of(2)
+def test_what_was_sealed_cannot_be_abandoned(settled: Settled, hashing: Hashing) -> None:
+    hierarchy, chain = settled(hierarchy_of(slots=4)), chain_of(2)
     reservation = reserve(hierarchy, chain.hashes, chain.root)
     assert reservation is not None
     for slot, name in zip(reservation.slots, reservation.hashes, strict=True):
@@ -56,12 +57,10 @@ def test_what_was_sealed_cannot_be_abandoned(hashing: Hashing) -> None:
     hashing.may_go_on.set()
     assert hierarchy.drain(60)
     assert hierarchy.holds(chain.hashes) == [True, True]
-    hierarchy.check()
-    hierarchy.close()
 
 
-def test_a_store_that_cannot_be_hashed_fails_alone(hashing: Hashing) -> None:
-    hierarchy = hierarchy_of(slots=8)
+def test_a_store_that_cannot_be_hashed_fails_alone(settled: Settled, hashing: Hashing) -> None:
+    hierarchy = settled(hierarchy_of(slots=8))
     chains = [chain_of(1, first_token=100 * n) for n in range(4)]
     hand_in(hierarchy, chains[0])
     assert hashing.begun.wait(60)
@@ -76,13 +75,11 @@ def test_a_store_that_cannot_be_hashed_fails_alone(hashing: Hashing) -> None:
     assert hierarchy.drain(60)
     assert [hierarchy.holds(chain.hashes)[0] for chain in chains] == [True, True, False, True]
     assert dropped(hierarchy, Outcome.IO_ERROR) == 1
-    hierarchy.check()
-    hierarchy.close()
 
 
-def test_of_a_step_the_record_that_fits_no_block_fails_alone() -> None:
+def test_of_a_step_the_record_that_fits_no_block_fails_alone(settled: Settled) -> None:
     """FAULTS: what is wrong with one store is no other request's."""
-    hierarchy = hierarchy_of(slots=64)
+    hierarchy = settled(hierarchy_of(slots=64))
     chains = [chain_of(1, first_token=100 * n) for n in range(32)]
     made = hierarchy.reserve([Wanted(chain.hashes, chain.root, chain.root) for chain in chains])
     filled = []
@@ -100,12 +97,10 @@ def test_of_a_step_the_record_that_fits_no_block_fails_alone() -> None:
     assert dropped(hierarchy, Outcome.IO_ERROR) == 2
     assert not hierarchy.stores.unsealed
     assert hierarchy.host.pool.counts().filling == 0
-    hierarchy.check()
-    hierarchy.close()
 
 
-def test_a_record_that_names_another_block_is_not_published() -> None:
-    hierarchy = hierarchy_of(slots=8)
+def test_a_record_that_names_another_block_is_not_published(settled: Settled) -> None:
+    hierarchy = settled(hierarchy_of(slots=8))
     chain, other = chain_of(1), chain_of(1, first_token=100)
     reservation = reserve(hierarchy, chain.hashes, chain.root)
     assert reservation is not None
@@ -113,13 +108,11 @@ def test_a_record_that_names_another_block_is_not_published() -> None:
     assert hierarchy.drain(60)
     assert hierarchy.holds([*chain.hashes, *other.hashes]) == [False, False]
     assert dropped(hierarchy, Outcome.IO_ERROR) == 1
-    hierarchy.check()
-    hierarchy.close()
 
 
-def test_a_large_step_is_sealed_in_parts(hashing: Hashing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_step_is_sealed_in_parts(settled: Settled, hashing: Hashing, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "AT_ONCE", 4)
-    hierarchy = hierarchy_of(slots=64)
+    hierarchy = settled(hierarchy_of(slots=64))
     chains = [chain_of(1 + n % 3, first_token=100 * n) for n in range(13)]
     made = hierarchy.reserve([Wanted(chain.hashes, chain.root, chain.root) for chain in chains])
     filled = []
@@ -134,13 +127,13 @@ def test_a_large_step_is_sealed_in_parts(hashing: Hashing, monkeypatch: pytest.M
     hashing.may_go_on.set()
     assert hierarchy.drain(60)
     assert all(all(hierarchy.holds(chain.hashes)) for chain in chains)
-    hierarchy.check()
-    hierarchy.close()
 
 
-def test_what_is_too_much_to_wait_is_given_back(hashing: Hashing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_much_to_wait_is_given_back(
+    settled: Settled, hashing: Hashing, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stores, "_MAX_SEALING", 3)
-    hierarchy = hierarchy_of(slots=16)
+    hierarchy = settled(hierarchy_of(slots=16))
     chains = [chain_of(1, first_token=100 * n) for n in range(8)]
     hand_in(hierarchy, chains[0])
     assert hashing.begun.wait(60)  # it waits no more
@@ -150,14 +143,14 @@ def test_what_is_too_much_to_wait_is_given_back(hashing: Hashing, monkeypatch: p
     hashing.may_go_on.set()
     assert hierarchy.drain(60)
     assert [hierarchy.holds(chain.hashes)[0] for chain in chains] == [True] * 4 + [False] * 4
-    hierarchy.check()
-    hierarchy.close()
 
 
-def test_a_close_ends_however_many_stores_wait(hashing: Hashing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_close_ends_however_many_stores_wait(
+    settled: Settled, hashing: Hashing, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stores, "AT_ONCE", 1)  # as many jobs as stores: more than Python has frames
     chains = [chain_of(1, first_token=100 * n) for n in range(1200)]
-    hierarchy = hierarchy_of(slots=len(chains))
+    hierarchy = settled(hierarchy_of(slots=len(chains)))
     hand_in(hierarchy, chains[0])
     assert hashing.begun.wait(60)
     for chain in chains[1:]:
@@ -172,23 +165,21 @@ def test_a_close_ends_however_many_stores_wait(hashing: Hashing, monkeypatch: py
     hashing.may_go_on.set()
     assert hierarchy.stores.sealing_queue.close(60)
     assert not hierarchy.stores.unsealed
-    hierarchy.check()
-    hierarchy.close()
 
 
-def test_a_few_bytes_are_published_by_the_storing_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    hierarchy = hierarchy_of(slots=8)
+def test_a_few_bytes_are_published_by_the_storing_thread(settled: Settled, monkeypatch: pytest.MonkeyPatch) -> None:
+    hierarchy = settled(hierarchy_of(slots=8))
     monkeypatch.setattr(hierarchy.stores.sealing_queue, "submit", lambda job, *, urgent=False: False)
     chain = chain_of(2)
     hand_in(hierarchy, chain)
     assert hierarchy.holds(chain.hashes) == [True, True]
     assert not hierarchy.stores.unsealed
-    hierarchy.check()
-    hierarchy.close()
 
 
-def test_a_few_bytes_wait_for_stores_being_hashed(hashing: Hashing, monkeypatch: pytest.MonkeyPatch) -> None:
-    hierarchy = hierarchy_of(slots=8)
+def test_a_few_bytes_wait_for_stores_being_hashed(
+    settled: Settled, hashing: Hashing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hierarchy = settled(hierarchy_of(slots=8))
     first, second = chain_of(1), chain_of(1, first_token=100)
     hand_in(hierarchy, first)
     assert hashing.begun.wait(60)
@@ -198,13 +189,11 @@ def test_a_few_bytes_wait_for_stores_being_hashed(hashing: Hashing, monkeypatch:
     hashing.may_go_on.set()
     assert hierarchy.drain(60)
     assert hierarchy.holds([*first.hashes, *second.hashes]) == [True, True]
-    hierarchy.check()
-    hierarchy.close()
 
 
-def test_a_few_bytes_that_cannot_be_published_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_bytes_that_cannot_be_published_are_given_back(settled: Settled, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who stores them gets no exception."""
-    hierarchy = hierarchy_of(slots=8)
+    hierarchy = settled(hierarchy_of(slots=8))
 
     def fail(reservations: object) -> None:
         raise RuntimeError("no more")
@@ -214,5 +203,3 @@ def test_a_few_bytes_that_cannot_be_published_are_given_back(monkeypatch: pytest
         hand_in(hierarchy, chain_of(2))
     assert dropped(hierarchy, Outcome.IO_ERROR) == 2
     assert hierarchy.host.pool.counts().filling == 0
-    hierarchy.check()
-    hierarchy.close()

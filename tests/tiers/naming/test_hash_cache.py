@@ -2,12 +2,13 @@
 
 import hashlib
 import random
-from threading import Thread
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import xxhash
+from at_once import at_once
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -199,11 +200,6 @@ def test_threads_share_them() -> None:
             if kept_chain(kept, tokens).hashes != chain_hashes(ROOT, tokens, SIZE):
                 wrong.append(seed)
 
-    threads = [Thread(target=name, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    at_once(*(partial(name, seed) for seed in range(4)))
     assert not wrong
     assert kept.num_bytes <= 20 * (1 << 14)

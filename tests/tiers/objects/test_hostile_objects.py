@@ -322,36 +322,6 @@ def test_certificates_are_not_read_from_what_has_no_end(what: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"access_key_id": "", "secret_access_key": "y"}, 'access_key_id "": not 1 to 256 printable'),
-        ({"access_key_id": "x\ny", "secret_access_key": "y"}, 'access_key_id "x\\ny": not 1 to 256 printable'),
-        ({"access_key_id": "x", "secret_access_key": ""}, "secret_access_key (not shown): empty, or with white"),
-        ({"access_key_id": "x", "secret_access_key": "y\n"}, "secret_access_key (not shown): empty, or with white"),
-        ({"region": "eu-west-1\n"}, 'region "eu-west-1\\n": not 1 to 64 letters'),
-        ({"prefix": ".."}, 'prefix "..": not 1 to 64 letters'),
-        ({"prefix": "a/../b"}, 'prefix "a/../b": not 1 to 64 letters'),
-        ({"prefix": "a/."}, 'prefix "a/.": not 1 to 64 letters'),
-        ({"endpoint": "http://s3:65536"}, 'endpoint "http://s3:65536": not an address of HTTP'),
-        (
-            {"endpoint": "http://10.0.0.1:9", "virtual_hosted": True},
-            'virtual_hosted true: "http://10.0.0.1:9" has no name',
-        ),
-        ({"endpoint": "http://[::1]", "virtual_hosted": True}, 'virtual_hosted true: "http://[::1]" has no name'),
-        ({"endpoint": "http://999.1.1.1"}, 'endpoint "http://999.1.1.1": not an address of HTTP'),
-        ({"endpoint": "http://[:::]"}, 'endpoint "http://[:::]": not an address of HTTP'),
-        ({"endpoint": "http://me:word@s3"}, 'endpoint "http://(not shown)@s3": not an address of HTTP'),
-        ({"endpoint": "https://s3/b?X-Amz-Signature=1"}, 'endpoint "https://s3/b?(not shown)": not an address of HTTP'),
-    ],
-)
-def test_settings_that_fit_no_request_are_one_line(given: dict[str, object], told: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        Config.load(objects={"bucket": "mine", **given})
-    assert str(refused.value).startswith(f"[objects] {told}")
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
     "endpoint", ["http://s3", "https://s3.example:9000", "http://10.0.0.1", "http://[::1]:80", "http://s3.v2"]
 )
 def test_addresses_that_are_some_are_taken(endpoint: str) -> None:

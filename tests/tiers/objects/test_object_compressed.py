@@ -70,13 +70,6 @@ def kv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.tiers.compression._AGAIN", 0)
 
 
-@pytest.fixture
-def server(s3: ObjectServer) -> ObjectServer:
-    """With an empty bucket."""
-    s3.empty()
-    return s3
-
-
 def lengths_in(store: ObjectStore, content: bytes) -> list[int]:
     """Of an object's records, by its table."""
     table = store.space.parse(memoryview(content)[: store.space.table_bytes], content[24:56])

@@ -3,17 +3,16 @@
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, store, wait_until
-from fault_rig import drops, fetch, forget_l2, misses, rest, settle
+from fault_rig import Settled, drops, fetch, forget_l2, misses, rest
 from object_rig import (
     BUCKET,
     FINGERPRINT,
-    PATIENT,
     ObjectServer,
     object_of,
     object_server,
@@ -25,11 +24,11 @@ from object_rig import (
     requests,
     written,
 )
+from redis_stories import until
 
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError, TierUnavailable
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import PortSettings
 from kvtier.tiers.objects.layout import TABLE_BYTES
 from kvtier.tiers.objects.opening import checked, configured, examine
 from kvtier.tiers.tier import Outcome
@@ -40,38 +39,13 @@ Open = Callable[..., Hierarchy]
 
 
 @pytest.fixture
-def server(s3: ObjectServer) -> ObjectServer:
-    """With an empty bucket."""
-    s3.empty()
-    return s3
-
-
-@pytest.fixture
-def over() -> Iterator[Open]:
-    """`over(endpoint, …)`: a hierarchy over the bucket there; at the end each is idle by the laws, and closed."""
-    hierarchies: list[Hierarchy] = []
-
-    def open_one(endpoint: str, patience: PortSettings = PATIENT, **more: Any) -> Hierarchy:
-        hierarchies.append(over_objects(endpoint, patience, **more))
-        return hierarchies[-1]
-
-    yield open_one
-    for hierarchy in hierarchies:
-        settle(hierarchy)
+def over(settled: Settled) -> Open:
+    """`over(endpoint, …)`: a hierarchy over the bucket there."""
+    return lambda *arguments, **more: settled(over_objects(*arguments, **more))
 
 
 def is_open(hierarchy: Hierarchy, direction: str) -> bool:
     return hierarchy.stats()[f'kvtier_breaker_open{{tier="objects",direction="{direction}"}}'] == 1
-
-
-def until(hierarchy: Hierarchy, condition: Callable[[], object]) -> None:
-    """Wait, as an engine does that goes on asking: that is what sends probes."""
-
-    def asked() -> object:
-        hierarchy.tick()
-        return condition()
-
-    wait_until(asked)
 
 
 # Every node is gone.
@@ -263,22 +237,41 @@ def test_settings_are_checked_before_anybody_waits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"bucket": "s3://mine"}, '[objects] bucket "s3://mine": not 3 to 63 small letters'),
-        ({"bucket": "mine", "endpoint": "s3.example"}, '[objects] endpoint "s3.example": not an address of HTTP'),
-        ({"bucket": "mine", "prefix": "/a"}, '[objects] prefix "/a": not 1 to 64 letters'),
-        ({"bucket": "mine", "access_key_id": "me"}, '[objects] access_key_id "me": secret_access_key is missing'),
-        ({"bucket": "mine", "secret": "short"}, "[objects] secret (not shown): shorter than 16"),
-        ({"bucket": "mine", "connections": 0}, "[objects] connections 0: too small"),
+        ({"bucket": "s3://mine"}, 'bucket "s3://mine": not 3 to 63 small letters'),
+        ({"endpoint": "s3.example"}, 'endpoint "s3.example": not an address of HTTP'),
+        ({"prefix": "/a"}, 'prefix "/a": not 1 to 64 letters'),
+        ({"access_key_id": "me"}, 'access_key_id "me": secret_access_key is missing'),
+        ({"secret": "short"}, "secret (not shown): shorter than 16"),
+        ({"connections": 0}, "connections 0: too small"),
         (
-            {"bucket": "mine", "endpoint": "http://a", "ca": "/x"},
-            '[objects] ca "/x": endpoint is not https://, so nothing would be verified; write https://',
+            {"endpoint": "http://a", "ca": "/x"},
+            'ca "/x": endpoint is not https://, so nothing would be verified; write https://',
         ),
+        ({"access_key_id": "", "secret_access_key": "y"}, 'access_key_id "": not 1 to 256 printable'),
+        ({"access_key_id": "x\ny", "secret_access_key": "y"}, 'access_key_id "x\\ny": not 1 to 256 printable'),
+        ({"access_key_id": "x", "secret_access_key": ""}, "secret_access_key (not shown): empty, or with white"),
+        ({"access_key_id": "x", "secret_access_key": "y\n"}, "secret_access_key (not shown): empty, or with white"),
+        ({"region": "eu-west-1\n"}, 'region "eu-west-1\\n": not 1 to 64 letters'),
+        ({"prefix": ".."}, 'prefix "..": not 1 to 64 letters'),
+        ({"prefix": "a/../b"}, 'prefix "a/../b": not 1 to 64 letters'),
+        ({"prefix": "a/."}, 'prefix "a/.": not 1 to 64 letters'),
+        ({"endpoint": "http://s3:65536"}, 'endpoint "http://s3:65536": not an address of HTTP'),
+        (
+            {"endpoint": "http://10.0.0.1:9", "virtual_hosted": True},
+            'virtual_hosted true: "http://10.0.0.1:9" has no name',
+        ),
+        ({"endpoint": "http://[::1]", "virtual_hosted": True}, 'virtual_hosted true: "http://[::1]" has no name'),
+        ({"endpoint": "http://999.1.1.1"}, 'endpoint "http://999.1.1.1": not an address of HTTP'),
+        ({"endpoint": "http://[:::]"}, 'endpoint "http://[:::]": not an address of HTTP'),
+        ({"endpoint": "http://me:word@s3"}, 'endpoint "http://(not shown)@s3": not an address of HTTP'),
+        ({"endpoint": "https://s3/b?X-Amz-Signature=1"}, 'endpoint "https://s3/b?(not shown)": not an address of HTTP'),
     ],
 )
 def test_bad_options_are_one_line(given: dict[str, object], told: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        Config.load(objects=given)
-    assert str(refused.value).startswith(told)
+        Config.load(objects={"bucket": "mine"} | given)
+    assert str(refused.value).startswith(f"[objects] {told}")
+    assert "\n" not in str(refused.value)
 
 
 def test_the_doctor_says_whether_the_bucket_answers(server: ObjectServer) -> None:

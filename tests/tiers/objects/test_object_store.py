@@ -15,13 +15,6 @@ LONG = chain_of(24)
 FORMS = ("clear", "sealed", "encrypted")
 
 
-@pytest.fixture
-def server(s3: ObjectServer) -> ObjectServer:
-    """With an empty bucket."""
-    s3.empty()
-    return s3
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_what_one_node_stores_another_finds_and_reads(server: ObjectServer, form: str, tmp_path: Path) -> None:
     sealing: dict[str, Any] = protection(form, tmp_path)

@@ -1,10 +1,11 @@
 """SlotPool under several threads, and under whole traces of prompts."""
 
 import random
-import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import pytest
+from at_once import at_once
 
 from kvtier.tiers.pool.pool import SlotPool
 from kvtier.tiers.tier import ChainHash
@@ -72,11 +73,7 @@ def test_threads_storing_and_reading_the_same_chains(chain: Chain, policy: str) 
             if rng.random() < 0.05:
                 pool.evict(rng.choice(chains))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
+    at_once(*(partial(work, seed) for seed in range(4)))
     assert not failures
     counts = pool.check()
     assert (counts.filling, counts.leased, counts.quarantined) == (0, 0, 0)

@@ -42,7 +42,7 @@ from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.redis import opening
 from kvtier.tiers.redis.opening import check_compression
-from kvtier.tiers.shared.forms import ClearForm, EncryptedForm
+from kvtier.tiers.shared.forms import ClearForm, EncryptedForm, RecordForm
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 on_a_server = pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
@@ -51,9 +51,12 @@ EPOCH = 0x0005_F00D_0000_0001
 HASH, PARENT = hashlib.sha256(b"block").digest(), hashlib.sha256(b"before").digest()
 PAYLOAD = kv_of(HASH)
 RECORD = BlockRecord(HASH, PARENT, b"\1\0\0\0\2\0\0\0\3\0\0\0\4\0\0\0", checksum(memoryview(PAYLOAD)))
-FORMS = {
+KEY = bytes(range(100, 132))
+HIDDEN = EncryptedForm(FINGERPRINT, SLOT_BYTES, 4, KEY, codec=BlockCodec(SLOT_BYTES))
+FORMS: dict[str, RecordForm] = {
     "in the clear": ClearForm(FINGERPRINT, SLOT_BYTES, 4, codec=BlockCodec(SLOT_BYTES)),
     "sealed": ClearForm(FINGERPRINT, SLOT_BYTES, 4, SECRET, codec=BlockCodec(SLOT_BYTES)),
+    "encrypted": HIDDEN,
 }
 
 noise_of = doubles.payload_of
@@ -61,7 +64,7 @@ noise_of = doubles.payload_of
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
-def put(form: ClearForm, payload: bytes = PAYLOAD) -> bytes:
+def put(form: RecordForm, payload: bytes = PAYLOAD) -> bytes:
     """A whole value, as a server holds it."""
     head, stored = form.encode(replace(RECORD, checksum=checksum(memoryview(payload))), memoryview(payload), EPOCH)
     assert form.stored_bytes is not None
@@ -69,23 +72,24 @@ def put(form: ClearForm, payload: bytes = PAYLOAD) -> bytes:
     return head + bytes(stored)
 
 
-def taken(form: ClearForm, value: bytes, chain_hash: bytes = HASH) -> BlockRecord | Outcome:
+def taken(form: RecordForm, value: bytes, chain_hash: bytes = HASH, epoch: int = EPOCH) -> BlockRecord | Outcome:
     """What a reader makes of a value; if it is a block, the slot then has its bytes."""
     slot = memoryview(bytearray(value[form.head_bytes :].ljust(SLOT_BYTES, b"\xee")[:SLOT_BYTES]))
-    result = form.decode(value[: form.head_bytes], slot, chain_hash, EPOCH)
+    result = form.decode(value[: form.head_bytes], slot, chain_hash, epoch)
     assert isinstance(result, Outcome) or checksum(slot) == result.checksum
     return result
 
 
 @every_form
-def test_a_block_comes_back_and_no_other(form: ClearForm) -> None:
+def test_a_block_comes_back_and_no_other(form: RecordForm) -> None:
     value = put(form)
     assert len(value) < form.head_bytes + SLOT_BYTES * 0.9
     assert taken(form, value) == RECORD
     assert taken(form, value, PARENT) in {Outcome.KEY_MISMATCH, Outcome.CHECKSUM}
     noise = noise_of(HASH)
     stored_as_it_is = put(form, noise)
-    assert stored_as_it_is[form.head_bytes :] == noise
+    assert form is HIDDEN or stored_as_it_is[form.head_bytes :] == noise
+    assert len(stored_as_it_is) == form.head_bytes + SLOT_BYTES
     assert taken(form, stored_as_it_is) == replace(RECORD, checksum=checksum(memoryview(noise)))
 
 
@@ -170,28 +174,12 @@ def test_of_a_sealed_record_nothing_is_decompressed_that_nobody_sealed(monkeypat
 
 # Encrypted, too.
 
-KEY = bytes(range(100, 132))
-HIDDEN = EncryptedForm(FINGERPRINT, SLOT_BYTES, 4, KEY, codec=BlockCodec(SLOT_BYTES))
 PART = SLOT_BYTES // 16
-
-
-def put_hidden(payload: bytes = PAYLOAD) -> bytes:
-    head, stored = HIDDEN.encode(replace(RECORD, checksum=checksum(memoryview(payload))), memoryview(payload), EPOCH)
-    assert HIDDEN.stored_bytes is not None
-    assert (len(head), HIDDEN.stored_bytes(head)) == (HIDDEN.head_bytes, stored.nbytes)
-    return head + bytes(stored)
-
-
-def taken_hidden(value: bytes, chain_hash: bytes = HASH, epoch: int = EPOCH) -> BlockRecord | Outcome:
-    slot = memoryview(bytearray(value[HIDDEN.head_bytes :].ljust(SLOT_BYTES, b"\xee")[:SLOT_BYTES]))
-    result = HIDDEN.decode(value[: HIDDEN.head_bytes], slot, chain_hash, epoch)
-    assert isinstance(result, Outcome) or checksum(slot) == result.checksum
-    return result
 
 
 def test_an_encrypted_record_is_compressed_before_and_as_documented() -> None:
     """Opened with nothing of ours."""
-    value = put_hidden()
+    value = put(HIDDEN)
     head, body = value[: HIDDEN.head_bytes], value[HIDDEN.head_bytes :]
     fields = msgpack.unpackb(head[4:])
     hidden, stamp = fields["hidden"], fields["stamp"]
@@ -227,40 +215,30 @@ def test_an_encrypted_record_is_compressed_before_and_as_documented() -> None:
 
 
 def test_an_encrypted_record_comes_back_and_no_other() -> None:
-    value = put_hidden()
-    assert taken_hidden(value) == RECORD
-    assert taken_hidden(value, PARENT) is Outcome.CHECKSUM
-    assert taken_hidden(value, epoch=EPOCH + 1) is Outcome.CHECKSUM
-    noise = noise_of(HASH)
-    as_it_is = put_hidden(noise)
-    assert len(as_it_is) == HIDDEN.head_bytes + SLOT_BYTES
-    assert taken_hidden(as_it_is) == replace(RECORD, checksum=checksum(memoryview(noise)))
+    value = put(HIDDEN)
+    assert taken(HIDDEN, value, PARENT) is Outcome.CHECKSUM
+    assert taken(HIDDEN, value, epoch=EPOCH + 1) is Outcome.CHECKSUM
     # Any changed bit is found, and so is any other length.
     for position in (*range(HIDDEN.head_bytes), *range(HIDDEN.head_bytes, len(value), 97)):
         changed = bytearray(value)
         changed[position] ^= 1
-        assert isinstance(taken_hidden(bytes(changed)), Outcome)
+        assert isinstance(taken(HIDDEN, bytes(changed)), Outcome)
     at = value.index(b"stored_len") + 12
     for told in (0, len(value) - HIDDEN.head_bytes - PART, SLOT_BYTES, SLOT_BYTES + PART, 2**32 - 1):
-        assert taken_hidden(value[:at] + told.to_bytes(4, "little") + value[at + 4 :]) is Outcome.CHECKSUM
+        assert taken(HIDDEN, value[:at] + told.to_bytes(4, "little") + value[at + 4 :]) is Outcome.CHECKSUM
     # The head of one and what is stored of another are no record.
-    assert taken_hidden(value[: HIDDEN.head_bytes] + put_hidden()[HIDDEN.head_bytes :]) is Outcome.CHECKSUM
+    assert taken(HIDDEN, value[: HIDDEN.head_bytes] + put(HIDDEN)[HIDDEN.head_bytes :]) is Outcome.CHECKSUM
 
 
 def test_lengths_of_encrypted_records_are_few() -> None:
     payloads = [kv_of(hashlib.sha256(bytes([i])).digest()) for i in range(40)]
-    lengths = {len(put_hidden(payload)) - HIDDEN.head_bytes for payload in payloads}
+    lengths = {len(put(HIDDEN, payload)) - HIDDEN.head_bytes for payload in payloads}
     assert len({len(put(FORMS["sealed"], payload)) for payload in payloads}) > 10
     assert len(lengths) <= 2
     assert {length % PART for length in lengths} == {0}
 
 
 # Over a server.
-
-
-@pytest.fixture
-def server(redis_server: RedisServer) -> RedisServer:
-    return redis_server
 
 
 @pytest.fixture

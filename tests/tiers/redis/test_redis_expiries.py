@@ -41,11 +41,6 @@ def info(server: RedisServer, field: str) -> int:
     return next(int(line.partition(":")[2]) for line in lines if line.startswith(f"{field}:"))
 
 
-@pytest.fixture
-def server(redis_server: RedisServer) -> RedisServer:
-    return redis_server
-
-
 def test_what_is_needed_less_expires_earlier(server: RedisServer) -> None:
     with opened(server.url, expiry="learned") as store:
         written(store, CHAIN)

@@ -166,12 +166,6 @@ def test_another_blocks_record_is_not_this_ones(form: RecordForm) -> None:
             assert stranger.head_bytes != form.head_bytes or taken(stranger, value) in {*other, Outcome.CHECKSUM}
 
 
-def test_the_digits_of_a_key_do_not_stand_for_a_fingerprint() -> None:
-    cousin = ClearForm(MODEL[:31] + b"?", 4096, 4)
-    assert cousin.name == CLEAR.name
-    assert taken(cousin, written(CLEAR)) is Outcome.KEY_MISMATCH
-
-
 @every_form
 def test_the_head_of_one_store_and_the_payload_of_another_are_no_record(form: RecordForm) -> None:
     """Both whole, of one block: stored twice, as by two engines whose numbers differ in the last bits."""

@@ -38,11 +38,6 @@ SECRET = "s3cret-Wort"
 
 
 @pytest.fixture
-def server(redis_server: RedisServer) -> RedisServer:
-    return redis_server
-
-
-@pytest.fixture
 def store(server: RedisServer) -> Iterator[RedisStore]:
     with opened(server.url) as one:
         yield one
@@ -87,16 +82,6 @@ def test_locate_stops_at_the_first_hole(server: RedisServer) -> None:
         assert other.holds(long.hashes[699:702]) == [True, False, True]  # what it heard before it still believes …
         assert read(other, long)[699:702] == [OK, ABSENT, OK]  # … and rightly
         assert store.locate([]) == 0
-
-
-def test_an_evicted_block_is_a_miss_and_forgotten(server: RedisServer, store: RedisStore) -> None:
-    written(store, CHAIN)
-    hexed = CHAIN.hashes[5].hex()
-    server.cli("DEL", next(key for key in server.all_keys() if key.endswith(hexed)))
-    assert store.lookup(CHAIN.hashes) == 8
-    assert read(store, CHAIN)[4:7] == [OK, EVICTED, OK]
-    assert store.lookup(CHAIN.hashes) == 5
-    assert store.stats()["evicted"] == 1
 
 
 def test_models_and_prefixes_do_not_meet(server: RedisServer, store: RedisStore) -> None:

@@ -240,11 +240,6 @@ def test_a_round_trip_is_learned_from_first_replies() -> None:
         assert seen[3] <= seen[2]
 
 
-@pytest.fixture
-def server(redis_server: RedisServer) -> RedisServer:
-    return redis_server
-
-
 @pytest.mark.parametrize("size", [LARGE, 200_001, *brief([], [3 << 20])])
 def test_what_one_way_stores_the_other_reads(server: RedisServer, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a real server, some of the blocks gone, one changed."""
