@@ -110,7 +110,7 @@ def test_what_l1_copies_is_not_loaded(stories: list[Story]) -> None:
     class Asked(ScriptedConnector):
         in_part = 0
 
-        def lookup(self, request: object, num_computed_tokens: int, in_part: int = 0) -> int:
+        def lookup(self, request: object, num_computed_tokens: int, in_part: int = 0, *, spares: int = 0) -> int:
             self.in_part = in_part
             return 0
 

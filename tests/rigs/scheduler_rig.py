@@ -30,7 +30,7 @@ class ScriptedConnector(NoOffload):
         self.news = ConnectorUpdate()
         self.released = [0]  # each step asks for updates
 
-    def lookup(self, request: Request, num_computed_tokens: int, in_part: int = 0) -> int | Pending:
+    def lookup(self, request: Request, num_computed_tokens: int, in_part: int = 0, *, spares: int = 0) -> int | Pending:
         return self.findable.get(request.request_id, 0)
 
     def allocated(
