@@ -281,7 +281,7 @@ class ConnectedRequest:
 
     request: Request
     epoch: int  # the tiers' at admission
-    asked: int = 0  # blocks in L1 at the last lookup
+    num_l1: int = 0  # blocks in L1 at the last lookup
     claim: Claim | None = None
     view: PartialView | None = None  # what is claimed, if not its own blocks alone
     found: Attribution | None = None  # where its blocks were at the first lookup

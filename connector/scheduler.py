@@ -113,7 +113,7 @@ class SchedulerSide:
             is_past = known.view is not None and in_l1 > known.view.num_own
             if is_past or in_l1 < claim.num_l1:  # L1 has more than the view's own blocks, or fewer than claimed
                 self._cancel(known)
-        known.asked, known.spares = in_l1, spares
+        known.num_l1, known.spares = in_l1, spares
         is_fresh = known.claim is None and not known.recompute
         if is_fresh:
             self._submit(known)
@@ -143,14 +143,14 @@ class SchedulerSide:
         """
         known, loading = self.requests[request_id], 0
         if (claim := known.claim) is not None:
-            view, size, asked = known.view, known.request.chain.block_size, known.asked
+            view, size, num_l1 = known.view, known.request.chain.block_size, known.num_l1
             known.claim = known.view = None
             num_blocks = num_external_tokens // size
             if view is not None:  # the last block is loaded whole, but only its shared tokens count
-                num_external_tokens = min(num_external_tokens, view.num_tokens - asked * size)
+                num_external_tokens = min(num_external_tokens, view.num_tokens - num_l1 * size)
                 num_blocks = -(-num_external_tokens // size)
             lease = self.tiers.lease(claim) if num_blocks else None
-            first, region = asked - claim.num_l1, self.tiers.region
+            first, region = num_l1 - claim.num_l1, self.tiers.region
             slots = lease.slots if lease is not None else []
             if first or num_blocks < len(slots):
                 slots = slots[first : first + num_blocks]
@@ -162,13 +162,13 @@ class SchedulerSide:
                 num_blocks, generations = len(slots), lease.generations
                 if len(generations) > num_blocks:
                     generations = generations[first : first + num_blocks]
-                if view is not None and asked + num_blocks > view.num_own:
+                if view is not None and num_l1 + num_blocks > view.num_own:
                     known.found_in_part = tier_of_last(claim.found, known.found)
                 self._region_id = region.region_id
-                ids, op_id = block_ids[asked : asked + num_blocks], next(self._op_ids)
+                ids, op_id = block_ids[num_l1 : num_l1 + num_blocks], next(self._op_ids)
                 blocks = tuple(ids) if type(ids[0]) is int else tuple(map(int, ids))  # as msgpack takes them
                 op = CopyOp(op_id, request_id, blocks, tuple(slots), tuple(generations), layerwise)
-                self._loads[op_id] = LoadingOp(op, asked, lease, num_blocks * region.slot_bytes, time.monotonic())
+                self._loads[op_id] = LoadingOp(op, num_l1, lease, num_blocks * region.slot_bytes, time.monotonic())
                 self._planned.append(op)
                 loading = num_blocks * size if view is None else min(num_external_tokens, num_blocks * size)
         if self.overlapped:
@@ -401,7 +401,7 @@ class SchedulerSide:
         overlap = Overlap.ALLOWED if self.computes_alone else Overlap.NONE
         if known.spares:
             size, overlap = known.spares, Overlap.WHOLE
-        num_l1 = known.asked if known.asked < len(hashes) else len(hashes)  # `min` is a call
+        num_l1 = known.num_l1 if known.num_l1 < len(hashes) else len(hashes)  # `min` is a call
         known.claim = claim = self.tiers.submit(hashes, chain.root, num_l1, block_size=size, overlap=overlap)
         self._has_lookups |= claim.promised is None
 
@@ -415,8 +415,8 @@ class SchedulerSide:
         if claim is None:
             return 0
         promised: int | Pending = PENDING
-        if claim.promised is not None and not claim.told:
-            promised, claim.told = claim.promised, True  # from now on it is polled, which renews it
+        if claim.promised is not None and not claim.is_reported:
+            promised, claim.is_reported = claim.promised, True  # from now on it is polled, which renews it
         elif not is_fresh:
             promised = self.tiers.poll(claim)
         if (found := claim.found) is not None and known.found is None:
@@ -461,7 +461,7 @@ class SchedulerSide:
         best = best_child(chain, children, num_found, own) if children else None
         if best is None:
             known.looked_behind, known.look_again = num_found, time.monotonic() + _LOOK_AGAIN
-        if best is None or not pays(num_found, best[1], size, in_l1=known.asked, least=least):
+        if best is None or not pays(num_found, best[1], size, in_l1=known.num_l1, least=least):
             return False
         self.tiers.cancel(claim)
         known.view = PartialView([*chain.hashes[:num_found], best[0].chain_hash], best[1], size)
@@ -478,7 +478,7 @@ class SchedulerSide:
 
     def _seat_overlapped(self, known: ConnectedRequest, block_ids: Sequence[int], loading: int) -> None:
         if (back := self.overlapped.get(known.request.request_id)) is not None:
-            back.seat(block_ids, known.asked + -(-loading // known.request.chain.block_size))
+            back.seat(block_ids, known.num_l1 + -(-loading // known.request.chain.block_size))
 
     def _plan_overlapped(self) -> None:
         region = self.tiers.region

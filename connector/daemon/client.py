@@ -162,7 +162,7 @@ class RemoteTiers:
                     return PENDING
                 claim.polled = True  # its step is over
             if claim.answered and not claim.slots:
-                claim.told = True
+                claim.is_reported = True
                 return 0
             if link is None or claim.link is not link:
                 return self._lost(claim, link, Outcome.BREAKER_OPEN)
@@ -181,7 +181,7 @@ class RemoteTiers:
                 return self._lost(claim, link, Outcome.TIMEOUT)
             if since >= deadline / 8 and link.send([Renew([claim.number])]):
                 claim.renewed_at = now
-            claim.told = True
+            claim.is_reported = True
             return len(claim.slots)
 
     def lease(self, claim: Claim) -> Lease:
@@ -301,7 +301,7 @@ class RemoteTiers:
             self._abandon(reservation, reason)
 
     def quarantine(self, reservation: Reservation, reason: Outcome) -> None:
-        """The daemon is not told: it keeps this client's slots until the process has ended."""
+        """Sends nothing: the daemon keeps this client's slots until the process has ended."""
         assert isinstance(reservation, RemoteReservation)
         with self._lock:
             if reservation.num_open:
@@ -351,7 +351,7 @@ class RemoteTiers:
             if link is not None:
                 if link.unsent or link.output:
                     link.send()
-                if any([each.answered and not each.told for each in link.claims.values()]):
+                if any([each.answered and not each.is_reported for each in link.claims.values()]):
                     return
             elif self._attachment.connecting is not None:
                 link = self._attachment.connecting[0]
@@ -492,7 +492,7 @@ class RemoteTiers:
             return self._given_up(claim, reason)
         self._withdraw(claim)
         claim.link, claim.slots, claim.generations = None, _NONE, _NONE
-        claim.again, claim.answered, claim.told = True, False, False
+        claim.again, claim.answered, claim.is_reported = True, False, False
         self._ask(claim, link)
         if link is not None:
             link.send()  # it has waited for a step already
@@ -505,7 +505,7 @@ class RemoteTiers:
         if claim.found is None:
             claim.missing = None
         self._cancel(claim)
-        claim.told = True
+        claim.is_reported = True
         return 0
 
     def _withdraw(self, claim: RemoteClaim) -> None:

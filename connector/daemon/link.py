@@ -262,7 +262,7 @@ class Attachment:
         self.connecting: tuple[Link, Hello, float] | None = None  # no welcome yet; its deadline
         self._clock = clock
         self._version = VERSION  # lowered if a daemon answers in a lower one
-        self._former: list[Link] = []  # lost; the daemon has not been told that their copies have ended
+        self._former: list[Link] = []  # lost; their copies' end is not reported to the daemon yet
         self._instance = b""
         self._retry, self._retry_at = _FIRST_RETRY, 0.0
         self._welcomed_at = 0.0

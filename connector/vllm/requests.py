@@ -282,7 +282,7 @@ class TrackedRequest:
     stored: int | None = None  # leading blocks stored, loaded or found; None: not scheduled yet
     refused: int | None = None  # the first of them without a slot: retried with the next ones, or at the end
     adapter: bytes | None = None  # digest of its adapter's weights
-    asked: int = 0  # tokens that vLLM had at the last lookup
+    num_l1_tokens: int = 0  # that vLLM had at the last lookup
     answer: tuple[int | None, bool] | None = None
     good_until: float = 0.0
     patient_until: float | None = None  # for other requests' stores under way; None: not looked up yet
@@ -464,7 +464,7 @@ class Handovers:
         if awaited is None or now < awaited.look_at:
             return awaited is not None
         awaited.look_at = now + _LOOK
-        if row.asked >= awaited.num_tokens or self._is_there(awaited.names):
+        if row.num_l1_tokens >= awaited.num_tokens or self._is_there(awaited.names):
             row.awaited = None
         elif now >= awaited.until:
             row.awaited = None

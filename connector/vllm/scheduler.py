@@ -140,9 +140,9 @@ class SchedulerHalf:
             self._forget(row)
             return 0, False
         now = time.monotonic()
-        if row.answer is not None and row.asked == num_computed_tokens and now < row.good_until:
+        if row.answer is not None and row.num_l1_tokens == num_computed_tokens and now < row.good_until:
             return row.answer
-        row.asked = num_computed_tokens
+        row.num_l1_tokens = num_computed_tokens
         is_late = self._is_stored_soon(row, now) or self._handovers.is_coming(row, now)
         found = PENDING if is_late else self._lookup(row)
         self._awaits |= isinstance(found, Pending)
@@ -165,7 +165,7 @@ class SchedulerHalf:
                 self._states.release(row)
             return
         size = self._plan.block_size
-        first, wanted = row.asked // size, -(-num_external_tokens // size)  # the last one may be used in part
+        first, wanted = row.num_l1_tokens // size, -(-num_external_tokens // size)  # the last one may be used in part
         row.tables = tables
         blocks = range(first + wanted)
         if self._states is not None:
@@ -324,7 +324,7 @@ class SchedulerHalf:
         adapters.confirm({lora.lora_int_id for _, lora in rows if lora.load_inplace})
 
     def _lookup(self, row: TrackedRequest) -> int | Pending:
-        return self.side.lookup(row, row.asked) if self._states is None else self._states.lookup(row)
+        return self.side.lookup(row, row.num_l1_tokens) if self._states is None else self._states.lookup(row)
 
     def _is_synchronous(self, num_tokens: int) -> bool:
         """Whether the step waits for this load: it is short, or delays no other request.
@@ -346,7 +346,7 @@ class SchedulerHalf:
         """
         if row.patient_until is None:
             row.patient_until = now + _STORED_SOON
-        wanted = row.asked // self._plan.block_size, (row.num_tokens - 1) // self._plan.block_size
+        wanted = row.num_l1_tokens // self._plan.block_size, (row.num_tokens - 1) // self._plan.block_size
         if now < row.patient_until and self.side.is_storing(row.chain.hashes[slice(*wanted)]):
             return True
         row.patient_until = 0.0
@@ -356,7 +356,7 @@ class SchedulerHalf:
         """Whether the first block wanted is being loaded into L1 for another request, which vLLM will share."""
         if not (self._shares and self._arriving):
             return False
-        first = row.asked // self._plan.block_size
+        first = row.num_l1_tokens // self._plan.block_size
         wanted = row.chain.hashes[first : first + 1]  # none for a prompt's partial last block
         return bool(wanted) and any(wanted[0] in hashes for hashes in self._arriving.values())
 

@@ -50,8 +50,8 @@ class StateSide:
         self._side.admit(row.states)
 
     def lookup(self, row: TrackedRequest) -> int | Pending:
-        """How many tokens beyond the `row.asked` in L1 can be loaded with the states after them, or PENDING."""
-        first = row.asked // self._size
+        """How many tokens beyond the `row.num_l1_tokens` in L1 can be loaded with the states after them, or PENDING."""
+        first = row.num_l1_tokens // self._size
         if row.gives_up:
             return 0
         if row.closed is None or row.closed.border <= first:
@@ -69,7 +69,7 @@ class StateSide:
                 row.request_id, row.chain, border, self._groups, keeps_blocks=self._keeps_blocks
             )
         closed = row.closed
-        promised = self._side.lookup(closed, row.asked if self._keeps_blocks else 0, spares=closed.chain.spares)
+        promised = self._side.lookup(closed, row.num_l1_tokens if self._keeps_blocks else 0, spares=closed.chain.spares)
         if isinstance(promised, Pending):
             return promised
         num_blocks = row.closed.border - first
@@ -87,7 +87,7 @@ class StateSide:
             return 0
         at = self._at(row.tables, closed.border)
         in_all = len(at) * self._size + (num_tokens if self._keeps_blocks else 0)
-        is_whole = row.asked + num_tokens == closed.border * self._size and NULL not in at
+        is_whole = row.num_l1_tokens + num_tokens == closed.border * self._size and NULL not in at
         blocks = [*range(closed.border if self._keeps_blocks else 0), *self._exact(at)]
         loading = self._side.allocated(closed.request_id, blocks, in_all if is_whole else 0)
         row.gives_up = loading != in_all

@@ -39,7 +39,7 @@ class CurveKeys:
     public: bytes
     secret: bytes
     other: bytes
-    lets_own_in: bool = False  # whoever has this very pair may connect, too: another node's daemon
+    lets_own_in: bool = False  # a holder of this very pair may connect, too: another node's daemon
 
     @classmethod
     def load(cls, section: str, own: Path | None, other_name: str, other: Path | None) -> "CurveKeys | None":
@@ -57,13 +57,13 @@ class CurveKeys:
         return cls(public, secret, _certificate(f'[{section}] {other_name} "{other}"', other)[0])
 
     def guard(self, bound: "zmq.Socket[bytes]", domain: bytes = b"kvtier") -> None:
-        """Before `bind`: let nobody in but whom `answer` does."""
+        """Before `bind`: admit only those that `answer` admits."""
         bound.curve_server = True
         bound.curve_publickey, bound.curve_secretkey = self.public, self.secret
         bound.zap_domain = domain
 
     def present(self, connecting: "zmq.Socket[bytes]") -> None:
-        """Before `connect`: say who we are, and talk to nobody but who has the other key."""
+        """Before `connect`: prove this key, and accept only a holder of the other one."""
         connecting.curve_serverkey = self.other
         connecting.curve_publickey, connecting.curve_secretkey = self.public, self.secret
 
@@ -95,7 +95,7 @@ def require_private(option: str, address: str) -> None:
 
 
 def require_unused(option: str, address: str) -> None:
-    """ConfigError if somebody listens at an ipc:// address: libzmq would take it from them without notice."""
+    """ConfigError if an ipc:// address is in use: libzmq would take it over without notice."""
     if not address.startswith("ipc://") or address == "ipc://*":
         return
     name = address.removeprefix("ipc://")
@@ -173,7 +173,7 @@ class Sequencer:
         self._asked: int | None = None  # a replay from here is under way
         self._is_first = False  # and nothing of it has come yet
         self._jumped = False  # it brings a summary under numbers that once were other batches'
-        self._missing = False  # it was asked for because something is missing, not to make sure
+        self._missing = False  # the replay was requested because something is missing, not to make sure
         self._held: dict[int, NumberedBatch] = {}
         self._num_held = 0  # bytes
         self._seen = -1  # the highest number that arrived
@@ -204,7 +204,7 @@ class Sequencer:
         self._seen = -1
 
     def asked(self, first: int) -> None:
-        """A replay from `first` on was asked for: what `wants` said, or `next` to make sure that nothing is missing."""
+        """A replay from `first` on was requested: what `wants` said, or `next` to make sure that nothing is missing."""
         self._asked, self._is_first, self._jumped = first, True, False
         self._missing = first <= self._seen
         self.counts["replays"] += 1
@@ -326,7 +326,7 @@ _PIECE: Final = 1024  # blocks of an event between two looks at whether to stop:
 _YIELD: Final = 5e-5  # seconds between two of these, so that other threads get the sink's lock
 _LAST: Final = 10.0  # seconds for the thread to end: that is one batch being unpacked, on a busy machine
 _REPLAY_DEADLINE: Final = 5.0  # seconds without a message of a replay
-_PAUSE: Final = 1.0  # seconds before a replay that failed is asked for anew
+_PAUSE: Final = 1.0  # seconds before a failed replay is requested anew
 _SILENCE: Final = 5.0  # seconds after which to make sure that nothing was missed
 _LOG_PAUSE: Final = 1.0
 _OF_A_MODEL: Final = re.compile(rb"kv@[0-9a-f]{16}")  # a topic, as `topic_of` makes it
@@ -341,7 +341,7 @@ _MONITORED: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _RE
 _CHANGES: Final = count(1)
 
 Standing: TypeAlias = Literal["live", "replaying", "stale", "refused"]
-"""stale: not connected, or silent though asked, so what is known may be wrong.
+"""stale: not connected, or no answer to a request, so what is known may be wrong.
 
 refused: its topic is of no model, or a key is wrong.
 """
@@ -397,13 +397,13 @@ class EventConsumer:
         self._sequencer = Sequencer(can_replay=replay is not None)
         self._counts: Counter[str] = Counter()
         self._connected = False
-        self._answers = True  # it was not silent when it was last asked for a replay
+        self._answers = True  # it answered the last request for a replay
         self._applied_at: float | None = None
         self._last_message_at = self._since = time.monotonic()
         self._shown: Standing = "stale"
         self._refusal: str | None = None
         self._replay: zmq.Socket[bytes] | None = None  # while one is under way
-        self._replay_due = 0.0  # when to give it up; if none is under way, when one may be asked for
+        self._replay_due = 0.0  # when to give it up; if none is under way, when one may be requested
         self._log_from = 0.0
         self._stopped = False
         self._context = zmq.Context()
@@ -419,7 +419,7 @@ class EventConsumer:
             self._context.destroy(linger=0)
             raise
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()  # nobody wakes the thread by a descriptor that it has closed
+        self._lock = threading.Lock()  # no caller wakes the thread by a descriptor that it has closed
         self._subscriber.subscribe(b"")
         self._thread = threading.Thread(target=self._run, name=f"kvtier-events-{worker}", daemon=True)
         self._thread.start()
@@ -533,7 +533,7 @@ class EventConsumer:
         if event in _REFUSED and (self._keys is not None or event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
             self._counts["keys_refused"] += 1
             self._refuse("the handshake failed: one side wants another CURVE key, or only one side has keys")
-        if self._connected:  # and whoever is there may not be who was
+        if self._connected:  # and another may be there now
             self._answers = True
             self._counts["connections"] += 1
             self._refusal = None

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
-"""Who holds which blocks: a worker's names → blocks → sets of holders. One source: interpreted, or compiled.
+"""Which workers hold which blocks: a worker's names → blocks → sets of holders. One source: interpreted, or compiled.
 
-A row of names is one name that one worker has for a block; a row of blocks is one block that anybody holds. Blocks name
+A row of names is one name that one worker has for a block; a row of blocks is one block with a holder. Blocks name
 the set of their holders by number. Sets are interned: few are different, so a block costs the same however many hold
 it, and a prefix is looked through run by run of equal sets. Nothing here takes a lock.
 
@@ -26,7 +26,7 @@ MOVES = cython.declare(cython.ulonglong, 4096)  # changes of a set that are reme
 OPEN = cython.declare(cython.int, 1)  # a worker; 0: its number is free
 SHUT = cython.declare(cython.int, 2)
 FIRST_NAME = cython.declare(cython.longlong, -1)  # of several for one block: the row of the one that was not noted
-IDLE_SETS = cython.declare(cython.longlong, 1024)  # sets that nobody names any more, before they are cleared away
+IDLE_SETS = cython.declare(cython.longlong, 1024)  # unused sets, before they are cleared away
 
 
 def _view(array):
@@ -329,7 +329,7 @@ class Sets:
         """Assert that the sets are these: members as bytes → blocks that name them."""
         found = {each: self._uses[number] for each, number in self._numbers.items() if self._uses[number]}
         assert found == uses, "sets of holders, or how many blocks name them"
-        assert len(self._numbers) - 1 - len(found) == self._num_idle, "sets that nobody names"
+        assert len(self._numbers) - 1 - len(found) == self._num_idle, "unused sets"
         for members, number in self._numbers.items():
             workers = [each >> 8 for each in _members_of(members)]
             assert (self._members[number], workers) == (members, sorted(set(workers))), "members of a set"
@@ -365,7 +365,7 @@ class Holders:
     _unused: list  # workers
     _found: cython.uint[::1]  # by worker: leading blocks by the best tier, as `_lead` found them
     _alive: cython.uint[::1]  # members that hold all blocks so far
-    _shared: cython.longlong[::1]  # leading blocks that anybody has in each tier
+    _shared: cython.longlong[::1]  # leading blocks that any worker has in each tier
 
     def __init__(self, num_tiers: cython.int):
         if num_tiers < 1 or num_tiers > WIDTH:
@@ -689,7 +689,7 @@ class Holders:
 
         `replicas` is `[3 * replicas]` int64: the worker of its engine, of its node, and the one that says what a tier
         has which all share; -1: none that can be believed. A replica has the best of three: its own, its node's, and
-        in `shared` tiers (bits) what anybody has, if its own publisher has blocks there at all. IndexError.
+        in `shared` tiers (bits) what any worker has, if its own publisher has blocks there at all. IndexError.
         """
         at: cython.longlong[::1] = _view(replicas)
         for i in range(len(at)):
@@ -861,5 +861,7 @@ class Holders:
             members = self._sets.members(self._set[self._blocks.find(sequence)])
             uses[members] = uses.get(members, 0) + 1
         self._sets.check(uses)
-        assert all(self._set[i] or not self._seed[i] for i in range(len(self._set))), "a seed of a block nobody holds"
+        assert all(self._set[i] or not self._seed[i] for i in range(len(self._set))), (
+            "a seed of a block without holders"
+        )
         assert not any(self._found), "counts of an earlier prefix"

@@ -155,8 +155,8 @@ class PrefixIndex:
     def prefixes(self, sequence_hashes: Sequence[int], feeds: Feeds) -> "NDArray[np.uint32]":
         """`[replicas, 8]`: leading blocks that a replica need not compute, by the tier that has them, nearest first.
 
-        That is its engine's prefix, what its node has beyond that, and what anybody has beyond both in tiers that all
-        share, if the replica's own publisher has blocks there.
+        That is its engine's prefix, what its node has beyond that, and what any worker has beyond both in tiers
+        that all share, if the replica's own publisher has blocks there.
         """
         with self._lock:
             if self._numbered is None or self._numbered[0] is not feeds:

@@ -260,7 +260,7 @@ class Publisher:
     """
 
     def __init__(self, config: EventsConfig, dp_rank: int = 0, *, has_peers: bool = False) -> None:
-        """Bind. ConfigError. `has_peers`: with CURVE keys, whoever has the publishers' own pair may follow, too."""
+        """Bind. ConfigError. `has_peers`: with CURVE keys, a holder of the publishers' own pair may follow, too."""
         assert config.publish is not None
         self._dp_rank = dp_rank
         self._topic, self._form = config.topic, config.form
@@ -299,7 +299,7 @@ class Publisher:
 
     @property
     def has_room(self) -> bool:
-        """Whether to hand more over. Who waits loses nothing: tiers remember the changes that nobody has taken."""
+        """Whether to hand more over. Waiting loses nothing: tiers remember the changes that were not taken."""
         return self._num_waiting < MAX_WAITING
 
     def feed(self, fingerprint: bytes, *sources: Source) -> "TierFeed":
@@ -434,7 +434,7 @@ class Publisher:
         self.counts["batches"] += 1
         self.counts["events"] += len(events)
         assert self._publish is not None
-        self._publish.send_multipart(sent.frames)  # a PUB socket never waits: it drops what nobody takes
+        self._publish.send_multipart(sent.frames)  # a PUB socket never waits: it drops what has no taker
 
     def _batch(self, seq: int, fingerprint: bytes, events: Sequence[KVEvent]) -> NumberedBatch:
         topic = wire.topic_of(fingerprint) if self._topic is None else self._topic
@@ -469,7 +469,7 @@ class Publisher:
             is_first = not parts or self._topic is None
             lines = [*([AllBlocksCleared()] if is_first else []), *blocks.snapshot()]
             parts += [(fingerprint, part) for part in _parts(lines)]
-        while len(parts) >= most:  # an empty batch for everybody makes another number; the first asked for is skipped
+        while len(parts) >= most:  # an empty batch takes a number of its own; the first one requested is skipped
             self._publish_batch(parts[0][0], [])
             most += 1
         return [self._batch(self.seq - len(parts) + i, *part) for i, part in enumerate(parts)]

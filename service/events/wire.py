@@ -77,7 +77,7 @@ def external_hash(digest: bytes) -> int:
 
 
 def namespace_of(root: ChainHash) -> str:
-    """Stands in events for a chain's root that is not its model's plain one; nobody can compute the salt from it."""
+    """Stands in events for a chain's root that is not its model's plain one; the salt cannot be computed from it."""
     return hashlib.sha256(_NAMESPACE_TAG + root).hexdigest()[:32]
 
 

@@ -272,7 +272,7 @@ class _ReplicaConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _feed(self, data: bytes) -> None:
-        if self._failed is not None or self._is_released:  # bytes that no request asked for
+        if self._failed is not None or self._is_released:  # bytes that belong to no request
             if data:
                 self._transport.abort()
             return

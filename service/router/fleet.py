@@ -202,7 +202,7 @@ _log = logging.getLogger(__name__)
 _MAX_PAGE: Final = 1 << 20  # bytes of a page of a replica's
 _PROBES: Final = ("/readyz", "/healthz", "/health")  # kvtier's, many servers', vLLM's: the first that exists
 EVERY: Final = 1.0  # seconds between two reads of a replica's load, and checks whether it hangs
-_NO_METRICS: Final = 60.0  # seconds until a replica without metrics is asked for them again
+_NO_METRICS: Final = 60.0  # seconds until a replica without metrics is queried for them again
 _LOAD_PATIENCE: Final = 5.0  # seconds a read of its load may take: a busy replica may be slow to answer
 _LATE: Final = (Failure.SLOW_CONNECT, Failure.SLOW_FIRST_BYTE, Failure.STALLED)
 _HOPELESS: Final = 5.0  # seconds a replica must be down before waits for its answers are given up
@@ -563,7 +563,7 @@ class _View:
         return np.array([each.name in wanted for each in self._replicas], np.uint8)
 
 
-_MOST_KEPT: Final = 256  # models asked for
+_MOST_KEPT: Final = 256  # requested models
 _FIRST: Final = 3.0  # seconds the first look at all of them may take
 
 

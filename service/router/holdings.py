@@ -105,7 +105,7 @@ class FleetHoldings(Mapping[V, "VersionHoldings"]):
         holdings.follow(replica, publishers, size, None if digest is None else bytes.fromhex(digest))
 
     def leave(self, replica: str) -> None:
-        """Stop following a replica, and forget its version if nobody else has that."""
+        """Stop following a replica, and forget its version if no other has it."""
         if replica not in self._versions:
             return
         version = self._versions.pop(replica)
@@ -227,7 +227,7 @@ class VersionHoldings:
             [live.get(each.node) for each in named],
             [
                 workers.get(each.node or each.events) for each in named
-            ],  # whoever has a shared tier tells of blocks there
+            ],  # each with a shared tier publishes the blocks there
         )
         sure = frozenset(replica for replica, each in self._publishers.items() if (each.events or each.node) in live)
         return _Followed(change, {replica: row for row, replica in enumerate(self._publishers)}, feeds, sure)

@@ -79,7 +79,7 @@ class Candidate:
 
 
 class ScoreList(Sequence[ReplicaScore]):
-    """Every replica's score, made when it is asked for: few decisions are looked at."""
+    """Every replica's score, made on access: few decisions are looked at."""
 
     def __init__(self, names: Sequence[str], scores: "Scores") -> None:
         self._names, self._columns = names, scores.columns()
@@ -368,9 +368,9 @@ class RoutedRequest:
     arrived: float  # seconds on the event loop's clock
     num_tokens: int = 0  # tokens of the prompt; 0 if it could not be tokenized
     held: Held = field(default_factory=Held)  # its number of blocks is an estimate if there are no tokens
-    model: object = None  # the name asked for; None: whatever a replica has
+    model: object = None  # the requested name; None: any that a replica has
     version: ModelVersion | None = None  # of the model, which keeps the conversation
-    session: bytes | None = None  # identifies the conversation; its turns stay together if nobody's blocks are known
+    session: bytes | None = None  # identifies the conversation; its turns stay together if no blocks are known
 
 
 @dataclass(slots=True)
@@ -402,7 +402,7 @@ class Proxy:
         self._deadlines = deadlines
         self._weights = weights_by_tier(weights)
         self._kept: dict[int, _Kept] = {}
-        self._turn = 0  # requests so far; retries do not count, or one of a pair would always be asked first
+        self._turn = 0  # requests so far; retries do not count, or one of a pair would always be tried first
 
     async def forward(self, request: RoutedRequest, reply: ClientReply) -> None:
         """Have a request answered by the best replica that can. If none can, the client gets an error."""

@@ -145,7 +145,7 @@ _MAX_TOKENS: Final = 1 << 20  # of a prompt
 _KEPT: Final = 1 << 22  # tokens of earlier prompts that are cached, four bytes each, …
 _ENTRY: Final = 64  # … and the overhead of one prompt, in tokens
 _LONG_PAGE: Final = 64 << 10  # bytes of an answer; a longer one is parsed on a thread
-_AGAIN: Final = 30.0  # seconds until a replica without such a page, or a late one, is asked again
+_AGAIN: Final = 30.0  # seconds until a replica without such a page, or a late one, is queried again
 _LATE: Final = 3  # late answers in a row before a replica is left alone
 _RENDER: Final = f"{CHAT}/render"
 _TOKENIZE: Final = "/tokenize"
@@ -157,7 +157,7 @@ _FLAGS: Final = ("add_special_tokens", "chat_template")
 class _Page:
     has_render: bool = True
     num_late: int = 0
-    until: float = 0.0  # monotonic time at which it is asked again
+    until: float = 0.0  # monotonic time at which it is queried again
 
 
 class ReplicaTokenizer:
@@ -240,19 +240,19 @@ class ReplicaTokenizer:
 
 def _question(value: Mapping[str, Any]) -> dict[str, Any]:
     """A request's body for `/tokenize`. Fields it does not have become template variables."""
-    asked = {name: value[name] for name in (*_ASKED, *_FLAGS) if value.get(name) is not None}
-    if "messages" not in asked:
-        return asked
+    wanted = {name: value[name] for name in (*_ASKED, *_FLAGS) if value.get(name) is not None}
+    if "messages" not in wanted:
+        return wanted
     given = value.get("chat_template_kwargs")
     variables = openai.template_variables(value, given if isinstance(given, dict) else {})
-    messages = asked["messages"] if isinstance(asked["messages"], list) else []
-    return {**asked, "messages": [_renamed(message) for message in messages], "chat_template_kwargs": variables}
+    messages = wanted["messages"] if isinstance(wanted["messages"], list) else []
+    return {**wanted, "messages": [_renamed(message) for message in messages], "chat_template_kwargs": variables}
 
 
 def _renamed(message: object) -> object:
     if not isinstance(message, dict) or message.get("reasoning_content") is None:
         return message
-    renamed = {name: told for name, told in message.items() if name != "reasoning_content"}
+    renamed = {name: value for name, value in message.items() if name != "reasoning_content"}
     return {"reasoning": message["reasoning_content"], **renamed}
 
 
@@ -551,8 +551,8 @@ def _token_series(router: Router) -> Iterator[Metric]:
     yield counter("kvtier_route_prompt_tokens", "Tokens of prompts that were known", ledger.prompt_tokens)
     promised = "Of these, held by the chosen replica according to the index"
     yield counter("kvtier_route_promised_tokens", promised, ledger.promised_tokens)
-    told = "Tokens of prompts, as reported in the replicas' usage"
-    yield counter("kvtier_route_told_prompt_tokens", told, ledger.told_prompt_tokens)
+    text = "Tokens of prompts, as reported in the replicas' usage"
+    yield counter("kvtier_route_told_prompt_tokens", text, ledger.told_prompt_tokens)
     cached = "Cached tokens of these, as reported in the replicas' usage"
     yield counter("kvtier_route_told_cached_tokens", cached, ledger.told_cached_tokens)
 
@@ -631,10 +631,10 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
 
     async def model(request: Request) -> Response:
         guard.admit(request)
-        asked, served = request.path_params["name"], {entry["id"]: entry for entry in router.fleet.models()}
-        if asked not in served:
-            raise unknown_model(asked, ", ".join(served))
-        return JSONResponse(served[asked])
+        wanted, served = request.path_params["name"], {entry["id"]: entry for entry in router.fleet.models()}
+        if wanted not in served:
+            raise unknown_model(wanted, ", ".join(served))
+        return JSONResponse(served[wanted])
 
     async def explain(request: Request) -> Response:
         guard.admit(request)
@@ -706,5 +706,5 @@ def _target(scope: Scope) -> str:
 def _readiness(router: Router, stopping: Event) -> Response:
     num_up, is_stopping = router.status().num_up, stopping.is_set()
     is_ready = num_up > 0 and not is_stopping
-    told: Json = {"ready": is_ready, "replicas_up": num_up} | ({"stopping": True} if is_stopping else {})
-    return JSONResponse(told, 200 if is_ready else 503)
+    answer: Json = {"ready": is_ready, "replicas_up": num_up} | ({"stopping": True} if is_stopping else {})
+    return JSONResponse(answer, 200 if is_ready else 503)

@@ -96,7 +96,7 @@ class Claim:
     # only the leading blocks in L2, and has no `children`. None: everything to load is claimed.
     split: SplitPoint | None = None
     promised: int | None = None  # the result of `poll`, if known at `submit`
-    told: bool = False  # a poll has returned the answer, or the caller read `promised`
+    is_reported: bool = False  # a poll has returned the answer, or the caller read `promised`
     # Set together with `found`: finds `children` that begin with these tokens. Most callers never do.
     behind: LooksBehind | None = None
     # Set together with `found` if blocks are missing: why they left. Called once, when the misses are counted.

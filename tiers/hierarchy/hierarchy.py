@@ -135,7 +135,7 @@ class Hierarchy:
         """The number of promised blocks, or PENDING."""
         assert isinstance(claim, LocalClaim)
         if claim.done:
-            claim.told, claim.polled_at, leases = True, self._clock(), claim.leases
+            claim.is_reported, claim.polled_at, leases = True, self._clock(), claim.leases
             return len(leases[0].hashes) if leases else 0
         self.tick()
         if claim.found is None:

@@ -244,7 +244,7 @@ class Promoter:
                 self._end_waiting(claim)
             if not claim.done and now >= claim.deadline:
                 self._settle_late(claim)
-            claim.told = claim.done
+            claim.is_reported = claim.done
             if not claim.done:
                 return PENDING
             return len(claim.leases[0].hashes) if claim.leases else 0
@@ -303,7 +303,7 @@ class Promoter:
 
     def has_progress(self) -> bool:
         """Whether a claim has an answer that no poll has returned. The caller holds the lock."""
-        return any(claim.done and not claim.told for claim in self.active)
+        return any(claim.done and not claim.is_reported for claim in self.active)
 
     def check(self) -> None:
         with self._lock:

@@ -107,7 +107,7 @@ def test_it_does_not_wait_for_ever_nor_for_what_l1_has(tier: MemoryTier, caplog:
     late, known = node.row(said), node.row(said)
     node.handovers.admit(late)
     node.handovers.admit(known)
-    known.asked = 4 * BLOCK_SIZE
+    known.num_l1_tokens = 4 * BLOCK_SIZE
     assert not node.handovers.is_coming(known, time.monotonic())
     assert node.handovers.is_coming(late, time.monotonic())
     assert not node.handovers.is_coming(late, time.monotonic() + 61)
