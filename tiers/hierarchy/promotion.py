@@ -458,7 +458,8 @@ class Promoter:
     def _notify_waiters(self, read: TierRead, results: Sequence[BlockRecord | Outcome]) -> None:
         """Lease what landed to each waiter, up to its first hole; that waiter's run ends there.
 
-        After a timeout of a shared tier it is read once more, if computing would take longer.
+        After a timeout of a shared tier it is read again, as long as computing would take longer than waiting has: a
+        server on a busy or throttled machine answers late now and then.
         """
         hashes, num_hashes = read.hashes, len(read.hashes)
         for waiter in read.waiters:
@@ -472,8 +473,9 @@ class Promoter:
                 continue
             outcome = results[whole]
             assert isinstance(outcome, Outcome)
-            if outcome is Outcome.TIMEOUT and read.port.is_shared and self.clock() < waiter.room_until:
-                waiter.room_until, waiter.next = -math.inf, min(waiter.next, position[hashes[whole]])
+            may_retry = outcome is Outcome.TIMEOUT and read.port.is_shared and read.port.readable() is not None
+            if may_retry and self.clock() < waiter.room_until:
+                waiter.next = min(waiter.next, position[hashes[whole]])
             else:
                 self._shorten(waiter, position[hashes[whole]], outcome)
         for waiter in read.waiters:
