@@ -1,6 +1,7 @@
 """The scheduler half's records of vLLM's requests and their states, hints from finished ones, and hand-overs."""
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -269,6 +270,7 @@ class Awaited:
     names: list[ChainHash]  # of the blocks, and of the states after them
     patience: float  # seconds
     until: float  # on the monotonic clock
+    away_since: float = math.inf  # when the tiers stopped answering while it waited
     look_at: float = 0.0
 
 
@@ -373,6 +375,7 @@ def handed_out(output: Any, group_sizes: Sequence[int]) -> set[int]:
 
 _KEY: Final = "kvtier"
 _LOOK: Final = 0.02  # seconds between two checks: with a daemon each is a round trip
+_BACK: Final = 1.5  # seconds for tiers that stop answering meanwhile: their breaker's first probe comes after one
 _LEAST_WAIT: Final = 0.5  # seconds: 0.41 is the longest that a store was on its way at load 14 on two cores
 _LATE: Final = (
     "a prompt is computed here: its KV from a prefill node did not come within %.3g s: [cache] prefetch_deadline, or "
@@ -469,6 +472,13 @@ class Handovers:
         elif now >= awaited.until:
             row.awaited = None
             self._warn(*((_LATE, awaited.patience) if awaited.patience else (_AWAY,)))
+        elif self._may_come(awaited.num_tokens):
+            awaited.away_since = math.inf
+        elif now - (since := min(awaited.away_since, now)) < _BACK:
+            awaited.away_since = since
+        else:
+            row.awaited = None
+            self._warn(_AWAY)
         return row.awaited is not None
 
     def _is_there(self, names: Sequence[ChainHash]) -> bool:
@@ -479,8 +489,7 @@ class Handovers:
     def _may_come(self, num_tokens: int) -> bool:
         """Whether other nodes' stores become visible here: through the daemon, or a shared tier that answers.
 
-        A tier that goes away later may be back in time: Redis beside busy processes answers late, then again. One from
-        which the tokens are slower to load than to compute counts as away.
+        A tier from which the tokens are slower to load than to compute counts as away.
         """
         if isinstance(self._tiers, RemoteTiers):
             return self._tiers.member is not None

@@ -101,6 +101,22 @@ def test_it_waits_until_all_is_there_and_looks_now_and_then(tier: MemoryTier) ->
     node.close()
 
 
+def test_a_tier_that_stays_away_is_given_up_after_its_first_probe(
+    tier: MemoryTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = prefilled(tier)
+    node = Node(tier)
+    row = node.row(said)
+    node.handovers.admit(row)
+    now = time.monotonic()
+    node.hierarchy.ports[0].breakers["read"].trip()
+    assert node.handovers.is_coming(row, now)
+    assert node.handovers.is_coming(row, now + 1.4)
+    assert not node.handovers.is_coming(row, now + 1.6)
+    assert "answers" in caplog.text
+    node.close()
+
+
 def test_it_does_not_wait_for_ever_nor_for_what_l1_has(tier: MemoryTier, caplog: pytest.LogCaptureFixture) -> None:
     said = prefilled(tier)
     node = Node(tier)
