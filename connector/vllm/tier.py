@@ -135,7 +135,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
             ports = open_ports(config, root, _Chunks(chunk_bytes), self.metrics, Rates("load"))
         else:
             _log.warning("secondary tier %s keeps no blocks: %s", tier_type, reason)
-        if engine.lora_config is not None:
+        if getattr(engine, "lora_config", None) is not None:
             advice = "vLLM's keys know an adapter's name and path; load changed weights from a new path"
             _log.warning("secondary tier %s: %s", tier_type, advice)
         max_storing = num_chunks if config.cache.store_queue is None else config.cache.store_queue // chunk_bytes
