@@ -8,6 +8,7 @@ another stream that nobody recorded.
 
 import ctypes
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -145,6 +146,14 @@ class LazyEvent:
             _join(self.cuda.host, self.clock)
 
 
+class Current(threading.local):
+    """What is current in a thread: streams, and guards of the device."""
+
+    def __init__(self) -> None:
+        self.inside: list[LazyStream] = []
+        self.guards = 0
+
+
 @dataclass
 class LazyCuda:
     """The device. `eager`: how likely it does something whenever somebody asks about an event."""
@@ -168,8 +177,7 @@ class LazyCuda:
         self.compute = LazyStream(self, "compute")
         self.elsewhere = LazyStream(self, "another device's")
         self._issued: list[Op] = []
-        self._inside: list[LazyStream] = []  # streams that were made current
-        self._guards = 0
+        self._current = Current()
         self._real_copy = torch.Tensor.copy_
         self._pinned: set[int] = set()  # addresses of tensors in pinned memory
         self._owned: list[
@@ -242,9 +250,9 @@ class LazyCuda:
 
     def current_stream(self, device: object = None) -> LazyStream:
         """The stream that is current on that device; without a device and a guard, that of another one."""
-        if self._inside:
-            return self._inside[-1]
-        return self.compute if device is not None or self._guards else self.elsewhere
+        if self._current.inside:
+            return self._current.inside[-1]
+        return self.compute if device is not None or self._current.guards else self.elsewhere
 
     def step(self) -> bool:
         """Run one op that may run, of the adversary's choice. False: there is none."""
@@ -300,24 +308,24 @@ class LazyCuda:
 
     @contextmanager
     def _entered(self, stream: LazyStream) -> Iterator[None]:
-        self._inside.append(stream)
+        self._current.inside.append(stream)
         try:
             yield
         finally:
-            self._inside.pop()
+            self._current.inside.pop()
 
     @contextmanager
     def _guarded(self, device: object) -> Iterator[None]:
-        self._guards += 1
+        self._current.guards += 1
         try:
             yield
         finally:
-            self._guards -= 1
+            self._current.guards -= 1
 
     @property
     def _side(self) -> LazyStream | None:
         """The copy stream that is current, if one is."""
-        return self._inside[-1] if self._inside else None
+        return self._current.inside[-1] if self._current.inside else None
 
     def _record(self, tensor: torch.Tensor, stream: LazyStream) -> None:
         start = tensor.untyped_storage().data_ptr()
@@ -418,7 +426,7 @@ class LazyCuda:
                     return
 
     def _check_memory(self, op: Op, stream: LazyStream) -> None:
-        if not self._guards:
+        if not self._current.guards:
             self.complaints.append(f"{op.what} was issued while another device was current")
         for span, known in self._owned:
             if stream.name not in known and _overlap([span], [*op.reads, *op.writes]) is not None:
