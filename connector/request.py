@@ -162,6 +162,7 @@ class StatePieces:
         return self._blocks.block_tokens(self.border - 1)
 
 
+_MOST_SPARED: Final = (1 << 20) - 1  # tokens: the daemon's protocol takes no more for one block
 _PREFILL: Final = 64  # tokens: a step that prefills so many measures how long they take
 
 
@@ -195,7 +196,7 @@ class ClosedChain:
         last = blocks.hashes[border - 1]
         own = blocks.hashes[:border] if keeps_blocks else ()
         self.hashes: Sequence[ChainHash] = [*own, *(state_name(last, group) for group in groups)]
-        self.spares = border * blocks.block_size // len(self.hashes)
+        self.spares = min(border * blocks.block_size // len(self.hashes), _MOST_SPARED)
 
     @property
     def tenant(self) -> ChainHash:

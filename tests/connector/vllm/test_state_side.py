@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, MemoryTier, chain_of, fill_slots, hierarchy_of, payload_of, record_of
 
+from kvtier.connector.daemon.wire import MAX_BLOCK_SIZE
 from kvtier.connector.plan import WorkerReport
+from kvtier.connector.request import ClosedChain
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.vllm.requests import StateRequest, TrackedRequest, last_border, owner
 from kvtier.connector.vllm.states import StateSide, exactly
@@ -118,6 +120,14 @@ def test_states_are_weighed_by_all_tokens_before_them(keeps_blocks: bool) -> Non
     rates.computed(tokens, 100.0 * records)
     assert story.asked() == tokens
     story.close()
+
+
+def test_a_state_spares_no_more_than_the_daemons_protocol_takes() -> None:
+    blocks = chain_of(2)
+    assert ClosedChain(blocks, 2, (0,), keeps_blocks=False).spares == 2 * BLOCK_SIZE
+    assert ClosedChain(blocks, 2, (0, 1), keeps_blocks=True).spares == 2 * BLOCK_SIZE // 4
+    long: Any = SimpleNamespace(hashes=blocks.hashes, block_size=1 << 20)
+    assert ClosedChain(long, 2, (0,), keeps_blocks=False).spares < MAX_BLOCK_SIZE
 
 
 def test_states_are_one_chain_beside_the_blocks(story: Story) -> None:
