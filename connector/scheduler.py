@@ -28,6 +28,7 @@ from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Fill
 from kvtier.tiers.pool import Lease, Reservation
 from kvtier.tiers.reuse import RequestEnd
 
+_NO_OVERLAP: Final = Overlap.NONE  # a member of an enum costs a request more than a name
 _LOOK_AGAIN: Final = 0.05  # seconds before a view is searched again: a waiting request is looked up at every step
 _OFFERED: Final = 2.0  # seconds in which a store that got no answer or no slot is retried
 
@@ -398,7 +399,7 @@ class SchedulerSide:
         usable = (known.request.num_tokens - 1) // size
         if usable < len(hashes):
             hashes = hashes[:usable]
-        overlap = Overlap.ALLOWED if self.computes_alone else Overlap.NONE
+        overlap = Overlap.ALLOWED if self.computes_alone else _NO_OVERLAP
         if known.spares:
             size, overlap = known.spares, Overlap.WHOLE
         num_l1 = known.num_l1 if known.num_l1 < len(hashes) else len(hashes)  # `min` is a call

@@ -24,6 +24,7 @@ _LOADS: Final = ("read", "load")  # the directions towards the engine; their tim
 _SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 _MINUTES: Final = 5  # whole ones, besides the one under way
+_TOGETHER: Final = 128  # lookups, or batches moved, that are counted together
 _SHARE: Final = 0.1  # of the blocks offered or looked up that may be lost: as in deploy/prometheus/rules.yml
 LOOKED_UP: Final = "looked up"
 STORED: Final = "stored"
@@ -138,6 +139,9 @@ class Metrics:
         text, bounds = "How long blocks that were evicted had been in the tier", [2.0**power for power in range(64)]
         registry.register(_Histograms("kvtier_evicted_age_seconds", text, self._ages, bounds))
         self._refresh: list[Callable[[], None]] = []
+        # Of each request, not counted yet. Appending needs no lock.
+        self._finds = deque[Found]()
+        self._moves = deque[tuple[str, str, int, float]]()
         # All of them at once: Prometheus computes no rate of a series that does not exist yet.
         self._lookup.values.update({(tier,): 0.0 for tier in lookup_results()})
 
@@ -151,15 +155,13 @@ class Metrics:
 
         These are counted under `missing`, too, and if absent, under their causes.
         """
-        counts = self._lookup.values
-        with self._lock:
-            for tier, num_blocks in found.by_tier.items():
-                counts[tier,] += num_blocks
-            self.losses.count("", LOOKED_UP, found.blocks)
-            if not (num_missing := found.miss):
-                return
-            counts[MISS,] += num_missing
-            if causes and missing is Outcome.ABSENT:
+        self._finds.append(found)
+        if len(self._finds) > _TOGETHER:
+            self._count_up()
+        if not (num_missing := found.miss):
+            return
+        if causes and missing is Outcome.ABSENT:
+            with self._lock:
                 for cause_and_tier, num_blocks in causes.items():
                     self._absent.values[cause_and_tier] += num_blocks
         if missing is not None:
@@ -217,12 +219,9 @@ class Metrics:
 
     def moved(self, tier: str, direction: str, num_bytes: int, seconds: float) -> None:
         """One batch of payload moved between `tier` and the one above; `seconds` is its wall time."""
-        with self._lock:
-            self._bytes.values[tier, direction] += num_bytes
-            if direction in _LOADS:
-                counts = self._load_seconds[tier]
-                counts[bisect_left(_SECONDS, seconds)] += 1
-                counts[-1] += seconds
+        self._moves.append((tier, direction, num_bytes, seconds))
+        if len(self._moves) > _TOGETHER:
+            self._count_up()
 
     def breaker(self, tier: str, direction: str, is_open: bool) -> None:
         """Whether one direction of a tier is detached now."""
@@ -295,7 +294,14 @@ class Metrics:
     @property
     def load_seconds(self) -> float:
         """The time of all batches moved towards the engine."""
+        self._count_up()
         return sum(counts[-1] for counts in [*self._load_seconds.values()])
+
+    @property
+    def wanting(self) -> dict[str, str]:
+        """What there is too little of, and why one thinks so: "file stores", "l2 slots"."""
+        self._count_up()
+        return self.losses.wanting
 
     def _counter(self, name: str, text: str, *labels: str) -> "_Counter":
         self._families.append(Series(name, text, labels, is_counter=True))
@@ -307,9 +313,31 @@ class Metrics:
         self._families.append(Series(name, text, labels, is_counter=False))
         return Gauge(name, text, labels, registry=self._registry)
 
+    def _count_up(self) -> None:
+        """Count what each request adds: many at once, since the lock and the clock cost more than the sums."""
+        with self._lock:
+            num_looked_up, counts = 0, self._lookup.values
+            while self._finds:
+                found = self._finds.popleft()
+                num_looked_up += found.blocks
+                for tier, num_blocks in found.by_tier.items():
+                    counts[tier,] += num_blocks
+                if found.miss:
+                    counts[MISS,] += found.miss
+            if num_looked_up:
+                self.losses.count("", LOOKED_UP, num_looked_up)
+            while self._moves:
+                tier, direction, num_bytes, seconds = self._moves.popleft()
+                self._bytes.values[tier, direction] += num_bytes
+                if direction in _LOADS:
+                    row = self._load_seconds[tier]
+                    row[bisect_left(_SECONDS, seconds)] += 1
+                    row[-1] += seconds
+
     def _refreshed(self) -> None:
         for refresh in self._refresh:
             refresh()
+        self._count_up()
 
 
 class _Counter(Collector):

@@ -277,7 +277,7 @@ class EngineLoop:
         connector = self.engine.connector
         if not isinstance(connector, LocalConnector):
             return {}
-        return {**connector.tiers.wanting, **connector.tiers.metrics.losses.wanting}
+        return {**connector.tiers.wanting, **connector.tiers.metrics.wanting}
 
     # called on the engine's thread
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from kvtier.connector.daemon import ID_BYTES, FrameReader, Hello, Peer, is_trusted, peer_of, wire
 from kvtier.service.explain import RequestLog
 from kvtier.service.node.health import Health, Refusals, Wanting
-from kvtier.service.node.holdings import Buffers, ClientProcesses, HeldCounts, Holdings
+from kvtier.service.node.holdings import Buffers, ClientProcesses, HeldCounts, Holdings, free_large_at_once
 from kvtier.service.node.loop import READABLE, WRITABLE, Listener, Loop, now
 from kvtier.service.node.namespaces import Namespace, Namespaces, Opening
 from kvtier.service.node.peer_server import PeerFeeds, PeerServer
@@ -398,6 +398,7 @@ class Daemon:
         self._listen()
 
     def run(self) -> None:
+        free_large_at_once()
         self.loop.run(self._turn)
 
     def stop(self) -> None:

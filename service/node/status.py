@@ -306,7 +306,7 @@ def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> s
 
 
 def wanting_parts(daemon: Daemon, namespaces: Iterable[Namespace]) -> list[Wanting]:
-    lost = ((each.name, each.hierarchy.metrics.losses.wanting) for each in namespaces)
+    lost = ((each.name, each.hierarchy.metrics.wanting) for each in namespaces)
     too_small = [Wanting(part, f"model {name}: {why}", False) for name, parts in lost for part, why in parts.items()]
     return [*daemon.health.wanting, *too_small]
 

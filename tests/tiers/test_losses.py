@@ -44,7 +44,7 @@ def test_a_tenth_is_none_of_it_is_said_what_helps_and_it_ends() -> None:
 def test_what_helps_is_named(tier: str, reason: Outcome, fix: str) -> None:
     metrics = Metrics()
     metrics.dropped(tier, reason, 3)
-    assert metrics.losses.wanting[f"{tier} stores"].endswith(f"({reason} 3); {fix}")
+    assert metrics.wanting[f"{tier} stores"].endswith(f"({reason} 3); {fix}")
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_what_no_size_and_no_deadline_would_change_is_none(reason: Outcome) -> N
     metrics = Metrics()
     metrics.dropped("l2", reason, 100)
     metrics.missed(reason, 100)
-    assert metrics.losses.wanting == {}
+    assert metrics.wanting == {}
