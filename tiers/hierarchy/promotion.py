@@ -7,15 +7,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from typing import Final
 
-import numpy as np
-
 from kvtier.tiers import BATCH_BYTES, L2, BlockRecord, ChainHash, Metrics, Outcome, checksum
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Pending, ProgressCondition
 from kvtier.tiers.hierarchy.io_queue import IoQueue, Job, JoinedJob
 from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.hierarchy.stores import Sealing
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.pool import Lease, Places, Reservation
+from kvtier.tiers.pool import Lease, Places, Reservation, make_slot_counts
 
 _MOST: Final = 8192  # blocks in one query: a longer chain takes several
 _FIRST_LEASE: Final = 256  # blocks looked up at once; doubled while all are found
@@ -186,11 +184,14 @@ class Promoter:
             is_next, most = False, self._max_waiting
             if self._next_piece is not None:
                 is_next, most = self._is_next(run), self._most(run)
-            if (self._line and not is_next) or self._waited.at_most + len(run) > most:
+            if self._line and not is_next:
                 return None
             lease = self._lease_whole(run)
             if isinstance(lease, Places):
                 return lease
+            if self._waited.at_most + len(run) > most and self._waited.room(run, lease.slots, most) < len(run):
+                lease.release()
+                return None
             if is_next:
                 self._next_piece = None
             claim.run, claim.leases, claim.done, claim.polled_at = run, (lease,), True, self.clock()
@@ -642,28 +643,22 @@ class WaitedBlocks:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._by_slot = np.zeros(num_slots, np.int32)
-        self._count = memoryview(self._by_slot)
+        self._by_slot = make_slot_counts(num_slots)
         self._by_name: Counter[ChainHash] = Counter()
-        self._num_slots = 0  # slots of at least one counted request
         self._uncounted: dict[LocalClaim, None] = {}  # in order of arrival; blocks they share count several times
         self.at_most = 0  # upper bound of `len`: shared blocks count several times until counted one by one
 
     def __len__(self) -> int:
         """Distinct blocks."""
         self._count_all()
-        return self._num_slots + len(self._by_name)
+        return self._by_slot.num_slots + len(self._by_name)
 
     def room(self, run: Sequence[ChainHash], slots: list[int], most: int) -> int:
         """How many leading blocks of a run fit, if all requests may use `most`. `slots`: of its leading blocks."""
         if self.at_most + len(run) <= most:
             return len(run)
         room = most - len(self)
-        if room >= len(run):
-            return len(run)
-        is_new = np.array([name not in self._by_name for name in run])
-        is_new[: len(slots)] &= self._by_slot[slots] == 0
-        return int(np.searchsorted(is_new.cumsum(), max(0, room), "right"))
+        return len(run) if room >= len(run) else self._by_slot.fitting(run, slots, self._by_name, room)
 
     def hold(self, claim: LocalClaim, run: Sequence[ChainHash], slots: list[int]) -> None:
         """Add a request's run; `slots`: of its leading blocks."""
@@ -677,22 +672,20 @@ class WaitedBlocks:
             del self._uncounted[claim]
             self.at_most -= len(claim.held)
             return
-        self.at_most -= self._num_slots + len(self._by_name)
-        for slot in claim.held_slots:
-            self._count[slot] -= 1
-            self._num_slots -= not self._count[slot]
-        names = self._by_name
+        names, by_slot = self._by_name, self._by_slot
+        self.at_most -= by_slot.num_slots + len(names)
+        by_slot.remove(claim.held_slots)
         left = list(map(names.pop, claim.held_names, repeat(0)))  # in C
         if sum(left) > len(left):  # usually no other request has any
             names.update({h: count - 1 for h, count in zip(claim.held_names, left, strict=True) if count > 1})
-        self.at_most += self._num_slots + len(names)
+        self.at_most += by_slot.num_slots + len(names)
 
     def check(self) -> None:
         """Raise AssertionError if the counts are inconsistent."""
-        num_uncounted = sum(len(each.held) for each in self._uncounted)
-        assert self.at_most == num_uncounted + self._num_slots + len(self._by_name), "blocks at most"
-        assert self._num_slots == np.count_nonzero(self._by_slot), "slots in use"
-        assert (self._by_slot >= 0).all(), "a negative count"
+        num_uncounted, by_slot = sum(len(each.held) for each in self._uncounted), self._by_slot
+        assert self.at_most == num_uncounted + by_slot.num_slots + len(self._by_name), "blocks at most"
+        assert by_slot.num_slots == (by_slot.counts > 0).sum(), "slots in use"
+        assert (by_slot.counts >= 0).all(), "a negative count"
         assert all(count > 0 for count in self._by_name.values()), "a name with no request"
 
     def _count_all(self) -> None:
@@ -704,13 +697,11 @@ class WaitedBlocks:
                 known = [name in self._by_name for name in run[: len(slots)]]
                 names = [*(name for name, is_known in zip(run, known, strict=False) if is_known), *names]
                 slots = claim.held_slots = [slot for slot, is_known in zip(slots, known, strict=True) if not is_known]
-            for slot in slots:
-                self._num_slots += not self._count[slot]
-                self._count[slot] += 1
+            self._by_slot.add(slots)
             self._by_name.update(names)
             claim.held_names = names
         self._uncounted.clear()
-        self.at_most = self._num_slots + len(self._by_name)
+        self.at_most = self._by_slot.num_slots + len(self._by_name)
 
 
 @dataclass(eq=False, slots=True)

@@ -24,4 +24,5 @@ from .policy import lease_type as lease_type
 from .policy import make_child_index as make_child_index
 from .policy import make_core as make_core
 from .policy import make_index as make_index
+from .policy import make_slot_counts as make_slot_counts
 from .pool import SlotPool as SlotPool

@@ -1813,6 +1813,61 @@ class Line:
 
 
 @cython.cclass
+class SlotCounts:
+    """How often each slot was added and not removed again. A slot that is not counted raises ValueError, as elsewhere.
+
+    `counts`: `[num_slots]` int32; `num_slots`: those of at least 1.
+    """
+
+    counts = cython.declare(object, visibility="readonly")
+    num_slots = cython.declare(cython.longlong, visibility="readonly")
+    _counts: cython.int[::1]
+
+    def __init__(self, num_slots: cython.Py_ssize_t):
+        self.counts = np.zeros(num_slots, np.int32)
+        self._counts = _view(self.counts)
+        self.num_slots = 0
+
+    @cython.locals(slot=cython.longlong)
+    def add(self, slots: list):
+        """Each slot once more."""
+        for slot in slots:
+            if not 0 <= slot < len(self._counts):
+                raise ValueError(f"slot {slot}: must be from 0 to {len(self._counts) - 1}")
+            self.num_slots += self._counts[slot] == 0
+            self._counts[slot] += 1
+
+    @cython.locals(i=cython.Py_ssize_t, slot=cython.longlong)
+    def fitting(self, names, slots: list, known, room: cython.longlong):
+        """How many leading names fit if `room` more may be counted. `slots`: of the leading ones.
+
+        A name among the `known`, or whose slot is counted, takes no room.
+        """
+        for i in range(len(names)):
+            if i < len(slots):
+                slot = slots[i]
+                if not 0 <= slot < len(self._counts):
+                    raise ValueError(f"slot {slot}: must be from 0 to {len(self._counts) - 1}")
+                if self._counts[slot]:
+                    continue
+            if known and names[i] in known:
+                continue
+            if room <= 0:
+                return i
+            room -= 1
+        return len(names)
+
+    @cython.locals(slot=cython.longlong)
+    def remove(self, slots: list):
+        """Each slot once less."""
+        for slot in slots:
+            if not 0 <= slot < len(self._counts) or self._counts[slot] == 0:
+                raise ValueError(f"slot {slot} is not counted")
+            self._counts[slot] -= 1
+            self.num_slots -= self._counts[slot] == 0
+
+
+@cython.cclass
 class Lease:
     """Protection of blocks from eviction: while it lives, its slots keep their bytes. Made by `SlotPool`.
 

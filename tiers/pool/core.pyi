@@ -1,7 +1,7 @@
 """The types of `core.py`, which is written for Cython."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from threading import Lock
 from types import TracebackType
 
@@ -158,6 +158,14 @@ class Line:
     def remove(self, slots: list[int]) -> None: ...
     def drop_lost(self, first: int, end: int) -> int: ...
     def reset(self) -> None: ...
+
+class SlotCounts:
+    counts: NDArray[np.int32]
+    num_slots: int
+    def __init__(self, num_slots: int) -> None: ...
+    def add(self, slots: list[int]) -> None: ...
+    def fitting(self, names: Sequence[ChainHash], slots: list[int], known: Container[ChainHash], room: int) -> int: ...
+    def remove(self, slots: list[int]) -> None: ...
 
 class Lease:
     hashes: list[ChainHash]

@@ -14,7 +14,7 @@ from kvtier.tiers.pool.changes import NAME_MIX, to_words
 from kvtier.tiers.reuse import MATCH_NAMES, NO_CLASS, ClassifiedEnd, LruShadow, RequestEnd, ReusePredictor
 
 if TYPE_CHECKING:
-    from kvtier.tiers.pool.core import LRU, ChildIndex, Index, Learned, Lease, SlotCore, SlotLists
+    from kvtier.tiers.pool.core import LRU, ChildIndex, Index, Learned, Lease, SlotCore, SlotCounts, SlotLists
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,11 @@ def make_index(num_slots: int) -> "Index":
 def make_child_index(num_slots: int) -> "ChildIndex":
     """An index of parents' names, empty yet, of slots 0 … num_slots - 1."""
     return cast("ChildIndex", form().ChildIndex(num_slots))
+
+
+def make_slot_counts(num_slots: int) -> "SlotCounts":
+    """Counts of slots 0 … num_slots - 1, all 0."""
+    return cast("SlotCounts", form().SlotCounts(num_slots))
 
 
 def make_core(

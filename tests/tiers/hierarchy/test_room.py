@@ -106,6 +106,11 @@ def test_blocks_that_others_hold_take_no_room(hierarchy: Hierarchy) -> None:
     [chain] = chains(hierarchy, 4)
     first, same = ask(hierarchy, chain), ask(hierarchy, chain)
     assert promised(hierarchy, first) == promised(hierarchy, same) == 4
+    third = ask(hierarchy, chain)  # all of it is in L2 by now: promised at once, though the half is used up
+    assert third.promised == 4
+    hierarchy.check(in_use=True)
+    store(hierarchy, other := chain_of(1, first_token=9000))
+    assert ask(hierarchy, other).promised is None  # in L2 too, but not among the blocks that they use
 
 
 def test_slots_that_copies_hold_are_waited_for(hierarchy: Hierarchy, clock: FakeClock) -> None:

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import random
 import sys
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from pools import state_of, store
 from kvtier.tiers.compiled import extension
 from kvtier.tiers.copies.device import BlockPool
 from kvtier.tiers.naming.identity import KVShape
+from kvtier.tiers.pool import core
 from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.lease import Reservation
 from kvtier.tiers.pool.policy import POLICIES
@@ -55,6 +57,11 @@ def made(form: str, kind: Any, *arguments: Any, **options: Any) -> Any:
         pool = kind(*arguments, **options)
     assert type(pool._core).__module__.endswith("core_compiled") == (form == "compiled")
     return pool
+
+
+def type_in(form: str, name: str) -> Any:
+    """A type of the core in that form."""
+    return getattr(core if form == "interpreted" else extension("kvtier.tiers.pool.core_compiled"), name)
 
 
 class Program:
@@ -370,6 +377,31 @@ def test_an_index_and_a_line_refuse_what_they_cannot_hold(form: str) -> None:
             call()
     assert line.drop_lost(-(10**9), 10**9) == 0
     assert index.find_all(name) == [-1, -1, -1, -1]
+
+
+@each_form
+@given(st.lists(st.lists(st.integers(0, NUM_SLOTS - 1), max_size=6), max_size=6), st.data(), st.integers(0, NUM_SLOTS))
+def test_counts_of_slots_are_those_of_a_counter(
+    form: str, added: list[list[int]], data: st.DataObject, room: int
+) -> None:
+    counts = type_in(form, "SlotCounts")(NUM_SLOTS)
+    for slots in added:
+        counts.add(slots)
+    kept = data.draw(st.sets(st.integers(0, len(added) - 1))) if added else set()
+    for number, slots in enumerate(added):
+        if number not in kept:
+            counts.remove(slots)
+    plain = Counter(slot for number in kept for slot in added[number])
+    assert counts.counts.tolist() == [plain[slot] for slot in range(NUM_SLOTS)]
+    assert counts.num_slots == len(plain)
+    names, slots = [bytes([n]) for n in range(5)], data.draw(st.lists(st.integers(0, NUM_SLOTS - 1), max_size=5))
+    known = data.draw(st.sets(st.sampled_from(names)))
+    is_new = [name not in known and not (i < len(slots) and plain[slots[i]]) for i, name in enumerate(names)]
+    fitting = next((i for i in range(5) if sum(is_new[: i + 1]) > room), 5)
+    assert counts.fitting(names, slots, known, room) == fitting
+    for call in (lambda: counts.add([NUM_SLOTS]), lambda: counts.add([-1]), lambda: counts.remove([10**9])):
+        with pytest.raises(ValueError, match="slot"):
+            call()
 
 
 @each_form
