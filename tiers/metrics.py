@@ -32,6 +32,9 @@ _MORE_ROOM: Final = "raise [host] size"
 _FASTER: Final = f'{_MORE_ROOM}, or set [cache] admit_after = "auto"'
 
 
+Causes = Mapping[tuple[str, str], int]
+
+
 class Found(Protocol):
     """What a lookup found: `Attribution`."""
 
@@ -140,7 +143,8 @@ class Metrics:
         registry.register(_Histograms("kvtier_evicted_age_seconds", text, self._ages, bounds))
         self._refresh: list[Callable[[], None]] = []
         # Of each request, not counted yet. Appending needs no lock.
-        self._finds = deque[Found]()
+        self._finds = deque[tuple[Found, Outcome | None, Causes | None]]()
+        self._stores = deque[tuple[str, int]]()
         self._moves = deque[tuple[str, str, int, float]]()
         # All of them at once: Prometheus computes no rate of a series that does not exist yet.
         self._lookup.values.update({(tier,): 0.0 for tier in lookup_results()})
@@ -149,30 +153,25 @@ class Metrics:
         self,
         found: "Found",
         missing: Outcome | None = Outcome.ABSENT,
-        causes: Mapping[tuple[str, str], int] | None = None,
+        causes: Causes | None = None,
     ) -> None:
         """One lookup's blocks, by the tier that had each when it began, and those that none had.
 
         These are counted under `missing`, too, and if absent, under their causes.
         """
-        self._finds.append(found)
+        self._finds.append((found, missing, causes))
         if len(self._finds) > _TOGETHER:
             self._count_up()
-        if not (num_missing := found.miss):
-            return
-        if causes and missing is Outcome.ABSENT:
-            with self._lock:
-                for cause_and_tier, num_blocks in causes.items():
-                    self._absent.values[cause_and_tier] += num_blocks
-        if missing is not None:
-            self.missed(missing, num_missing)
 
     def missed(self, reason: str, num_blocks: int) -> None:
         """Blocks that some tier held or might have held, and that were not served."""
         with self._lock:
-            self._miss.values[reason,] += num_blocks
-            if reason == Outcome.NO_SLOT:
-                self.losses.count("", reason, num_blocks)
+            self._add_missed(reason, num_blocks)
+
+    def _add_missed(self, reason: str, num_blocks: int) -> None:
+        self._miss.values[reason,] += num_blocks
+        if reason == Outcome.NO_SLOT:
+            self.losses.count("", reason, num_blocks)
 
     def ages(self, tier: str, counts: Sequence[int]) -> None:
         """How long the blocks lived that a tier has evicted: a count a bucket of seconds, then the sum of all."""
@@ -189,9 +188,9 @@ class Metrics:
 
     def stored(self, tier: str, num_blocks: int) -> None:
         """Blocks that became findable in a tier."""
-        with self._lock:
-            self._store.values[tier,] += num_blocks
-            self.losses.count(tier, STORED, num_blocks)
+        self._stores.append((tier, num_blocks))
+        if len(self._stores) > _TOGETHER:
+            self._count_up()
 
     def dropped(self, tier: str, reason: str, num_blocks: int) -> None:
         """Blocks that were offered to a tier and not stored."""
@@ -318,14 +317,24 @@ class Metrics:
         with self._lock:
             num_looked_up, counts = 0, self._lookup.values
             while self._finds:
-                found = self._finds.popleft()
+                found, missing, causes = self._finds.popleft()
                 num_looked_up += found.blocks
                 for tier, num_blocks in found.by_tier.items():
                     counts[tier,] += num_blocks
-                if found.miss:
-                    counts[MISS,] += found.miss
+                if not found.miss:
+                    continue
+                counts[MISS,] += found.miss
+                if missing is not None:
+                    self._add_missed(missing, found.miss)
+                if causes and missing is Outcome.ABSENT:
+                    for cause_and_tier, num_blocks in causes.items():
+                        self._absent.values[cause_and_tier] += num_blocks
             if num_looked_up:
                 self.losses.count("", LOOKED_UP, num_looked_up)
+            while self._stores:
+                tier, num_blocks = self._stores.popleft()
+                self._store.values[tier,] += num_blocks
+                self.losses.count(tier, STORED, num_blocks)
             while self._moves:
                 tier, direction, num_bytes, seconds = self._moves.popleft()
                 self._bytes.values[tier, direction] += num_bytes
