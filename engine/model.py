@@ -18,12 +18,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from kvtier.connector.models import cache_option, identity_of, live_model, name_of, rope_limit, weights_of
+from kvtier.connector.models import cache_option, dtype_of, identity_of, live_model, name_of, rope_limit, weights_of
 from kvtier.connector.segments import PAGED_ATTENTION, PackedAttention
 from kvtier.connector.transformers import CacheForm, GoingOn, how_it_goes_on, probe_of
 from kvtier.engine.config import EngineConfig
 from kvtier.tiers import ConfigError, RequestError
-from kvtier.tiers.naming import DTYPE_BYTES, KVProbe, KVShape, ModelIdentity, with_lossy
+from kvtier.tiers.naming import KVProbe, KVShape, ModelIdentity, with_lossy
 
 Expand = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """A layer's expansion: latents and rotated keys, `[1, 1, T, dim]` each, to K and V, `[1, heads, T, head dim]` each."""
@@ -157,7 +157,7 @@ class Model:
             loaded: Any = _auto_of(config).from_pretrained(
                 directory,
                 config=config,
-                dtype=_dtype_of(config, dtype),
+                dtype=dtype_of(config, dtype),
                 attn_implementation=_attention_of(config),
                 local_files_only=True,
                 output_loading_info=True,
@@ -178,7 +178,7 @@ class Model:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             auto, attention = _auto_of(config), _attention_of(config)
-            module = auto.from_config(config, dtype=_dtype_of(config, dtype), attn_implementation=attention)
+            module = auto.from_config(config, dtype=dtype_of(config, dtype), attn_implementation=attention)
         return cls(module.to(_device_of(device)), f"{config.model_type}-random-{seed}")
 
     @property
@@ -328,12 +328,3 @@ def _device_of(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
         raise ConfigError(f'device {name!r}: {str(error).partition(chr(10))[0]}; use "auto"') from error
     return device
-
-
-def _dtype_of(config: PretrainedConfig, dtype: str) -> torch.dtype:
-    if dtype == "auto":
-        return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"dtype {dtype!r}: use one of auto, {', '.join(DTYPE_BYTES)}")
-    chosen: torch.dtype = getattr(torch, dtype)
-    return chosen

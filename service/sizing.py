@@ -15,6 +15,7 @@ from kvtier.tiers.naming import DTYPE_BYTES
 from kvtier.tiers.shared import ClearForm
 
 FORM: Final = 1  # of the JSON: `kvtier_size`
+FP8: Final = "fp8"  # as engines' option for KV says
 _GIB: Final = 1 << 30
 _NO_NAME: Final = bytes(32)
 
@@ -76,43 +77,50 @@ class ModelSize:
 def sizing_of(
     path: Path, rooms: Mapping[str, int], *, block_size: int, dtype: str, tensor_parallel: int, conversation: int
 ) -> ModelSize:
-    """The sizes of the model whose config.json is at `path`. `rooms`: bytes of l2, file, redis. ConfigError."""
-    kind, form = form_of_config(path, block_size, dtype)
+    """The sizes of the model whose config.json is at `path`. `rooms`: bytes of l2, file, redis. ConfigError.
+
+    `dtype` "fp8": the engine keeps a number of KV in one byte, and states as the model has them.
+    """
+    if dtype not in (known := ("auto", FP8, *DTYPE_BYTES)):
+        raise ConfigError(f"--dtype {dtype!r}: use one of {', '.join(known)}")
+    kind, form = form_of_config(path, block_size, "auto" if dtype == FP8 else dtype)
+    item = 1 if dtype == FP8 and form.layers else DTYPE_BYTES[form.dtype]
+    block_bytes = form.num_elements * item
     state_bytes = form.states.num_bytes if form.states is not None else 0
     slots = -(-conversation // block_size) if form.layers else 0
-    slots += -(-state_bytes // form.block_bytes)
-    found = tuple(_room(tier, num_bytes, form, slots) for tier, num_bytes in rooms.items())
-    per_token = form.block_bytes // block_size if form.layers else 0
+    slots += -(-state_bytes // block_bytes)
+    found = tuple(_room(tier, num_bytes, form, block_bytes, slots) for tier, num_bytes in rooms.items())
+    per_token = block_bytes // block_size if form.layers else 0
     return ModelSize(
         kind,
-        form.dtype,
+        dtype if dtype == FP8 else form.dtype,
         len(form.kept),
         block_size,
         per_token,
-        form.block_bytes,
+        block_bytes,
         state_bytes,
         tensor_parallel,
-        _of_each_gpu(form, tensor_parallel),
+        _of_each_gpu(form, tensor_parallel) * item,
         conversation,
         slots,
         found,
     )
 
 
-def _room(tier: str, num_bytes: int, form: CacheForm, slots: int) -> TierRoom:
+def _room(tier: str, num_bytes: int, form: CacheForm, block_bytes: int, slots: int) -> TierRoom:
     if tier == L2:
-        blocks = num_bytes // slot_stride(form.block_bytes)
+        blocks = num_bytes // slot_stride(block_bytes)
     elif tier == "file":
-        blocks = BareSlab(num_bytes, form.block_bytes, form.block_size).num_slots
+        blocks = BareSlab(num_bytes, block_bytes, form.block_size).num_slots
     else:
-        head = ClearForm(_NO_NAME, form.block_bytes, form.block_size).head_bytes
-        blocks = num_bytes // (head + form.block_bytes)
+        head = ClearForm(_NO_NAME, block_bytes, form.block_size).head_bytes
+        blocks = num_bytes // (head + block_bytes)
     tokens = blocks * form.block_size if form.layers else 0
     return TierRoom(tier, num_bytes, blocks, tokens, tokens * _GIB // num_bytes, blocks // slots)
 
 
 def _of_each_gpu(form: CacheForm, num_gpus: int) -> int:
-    """Bytes a token on each: heads are divided, and copied if they are fewer; a latent is on all."""
+    """Numbers a token on each: heads are divided, and copied if they are fewer; a latent is on all."""
     elements = 0
     for plane in (plane for layer in form.layers for plane in layer):
         heads = plane.num_heads
@@ -120,4 +128,4 @@ def _of_each_gpu(form: CacheForm, num_gpus: int) -> int:
             fix = f"use a number that divides {heads}, or a multiple of it"
             raise ConfigError(f"--tensor-parallel {num_gpus}: the model has {heads} KV heads; {fix}")
         elements += max(1, heads // num_gpus) * plane.dim
-    return elements * DTYPE_BYTES[form.dtype]
+    return elements

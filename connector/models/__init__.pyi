@@ -9,7 +9,7 @@ from .checkpoint import (
     revision_of,
 )
 from .computes import without_adapters
-from .hf_model import identity_of, live_model, weights_of
+from .hf_model import dtype_of, identity_of, live_model, weights_of
 from .hf_versions import SHORT_ROPE, cache_option, given_cache, returned_cache, rope_limit
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "cache_option",
     "config_digest_of",
     "config_of",
+    "dtype_of",
     "file_stamps",
     "given_cache",
     "identity_of",

@@ -13,13 +13,13 @@ from kvtier.connector.models.computes import LiveModel, base_state
 from kvtier.connector.models.hf_versions import SHORT_ROPE, rope_limit
 from kvtier.connector.models.ordinary import bytes_of
 from kvtier.tiers import ConfigError
-from kvtier.tiers.naming import KVShape, ModelIdentity, config_digest
+from kvtier.tiers.naming import DTYPE_BYTES, KVShape, ModelIdentity, config_digest
 
 _UNQUANTISED: Final = "load the model unquantised, or as a checkpoint whose quantised weights are plain tensors"
 _ALL_IN_MEMORY: Final = 'load the whole model into memory (a device_map without "disk", and no meta device)'
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def identity_of(
@@ -109,6 +109,20 @@ def is_checkpoint(model: "PreTrainedModel", path: Path) -> bool:
     except (OSError, SafetensorError):
         return False
     return all(_place(weight) in found for weight in weights.values())  # tied weights are saved once
+
+
+def dtype_of(config: "PretrainedConfig", dtype: str) -> torch.dtype:
+    """What a model computes in; "auto": what its configuration says, else that of its text model, else float32.
+
+    ConfigError for what blocks cannot hold.
+    """
+    if dtype == "auto":
+        own = (config.dtype, config.get_text_config(decoder=True).dtype)
+        return next((each for each in own if isinstance(each, torch.dtype)), torch.float32)
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype {dtype!r}: use one of auto, {', '.join(DTYPE_BYTES)}")
+    chosen: torch.dtype = getattr(torch, dtype)
+    return chosen
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from transformers import __version__ as version
 
+from kvtier.connector.models import dtype_of
 from kvtier.connector.transformers.cache_form import CacheForm
 from kvtier.connector.transformers.config_file import CONFIG_FIX, fields_of, read_config
 from kvtier.tiers import ConfigError
-from kvtier.tiers.naming import DTYPE_BYTES
 
 _NEEDED: Final = ("num_hidden_layers", "num_attention_heads", "hidden_size")  # a library's default does not count
 _REAL_BYTES: Final = 2 << 30  # weights of a model that is run in real memory if it cannot be run without
@@ -37,7 +37,7 @@ def form_of_config(path: Path, block_size: int, dtype: str = "auto") -> tuple[st
     _require_told(file, raw, text)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # of the weights only: KV has the compute dtype
-    wanted = _dtype_of(text, dtype)
+    wanted = dtype_of(config, dtype)
     auto: Any = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
     try:
         return config.model_type, replace(_tried(auto, config, wanted), block_size=block_size)
@@ -71,13 +71,3 @@ def _require_told(file: Path, raw: Mapping[str, Any], text: PretrainedConfig) ->
         own = renamed.get(name, name)
         if hasattr(text, name) and names.isdisjoint((name, own)):
             raise ConfigError(f"{file}: {own}: missing; {CONFIG_FIX}")
-
-
-def _dtype_of(config: PretrainedConfig, dtype: str) -> torch.dtype:
-    if dtype == "auto":
-        own = config.dtype
-        return own if isinstance(own, torch.dtype) else torch.float32
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"--dtype {dtype!r}: use one of auto, {', '.join(DTYPE_BYTES)}")
-    chosen: torch.dtype = getattr(torch, dtype)
-    return chosen

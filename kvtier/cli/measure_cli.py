@@ -48,9 +48,14 @@ def size(
     disk: RoomOption = None,
     redis: RoomOption = None,
     conversation: Annotated[int, typer.Option(metavar="NUMBER", min=1, help="Tokens of one.")] = 8192,
-    block_tokens: Annotated[int, typer.Option(metavar="NUMBER", min=1, max=1 << 20, help="Tokens of a block.")] = 16,
+    block_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="NUMBER", min=1, max=1 << 20, help="Tokens of a block; else [cache] block_size's default."
+        ),
+    ] = None,
     tensor_parallel: Annotated[int, typer.Option(metavar="NUMBER", min=1, help="GPUs that divide the model.")] = 1,
-    dtype: Annotated[str, typer.Option(metavar="NAME", help="Of the KV; auto is the model's own.")] = "auto",
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="Of the KV: auto is the model's own; or fp8.")] = "auto",
     as_json: JsonOption = False,
 ) -> None:
     given = {"l2": ("--memory", memory), "file": ("--disk", disk), "redis": ("--redis", redis)}
@@ -65,7 +70,12 @@ def size(
     from kvtier.service import sizing_of
 
     found = sizing_of(
-        model, rooms, block_size=block_tokens, dtype=dtype, tensor_parallel=tensor_parallel, conversation=conversation
+        model,
+        rooms,
+        block_size=block_tokens or configuration.CacheConfig().block_size,
+        dtype=dtype,
+        tensor_parallel=tensor_parallel,
+        conversation=conversation,
     )
     show(found.json, table_of(found.table), as_json=as_json)
     if memory is not None and rooms["l2"] > (here := host.limits()).most:

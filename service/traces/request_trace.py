@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,13 +104,13 @@ def mooncake(fields: Fields) -> TraceLine:
     if hint is not None and hint not in HINTS:
         raise FormatError(f"hint {hint!r:.40}: use one of {', '.join(HINTS)}")
     return TraceLine(
-        timestamp=_optional("timestamp", fields) or 0,
+        timestamp=_milliseconds("timestamp", fields) or 0,
         input_length=input_length,
         output_length=_optional("output_length", fields) or 0,
         hash_ids=ids,
         block_size=_optional("block_size", fields, least=1),
         answer_ids=None if answer is None else _ids("answer_ids", answer),
-        ended=_optional("ended", fields),
+        ended=_milliseconds("ended", fields),
         hint=hint,
         tenant=_optional("tenant", fields),
         has_time=fields.get("timestamp") is not None,
@@ -172,6 +173,12 @@ def _count(name: str, value: object, least: int = 0) -> int:
     if type(value) is not int or not least <= value < _MAX_NUMBER:
         raise FormatError(f"{name}: {'missing' if value is None else f'not a whole number from {least} on'}")
     return value
+
+
+def _milliseconds(name: str, fields: Fields) -> int | None:
+    """Whole ones: some writers give floats. None if the field is missing."""
+    value = fields.get(name)
+    return _optional(name, {name: math.floor(value)} if isinstance(value, float) and math.isfinite(value) else fields)
 
 
 def _ids(name: str, value: object) -> tuple[int, ...]:

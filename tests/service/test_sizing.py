@@ -10,7 +10,9 @@ import pytest
 from _architectures import ARCHITECTURES
 from command_rig import kvtier
 from extent import brief
+from transformers import AutoConfig
 
+from kvtier.connector.models import dtype_of
 from kvtier.connector.transformers.cache_form import CacheForm
 from kvtier.connector.transformers.config_form import form_of_config
 from kvtier.service.sizing import sizing_of
@@ -69,7 +71,9 @@ def test_what_memory_and_disk_hold_is_what_the_tiers_have_room_for(tmp_path: Pat
 
 def test_the_verb_tells_a_large_model_without_its_weights(tmp_path: Path) -> None:
     saved(tmp_path, LLAMA_8B)
-    ended = kvtier("size", tmp_path / "config.json", "--memory", "64GiB", "--disk", "1TiB", "--json")
+    ended = kvtier(
+        "size", tmp_path / "config.json", "--memory", "64GiB", "--disk", "1TiB", "--block-tokens", 16, "--json"
+    )
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout)
     assert (told["bytes_per_token"], told["block_bytes"], told["layers"]) == (131072, 2 << 20, 32)
@@ -79,7 +83,23 @@ def test_the_verb_tells_a_large_model_without_its_weights(tmp_path: Path) -> Non
     }  # fmt: skip
     assert [each["tier"] for each in told["rooms"]] == ["l2", "file"]
     shown = kvtier("size", tmp_path, columns="120").stdout
-    assert "131,072 bytes of KV a token, 2,097,152 a block; 32 layers keep it" in " ".join(shown.split())
+    assert "blocks of 64 tokens" in shown
+    assert "131,072 bytes of KV a token, 8,388,608 a block; 32 layers keep it" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_a_dtype_counts_beside_the_text_model_or_inside(tmp_path: Path, outside: bool) -> None:
+    """In Gemma 3's own files it stands beside."""
+    config = ROWS["gemma3-vl"].make_config()
+    text = {**config.get_text_config().to_dict(), "dtype": None if outside else "bfloat16"}
+    whole = {**config.to_dict(), "text_config": text, "dtype": "bfloat16" if outside else None}
+    path = saved(tmp_path, {name: value for name, value in whole.items() if value is not None})
+    size = sizing_of(path, {}, **SIZES)
+    assert size.dtype == "bfloat16"
+    assert str(dtype_of(AutoConfig.from_pretrained(path), "auto")) == "torch.bfloat16"  # the engine's
+    eighth = sizing_of(path, {"l2": 1 << 30}, **{**SIZES, "dtype": "fp8"})
+    assert (eighth.dtype, 2 * eighth.block_bytes) == ("fp8", size.block_bytes)
+    assert 2 * eighth.gpu_bytes_per_token == size.gpu_bytes_per_token
 
 
 @pytest.mark.parametrize(
@@ -96,7 +116,7 @@ def test_the_verb_tells_a_large_model_without_its_weights(tmp_path: Path) -> Non
         ({"text_config": {"hidden_size": 1.5}}, [], "hidden_size 1.5: not a whole number"),
         ({"intermediate_size": 10**30}, [], "no model can be made of it"),
         ({}, ["--tensor-parallel", 3], "--tensor-parallel 3: the model has 8 KV heads"),
-        ({}, ["--dtype", "int3"], "--dtype 'int3': use one of auto, "),
+        ({}, ["--dtype", "int3"], "--dtype 'int3': use one of auto, fp8, "),
         ({}, ["--memory", "lots"], '--memory "lots"'),
         ({}, ["--memory", "5"], '--memory "5": 5 bytes are less than a block of any model; did you mean "5GiB"?'),
         ({}, ["--redis", "0"], '--redis "0": outside 1 byte to 1PiB'),

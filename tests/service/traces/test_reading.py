@@ -32,6 +32,8 @@ def written(path: Path, *lines: object) -> Path:
         (json.dumps(GOOD | {"timestamp": -1}).encode(), "timestamp: not a whole number"),
         (json.dumps(GOOD | {"timestamp": 4}).encode(), "timestamp 4 is before the 5 of the line above"),
         (json.dumps(GOOD | {"timestamp": True}).encode(), "timestamp: not a whole number"),
+        (json.dumps(GOOD | {"timestamp": -0.5}).encode(), "timestamp: not a whole number"),
+        (b'{"timestamp": NaN, "input_length": 100, "hash_ids": [0]}', "timestamp: not a whole number"),
         (json.dumps(GOOD | {"input_length": 1.5}).encode(), "input_length: not a whole number"),
         (json.dumps(GOOD | {"input_length": None}).encode(), "input_length: missing"),
         (json.dumps(GOOD | {"input_length": 1}).encode(), "hash_ids: 2 blocks for an input_length of 1 tokens"),
@@ -84,6 +86,12 @@ def test_any_bytes_are_lines_or_an_error_with_a_number(lines: list[bytes]) -> No
     finally:
         path.unlink()
     assert complaint.startswith(f"{path}:")
+
+
+def test_times_may_be_floats(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(GOOD | {"timestamp": time}) + "\n" for time in (0.0, 27.9, 1e3)))
+    assert [line.timestamp for line in load_lines(path)] == [0, 27, 1000]
 
 
 def test_compressed_traces_are_read_and_broken_ones_told(tmp_path: Path) -> None:
