@@ -116,7 +116,8 @@ object_bandwidth:
   same, GET into L2, verified, a server that costs little | ^GET.*in memory | An object store's reads
   same, moto's server | ^GET.*moto
 peers_bandwidth:
-  node to node, 32 KiB – 8 MiB, 1 and 2 threads × a bare socket |  | Node to node
+  node to node, 32 KiB – 8 MiB, 1 and 2 threads × a bare socket | threads?: × | Node to node
+  same, by NIXL over shared memory | by NIXL | Node to node
 # engines
 ttft:
   our engine, time to first token, 1,024 – 8,192 tokens: cold ÷ L2 | L2

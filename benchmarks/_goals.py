@@ -187,6 +187,7 @@ object_bandwidth:
 peers_bandwidth:
   × bare >= 0.8 | blocks of {block KiB} KiB, 1 thread: × a bare socket | threads=1
   × bare >= 0.8 | blocks of {block KiB} KiB, 2 threads: × a bare socket | threads=2
+  NIXL × bare >= 0.8 | blocks of {block KiB} KiB, {threads} thread(s), by NIXL: × a bare socket
 router_overhead:
   bytes a block <= 300 | indexed: {what}, MB | and CPU
   ms <= 2 | router's CPU ms of a {what} | request of 32768

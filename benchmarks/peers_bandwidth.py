@@ -7,7 +7,10 @@ looks at them. Blocks are lent again and again, so the lender has their tags but
 connection, with the same options, and ask for a batch at a time. With two threads, as the hierarchy reads, each has a
 connection of its own.
 
-Both sides take turns. Ratios are of two passes of one round, and their median counts. CPU seconds are those of both
+Where NIXL is installed, "NIXL" is the same store with [peers] transport "nixl": UCX reads the slots out of the other
+process's memory, here by the kernel. Both check as much as before.
+
+All take turns. Ratios are of two passes of one round, and their median counts. CPU seconds are those of both
 ends, which share this machine's cores: half of them, on two cores, is the least time a GB can take. The last columns
 are what one core computes, of blocks of that size; HMAC and Poly1305 are what the tag is not.
 """
@@ -33,11 +36,11 @@ from _report import parser, progress, report
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 
 from kvtier.service.node import PeerServer
-from kvtier.tiers import BlockRecord, ChainHash, checksum
+from kvtier.tiers import BlockRecord, ChainHash, ConfigError, checksum
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import Hierarchy, open_hierarchy
 from kvtier.tiers.host import slot_stride
-from kvtier.tiers.peers import PeersStore, prepare, receive_into, send, wire
+from kvtier.tiers.peers import PeersStore, load_nixl, prepare, receive_into, send, wire
 
 FINGERPRINT: Final = b"peers bandwidth".ljust(32, b".")
 FOREVER: Final = 600.0  # seconds
@@ -75,7 +78,9 @@ def lend(block_bytes: int, config: Config, told: int, _: int) -> None:
     names = names_of(slots)
     hierarchy = holding(shape, len(names), records_of(names, slots.checksums), slots.sources)
     peer_server = PeerServer(config.peers)
-    peer_server.lend(hierarchy, FINGERPRINT, shape)
+    lent = peer_server.lend(hierarchy, FINGERPRINT, shape)
+    while config.peers.transport == "nixl" and lent.memory() is None:
+        time.sleep(0.01)
     bare = socket.create_server(("127.0.0.1", 0))
     os.write(told, f"{peer_server.address} {bare.getsockname()[1]}\n".encode())
     views = [hierarchy.host.region.slot(slot) for slot in hierarchy.host.pool.lease(names).slots]
@@ -104,9 +109,12 @@ class PeersBench(Race):
         self.slots, self.names, self.num_threads, self.peer_server = slots, names_of(slots), num_threads, peer_server
         self.num_batches = max(2, num_bytes // slots.batch_bytes // num_threads)  # of each thread
         self.into = [slots.more(slots.per_batch) for _ in range(num_threads)]
-        self.store = PeersStore.open(config, FINGERPRINT, slot_bytes=slots.block_bytes, block_size=16)
+        self.stores = {"ours": PeersStore.open(config, FINGERPRINT, slot_bytes=slots.block_bytes, block_size=16)}
+        if has_nixl():
+            other = config.model_copy(update={"peers": config.peers.model_copy(update={"transport": "nixl"})})
+            self.stores["NIXL"] = PeersStore.open(other, FINGERPRINT, slot_bytes=slots.block_bytes, block_size=16)
         deadline = time.monotonic() + FOREVER
-        while not self.store.stats()["answering"]:
+        while not all(store.stats()["answering"] for store in self.stores.values()):
             assert time.monotonic() < deadline, "no peer"
             time.sleep(0.01)
         self.bare = [socket.create_connection(("127.0.0.1", port)) for _ in range(num_threads)]
@@ -114,14 +122,16 @@ class PeersBench(Race):
             prepare(connection)
 
     def run(self, rounds: int) -> Row:
-        """Both by turns; the first round warms up and counts for nothing."""
-        turns = {"ours": partial(self.timed, self.read), "bare": partial(self.timed, self.receive)}
+        """All by turns; the first round warms up and counts for nothing."""
+        turns = {name: partial(self.timed, partial(self.read, store)) for name, store in self.stores.items()}
+        turns["bare"] = partial(self.timed, self.receive)
         self.speeds |= in_turns(turns, rounds, warm_up=1)
         return self.row()
 
     def timed(self, work: Callable[[int], None]) -> Speed:
         """One pass, of all threads; CPU time is of this process and the other one."""
-        assert self.store.locate(self.names) == len(self.names)
+        for store in self.stores.values():
+            assert store.locate(self.names) == len(self.names)
 
         def both_ends() -> float:
             return time.process_time() + cpu_seconds(self.peer_server)
@@ -130,11 +140,11 @@ class PeersBench(Race):
             moved = self.num_threads * self.num_batches * self.slots.batch_bytes
             return speed_of(lambda: list(threads.map(work, range(self.num_threads))), moved, both_ends)
 
-    def read(self, thread: int) -> None:
+    def read(self, store: PeersStore, thread: int) -> None:
         per_batch = self.slots.per_batch
         for number in range(self.num_batches):
             first = number % NUM_BATCHES * per_batch
-            results = self.store.read(self.names[first : first + per_batch], self.into[thread])
+            results = store.read(self.names[first : first + per_batch], self.into[thread])
             assert all(isinstance(result, BlockRecord) for result in results), f"a read failed: {set(results)}"
 
     def receive(self, thread: int) -> None:
@@ -162,6 +172,7 @@ class PeersBench(Race):
             "× bare": self.ratio("ours", "bare"),
             "CPU s/GB": self.cpu("ours"),
             "bare CPU s/GB": self.cpu("bare"),
+            **self.nixl(),
             **{
                 f"{name} GB/s": self.slots.batch_bytes
                 / 1e9
@@ -170,16 +181,43 @@ class PeersBench(Race):
             },
         }
 
+    def nixl(self) -> Row:
+        """Of the other transport, if it is there."""
+        if "NIXL" not in self.stores:
+            return {}
+        return {
+            "NIXL GB/s": self.rate("NIXL"),
+            "NIXL × bare": self.ratio("NIXL", "bare"),
+            "NIXL CPU s/GB": self.cpu("NIXL"),
+        }
+
     def close(self) -> None:
         """Hang up."""
-        self.store.close()
+        for store in self.stores.values():
+            store.close()
         for connection in self.bare:
             connection.close()
 
 
-def configured(key: Path, *nodes: str) -> Config:
+def has_nixl() -> bool:
+    """Whether NIXL is installed."""
+    try:
+        load_nixl()
+    except ConfigError:
+        return False
+    return True
+
+
+def configured(key: Path, *nodes: str, **options: str) -> Config:
     """As patient as it takes."""
-    peers = {"key_file": key, "nodes": nodes, "deadline": "20s", "connect_timeout": "20s", "listen": "127.0.0.1:0"}
+    peers = {
+        **options,
+        "key_file": key,
+        "nodes": nodes,
+        "deadline": "20s",
+        "connect_timeout": "20s",
+        "listen": "127.0.0.1:0",
+    }
     return Config.model_validate({"peers": peers})
 
 
@@ -190,7 +228,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         key = key_file(directory)
         for block_kib in [128, 2048] if given.quick else [32, 128, 512, 2048, 8192]:
-            with forked(partial(lend, block_kib << 10, configured(key))) as (line, _, peer_server):
+            lender = configured(key, transport="nixl" if has_nixl() else "tcp")
+            with forked(partial(lend, block_kib << 10, lender)) as (line, _, peer_server):
                 address, _, port = line.partition(" ")
                 for num_threads in (1, 2):
                     progress(f"blocks of {block_kib} KiB, {num_threads} threads")

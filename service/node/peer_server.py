@@ -2,11 +2,13 @@
 
 import logging
 import os
+import select
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Final
 
@@ -16,9 +18,9 @@ from kvtier import tiers
 from kvtier.service import Crowd, events
 from kvtier.tiers import L2, TIERS, BlockRecord, BlockShape, ChainHash, ConfigError, Outcome, checksum, peers
 from kvtier.tiers.config import EventsConfig, PeersConfig
-from kvtier.tiers.hierarchy import Hierarchy
+from kvtier.tiers.hierarchy import Hierarchy, begun
 from kvtier.tiers.naming import KVProbe
-from kvtier.tiers.peers import AnnouncedNames, EventsAt, PeerFailed, send, wire
+from kvtier.tiers.peers import AnnouncedNames, EventsAt, PeerFailed, RemoteMemory, send, wire
 from kvtier.tiers.pool import Lease
 
 _log = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ class LentModel:
         num_slots = hierarchy.host.pool.num_slots
         self._tags = np.zeros((num_slots, peers.TAG_BYTES), np.uint8)  # of the block in each slot …
         self._tagged = np.full(num_slots, -1, np.int64)  # … of this generation
+        self._memory: Future[RemoteMemory] | None = None  # what lets borrowers read these slots
         self._idle = threading.Condition()
         self._users: set[socket.socket] = set()  # connections whose question about it is being answered
         self._closed = False
@@ -75,6 +78,26 @@ class LentModel:
                 self._users.discard(connection)
                 self._idle.notify_all()
 
+    def offer_memory(self) -> None:
+        """Register the slots for borrowers with transport "nixl", which takes a second. They are sent if it fails."""
+
+        def register() -> RemoteMemory:
+            memory = RemoteMemory()
+            memory.register(self.hierarchy.host.region.slot(0))
+            return memory
+
+        self._memory = begun("kvtier-nixl", register)
+        self._memory.add_done_callback(_warn_of_failure)
+
+    def memory(self, seconds: float = 0.0) -> RemoteMemory | None:
+        """What borrowers read, once it is registered; None: they get blocks over the connection."""
+        if self._memory is None:
+            return None
+        try:
+            return self._memory.result(seconds)
+        except (TimeoutError, ConfigError, PeerFailed):
+            return None
+
     def tag_of(self, session: wire.PeerSession, slot: int, generation: int, head: bytes, payload: memoryview) -> bytes:
         """The tag of a leased block, computed once while it stays in its slot."""
         if self._tagged[slot] == generation:
@@ -94,6 +117,8 @@ class LentModel:
                 _shut(connection)
             if not self._idle.wait_for(lambda: not self._users, max(0.0, deadline - time.monotonic())):
                 _log.warning("[peers] a block is still being sent after %g s", _CLOSE_SECONDS)
+        if (memory := self.memory(_CLOSE_SECONDS)) is not None:
+            memory.close()
 
 
 class PeerServer:
@@ -110,6 +135,8 @@ class PeerServer:
         self._config = config
         self._node = node or wire.own_node()
         self._key = wire.shared_key(config.key_file)
+        if config.transport == "nixl":
+            peers.load_nixl()
         self._lock = threading.Condition()  # guards what follows; never held across I/O
         self.counts: Counter[str] = Counter()
         self._models: dict[bytes, LentModel] = {}
@@ -128,6 +155,8 @@ class PeerServer:
 
     def lend(self, hierarchy: Hierarchy, fingerprint: bytes, sizes: BlockShape) -> LentModel:
         model = LentModel(hierarchy, fingerprint, sizes, self._forget)
+        if self._config.transport == "nixl":
+            model.offer_memory()
         with self._lock:
             self._models[fingerprint] = model
         return model
@@ -234,6 +263,8 @@ class PeerServer:
         rest = peers.receive(connection, session.question_bytes(words), deadline)
         verb, names = session.read_question(words, rest)
         model = self._models.get(session.blocks.fingerprint)
+        if verb is wire.PeerVerb.DONE:
+            return
         if verb is wire.PeerVerb.KV_PROBE:
             session.note_probe(names)
             is_other = model is not None and not model.is_alike(session)
@@ -250,11 +281,20 @@ class PeerServer:
                 send(connection, [session.answer(verb, len(names), flags)], deadline)
             elif verb is wire.PeerVerb.EVENTS:
                 send(connection, [session.answer(verb, 1, model.events().pack())], deadline)
+            elif verb is wire.PeerVerb.MEMORY:
+                memory = model.memory()
+                metadata = b"" if memory is None else memory.metadata
+                whole = metadata.ljust(peers.METADATA_BYTES, b"\0")
+                send(connection, [session.answer(verb, len(metadata), whole)], deadline)
             else:
-                self._lend_blocks(connection, session, model, names)
+                self._lend_blocks(connection, session, model, names, verb)
 
     def _send_none(self, connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, num: int) -> None:
-        nothing = {wire.PeerVerb.HELD: bytes(num), wire.PeerVerb.EVENTS: EventsAt().pack()}.get(verb, b"")
+        nothing = {
+            wire.PeerVerb.HELD: bytes(num),
+            wire.PeerVerb.EVENTS: EventsAt().pack(),
+            wire.PeerVerb.MEMORY: bytes(peers.METADATA_BYTES),
+        }.get(verb, b"")
         answer = session.answer(verb, num if verb is wire.PeerVerb.HELD else 0, nothing)
         send(connection, [answer], time.monotonic() + self._config.deadline)
 
@@ -265,7 +305,12 @@ class PeerServer:
         return flags
 
     def _lend_blocks(
-        self, connection: socket.socket, session: wire.PeerSession, model: LentModel, names: Sequence[ChainHash]
+        self,
+        connection: socket.socket,
+        session: wire.PeerSession,
+        model: LentModel,
+        names: Sequence[ChainHash],
+        verb: wire.PeerVerb,
     ) -> None:
         slot_bytes = session.blocks.slot_bytes
         most = max(1, min(len(names), tiers.BATCH_BYTES // slot_bytes))
@@ -273,12 +318,15 @@ class PeerServer:
         with self._room(most * slot_bytes, deadline) as has_room:
             if not has_room:
                 self._note("no_room")
-                self._send_none(connection, session, wire.PeerVerb.LEND, len(names))
+                self._send_none(connection, session, verb, len(names))
                 return
             with model.hierarchy.host.pool.lease(names[:most]) as lease:
                 lent = self._leading(model, lease) if model.is_lent else []
-                send(connection, [session.answer(wire.PeerVerb.LEND, len(lent))], deadline)
-                self._send(connection, session, model, lent, deadline)
+                send(connection, [session.answer(verb, len(lent))], deadline)
+                if verb is wire.PeerVerb.LEND:
+                    self._send(connection, session, model, lent, deadline)
+                elif lent:
+                    self._send_places(connection, session, model, lent, deadline)
         with self._lock:
             self.counts["blocks"] += len(lent)
             self.counts["bytes"] += len(lent) * slot_bytes
@@ -317,6 +365,31 @@ class PeerServer:
                 parts = []
         send(connection, parts, deadline)
 
+    @staticmethod
+    def _send_places(
+        connection: socket.socket,
+        session: wire.PeerSession,
+        model: LentModel,
+        lent: Sequence[tuple[BlockRecord, int, int]],
+        deadline: float,
+    ) -> None:
+        """Send where blocks lie, and keep them until the borrower is done. If it ends instead, one may be corrupt."""
+        host, parts = model.hierarchy.host, list[bytes]()
+        for record, slot, generation in lent:
+            payload, head = host.region.slot(slot), session.pack_head(record)
+            address = wire.ADDRESS.pack(np.frombuffer(payload, np.uint8).ctypes.data)
+            parts += [head, address, model.tag_of(session, slot, generation, head, payload)]
+        send(connection, parts, deadline)
+        poll = select.poll()
+        poll.register(connection.fileno(), select.POLLIN)
+        if not poll.poll(max(0.0, 1e3 * (deadline - time.monotonic()))):
+            raise PeerFailed(Outcome.TIMEOUT, "timeout")
+        if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+            for record, slot, _ in lent:
+                if checksum(host.region.slot(slot)) != record.checksum:
+                    host.pool.evict([record.chain_hash], Outcome.CHECKSUM)
+            raise PeerFailed(Outcome.IO_ERROR, "hung_up")
+
     @contextmanager
     def _room(self, num_bytes: int, deadline: float) -> Iterator[bool]:
         """Wait until so many bytes may be lent beside all others; False if the deadline passes first."""
@@ -338,6 +411,11 @@ class PeerServer:
     def _note(self, event: str) -> None:
         with self._lock:
             self.counts[event] += 1
+
+
+def _warn_of_failure(registered: "Future[RemoteMemory]") -> None:
+    if (error := registered.exception()) is not None:
+        _log.warning("[peers] blocks are sent over tcp: %s", error)
 
 
 def _shut(connection: socket.socket) -> None:

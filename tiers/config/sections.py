@@ -171,6 +171,10 @@ class PeersConfig(Section):
         ge=1,
         le=100_000_000,
     )
+    transport: Literal["tcp", "nixl"] = option(
+        "tcp",
+        "nixl: read blocks from the other node's memory by NIXL (RDMA), over tcp if it has none; in a closed network",
+    )
     connect_timeout: Time = option("100ms", "longest a connection may take to open")
     deadline: Time = option("250ms", "longest a batch may take, besides its size over bandwidth")
     bandwidth: ByteSize = option("50MB", "bytes per second a batch is given time for")

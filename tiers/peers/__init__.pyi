@@ -3,6 +3,9 @@ from .following import FEEDS as FEEDS
 from .following import AnnouncedNames as AnnouncedNames
 from .following import NamesRoom as NamesRoom
 from .link import EventsAt as EventsAt
+from .one_sided import METADATA_BYTES as METADATA_BYTES
+from .one_sided import RemoteMemory as RemoteMemory
+from .one_sided import load_nixl as load_nixl
 from .peer import address_text as address_text
 from .store import RESETS as RESETS
 from .store import PeersStore as PeersStore

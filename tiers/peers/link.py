@@ -14,6 +14,7 @@ from typing import Final
 
 from kvtier.tiers import BlockRecord, ChainHash, Outcome, checksum
 from kvtier.tiers.peers import wire
+from kvtier.tiers.peers.one_sided import METADATA_BYTES, RemoteMemory
 from kvtier.tiers.peers.stream import TAG_BYTES, PeerFailed, prepare, receive, receive_into, send
 from kvtier.tiers.peers.wire import Greeting, LentBlocks, PeerSession, PeerVerb, ProtocolError
 
@@ -106,6 +107,7 @@ class PeerLink:
         self._connection = connection
         self._session = session
         self.compared_probe: bytes | None = None  # the KV probe that the peer found equal to its own
+        self._memory: tuple[RemoteMemory, str] | None = None  # what reads the peer's memory, and its name there
 
     @classmethod
     def opened(cls, address: tuple[str, int], key: bytes, blocks: LentBlocks, seconds: float) -> "PeerLink":
@@ -133,12 +135,16 @@ class PeerLink:
 
     def close(self) -> None:
         self._connection.close()
+        if self._memory is not None:
+            memory, name = self._memory
+            self._memory = None
+            memory.disconnect(name)
 
     def fileno(self) -> int:
         return self._connection.fileno()
 
     def ask(self, verb: PeerVerb, names: Sequence[ChainHash], deadline: float) -> None:
-        """Send a request; `read_held`, `read_events` or `read_blocks` reads the reply."""
+        """Send a request; `read_held` or `read_events` reads the reply."""
         send(self._connection, [self._session.question(verb, names)], deadline)
 
     def read_held(self, num_names: int, deadline: float) -> list[bool]:
@@ -166,20 +172,67 @@ class PeerLink:
         except ProtocolError as wrong:
             raise _wrong(wrong) from None
 
+    def read_from(self, memory: RemoteMemory, deadline: float) -> bool:
+        """Read blocks by `memory` from now on, if the peer offers its own."""
+        self.ask(PeerVerb.MEMORY, [self._session.blocks.fingerprint], deadline)
+        size = wire.WORDS_BYTES + METADATA_BYTES + wire.PROOF_BYTES
+        count, metadata = self._read(PeerVerb.MEMORY, receive(self._connection, size, deadline), METADATA_BYTES)
+        if count:
+            self._memory = memory, memory.connect(metadata[:count])
+        return bool(count)
+
+    @property
+    def reads_memory(self) -> bool:
+        return self._memory is not None
+
+    def ask_blocks(self, names: Sequence[ChainHash], deadline: float) -> None:
+        """Send the request that `read_blocks` reads the reply of."""
+        self.ask(PeerVerb.LEND if self._memory is None else PeerVerb.PLACES, names, deadline)
+
     def read_blocks(
         self, names: Sequence[ChainHash], into: Sequence[memoryview], report: ReportBlock, deadline: float
     ) -> None:
         """Read and verify blocks: name, tag, checksum. EVICTED if the peer has one no more; else PeerFailed."""
+        verb = PeerVerb.LEND if self._memory is None else PeerVerb.PLACES
         count, _ = self._read(
-            PeerVerb.LEND, receive(self._connection, wire.WORDS_BYTES + wire.PROOF_BYTES, deadline), len(names)
+            verb, receive(self._connection, wire.WORDS_BYTES + wire.PROOF_BYTES, deadline), len(names)
         )
+        if self._memory is None:
+            self._read_stream(names[:count], into, report, deadline)
+        elif count:
+            self._read_places(self._memory, names[:count], into[:count], report, deadline)
+        for position in range(count, len(names)):
+            report(position, Outcome.EVICTED)
+
+    def _read_places(
+        self,
+        read_by: tuple[RemoteMemory, str],
+        names: Sequence[ChainHash],
+        into: Sequence[memoryview],
+        report: ReportBlock,
+        deadline: float,
+    ) -> None:
+        memory, peer = read_by
+        session, head_bytes = self._session, self._session.head_bytes
+        places = memoryview(receive(self._connection, len(names) * session.place_bytes, deadline))
+        rows = [places[at : at + session.place_bytes] for at in range(0, len(places), session.place_bytes)]
+        addresses = [wire.ADDRESS.unpack_from(row, head_bytes)[0] for row in rows]
+        memory.read(peer, addresses, into, deadline)
+        # Verified before the lender may use the slots again: it checks its blocks if the connection ends first.
+        for position, (row, payload) in enumerate(zip(rows, into, strict=True)):
+            report(position, self._verified(names[position], row[:head_bytes], payload, row[-TAG_BYTES:]))
+        self.ask(PeerVerb.DONE, [session.blocks.fingerprint], deadline)
+
+    def _read_stream(
+        self, names: Sequence[ChainHash], into: Sequence[memoryview], report: ReportBlock, deadline: float
+    ) -> None:
         session, tag_bytes = self._session, TAG_BYTES
         head_bytes, slot_bytes = session.head_bytes, session.blocks.slot_bytes
         group = max(1, _GROUP_BYTES // slot_bytes)
         around = memoryview(bytearray(group * (head_bytes + tag_bytes)))
         step = head_bytes + tag_bytes
-        for first in range(0, count, group):
-            positions = range(first, min(first + group, count))
+        for first in range(0, len(names), group):
+            positions = range(first, min(first + group, len(names)))
             buffers = []
             for i, position in enumerate(positions):
                 at = i * step
@@ -188,8 +241,6 @@ class PeerLink:
             for i, position in enumerate(positions):
                 head, payload, tag = buffers[3 * i : 3 * i + 3]
                 report(position, self._verified(names[position], head, payload, tag))
-        for position in range(count, len(names)):
-            report(position, Outcome.EVICTED)
 
     def _verified(self, name: ChainHash, head: memoryview, payload: memoryview, tag: memoryview) -> BlockRecord:
         if not hmac.compare_digest(bytes(tag), self._session.tag(head, payload)):

@@ -172,6 +172,13 @@ class OtherNode:
         for link in links:
             link.close()
 
+    def close_ready(self) -> None:
+        """Close connections that are not in use: later ones are new."""
+        with self._lock:
+            links, self._ready = self._ready, []
+        for link in links:
+            link.close()
+
     def close(self) -> None:
         """Close all connections; one in use is closed afterwards."""
         with self._lock:

@@ -12,6 +12,7 @@ from kvtier.tiers import BlockRecord, Breaker, ChainHash, Direction, Outcome, Ti
 from kvtier.tiers.config import Config
 from kvtier.tiers.peers.following import AnnouncedNames, Following
 from kvtier.tiers.peers.link import PeerLink, as_they_answer
+from kvtier.tiers.peers.one_sided import RemoteMemory
 from kvtier.tiers.peers.peer import OtherNode, PeerAddress, PeerAddresses, address_text
 from kvtier.tiers.peers.stream import PeerFailed
 from kvtier.tiers.peers.wire import MAX_NAMES, LentBlocks, PeerVerb, shared_key
@@ -65,6 +66,7 @@ _OTHER_KV: Final = (
     "[peers] the node at %s computes other KV under this model's name, by another release of a library or by code that "
     "was replaced: nothing is borrowed from such nodes"
 )
+_BY_STREAM: Final = 60.0  # seconds until a peer's memory is tried again
 _NAME_LIFETIME: Final = 30.0  # seconds until a known name expires
 _LOOK_UP_EVERY: Final = 10.0  # seconds between two look-ups of the nodes' addresses
 _HELD_TIME: Final = 0.02  # seconds beyond the deadline for all replies that have begun to arrive, …
@@ -96,6 +98,8 @@ class PeersStore(Tier):
         self._holders = KnownNames[PeerAddress](_NAME_LIFETIME)  # by the replies of peers
         self._following = Following(config.peers, blocks.fingerprint)
         self._probe: bytes | None = None  # our model's KV probe; None: it was not computed
+        self._memory = RemoteMemory() if config.peers.transport == "nixl" else None
+        self._by_stream_until: dict[PeerAddress, float] = {}  # peers whose memory could not be read
         self._warned_other_kv = False
         self._peers: dict[PeerAddress, OtherNode] = {}  # replaced whole, by the maintenance thread alone
         self._counts = OutcomeCounts()  # and failures of former peers
@@ -225,6 +229,8 @@ class PeersStore(Tier):
         self._following.close()
         for peer in self._peers.values():
             peer.close()
+        if self._memory is not None:
+            self._memory.close()
 
     @property
     def _is_off(self) -> bool:
@@ -321,7 +327,7 @@ class PeersStore(Tier):
             wanted = positions[:MAX_NAMES]  # a request has no room for more
             try:
                 link = peer.connection(deadline)
-                link.ask(PeerVerb.LEND, [hashes[position] for position in wanted], deadline)
+                link.ask_blocks([hashes[position] for position in wanted], deadline)
                 reads[link] = _PeerRead(peer, positions, hinted.intersection(wanted))
             except PeerFailed as failed:
                 outcome = self._fail(peer, link, failed)
@@ -349,6 +355,8 @@ class PeersStore(Tier):
         try:
             link.read_blocks([hashes[p] for p in wanted], [into[p] for p in wanted], report, deadline)
         except PeerFailed as failed:  # blocks received before are good
+            if failed.reason == "nixl":
+                self._by_stream_until[peer.address] = time.monotonic() + _BY_STREAM
             for position in left:
                 results[position] = failed.outcome
             if is_late:
@@ -359,6 +367,8 @@ class PeersStore(Tier):
                 return  # it does not show whether blocks are there
         else:
             peer.put_back(link, has_sent=True)
+            if not link.reads_memory and self._may_try_memory(peer.address):
+                peer.close_ready()  # the next one tries again
         if hinted:  # which of them were other blocks, or missing
             hints = [(hashes[p], results[p] in WRONG) for p in wanted if p in hinted]
             self._following.judge(peer.address, hints)
@@ -424,4 +434,22 @@ class PeersStore(Tier):
                     raise
                 opened = link()  # a peer of a release without probes
         opened.compared_probe = probe
+        return opened if self._memory is None else self._with_memory(opened, self._memory, address, deadline)
+
+    def _with_memory(self, opened: PeerLink, memory: RemoteMemory, address: PeerAddress, deadline: float) -> PeerLink:
+        """The connection reads the peer's memory, if it offers that and could lately be read."""
+        if not self._may_try_memory(address):
+            return opened
+        try:
+            reads = opened.read_from(memory, deadline)
+        except PeerFailed as failed:
+            opened.close()
+            self._by_stream_until[address] = time.monotonic() + _BY_STREAM
+            if failed.reason not in ("hung_up", "nixl"):
+                raise
+            return self._connect(address, deadline - time.monotonic())  # a peer of a release without it
+        self._by_stream_until[address] = 0.0 if reads else time.monotonic() + _BY_STREAM
         return opened
+
+    def _may_try_memory(self, address: PeerAddress) -> bool:
+        return self._memory is not None and time.monotonic() >= self._by_stream_until.get(address, 0.0)

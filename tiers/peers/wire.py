@@ -13,6 +13,10 @@ little-endian:
 KV_PROBE compares models: the borrower's packed KV probe in place of names, filled up with zeros. If the lender's model
 computes otherwise, the number is 1, and it sends no blocks on this connection. Releases without it hang up.
 
+MEMORY is for [peers] transport "nixl": behind the number, NIXL's metadata of the lender's memory, filled up with zeros;
+the number is its length, or 0: none. Then PLACES is asked in place of LEND: of each block come head, address (u64) and
+tag. The lender keeps the blocks until the next question, which may be DONE: it has no answer.
+
 A proof is HMAC-SHA256 under a key of the connection alone, over its message and the number of the question. A tag is
 a MAC over head and payload, under a key made from the shared one and the fingerprint (`BlockTags`). A block that is
 sent again has its tag already. Nothing is encrypted.
@@ -30,7 +34,7 @@ from typing import Final
 
 from kvtier.tiers import BlockRecord, ChainHash, ConfigError, FormatError, derive, install_command, load_key
 from kvtier.tiers.naming import PROBE_BYTES, KVProbe
-from kvtier.tiers.peers.stream import BlockTags
+from kvtier.tiers.peers.stream import TAG_BYTES, BlockTags
 
 MAGIC: Final = b"kvtier peers 1\r\n"
 NONCE_BYTES: Final = 32
@@ -46,6 +50,7 @@ _WORDS: Final = Struct("<BxxxI")  # verb, number
 HELLO_BYTES: Final = _HELLO.size + PROOF_BYTES
 WELCOME_BYTES: Final = _WELCOME.size + PROOF_BYTES
 WORDS_BYTES: Final = _WORDS.size
+ADDRESS: Final = Struct("<Q")
 _SEED: Final = os.urandom(NODE_BYTES)
 
 
@@ -61,6 +66,9 @@ class PeerVerb(IntEnum):
     LEND = 2  # these blocks
     EVENTS = 3  # where are this node's KV events of the model (whose fingerprint is the one name)?
     KV_PROBE = 4  # does this node's model compute the same KV as these names, a KV probe, say?
+    MEMORY = 5  # how is this node's memory read (of the model whose fingerprint is the one name)?
+    PLACES = 6  # where do these blocks lie?
+    DONE = 7  # the places of the last answer are not needed any more
 
 
 _VERBS: Final = frozenset(PeerVerb)
@@ -123,6 +131,7 @@ class PeerSession:
         self._tags = BlockTags(derive(key, b"blocks" + blocks.fingerprint))
         self._head = Struct(f"<{HASH_BYTES}s{HASH_BYTES}sIQ{4 * blocks.block_size}s")
         self.head_bytes = self._head.size
+        self.place_bytes = self._head.size + ADDRESS.size + TAG_BYTES
         self.number = 0  # of the current question, or the last one
         self.probe: KVProbe | None = None  # at the lender: the KV probe of the borrower's model, if it sent one
         self.compared: tuple[KVProbe, bool] | None = None  # … and whether the lender's model computes that, too
