@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 _ROOT: Final = Path(__file__).resolve().parent.parent
+_WIDE: Final = 240  # columns of a pipe or file: rich takes 80, and folds
 RESULTS: Final = _ROOT / "benchmarks" / "results"
 
 
@@ -127,6 +128,8 @@ def _write(document: Mapping[str, object]) -> None:
 
 def _print_tables(name: str, rows: Sequence[SavedRow], targets: Sequence[Target], setup: SavedRow) -> None:
     console = Console()
+    if not (console.is_terminal or "COLUMNS" in os.environ):
+        console.width = _WIDE
     caption = "  ·  ".join(f"{what} {value}" for what, value in setup.items()) or None
     title = f"{name}  ·  {machine()['cpu']}, {machine()['cores']} cores  ·  {commit()}"
     for kind in _of_one_kind(rows):
@@ -134,7 +137,7 @@ def _print_tables(name: str, rows: Sequence[SavedRow], targets: Sequence[Target]
         columns = list(dict.fromkeys(key for row in kind for key in row))
         for column in columns:
             numeric = all(isinstance(row.get(column), int | float | None) for row in kind)
-            table.add_column(column, justify="right" if numeric else "left")
+            table.add_column(column, justify="right" if numeric else "left", overflow="fold")
         for row in kind:
             table.add_row(*(_cell(row.get(column)) for column in columns))
         console.print(table)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from kvtier.service import Table
 
 
+_WIDE: Final = 240  # columns of a pipe or file: rich takes 80, and folds
+
 V = TypeVar("V")
 
 
@@ -91,7 +93,10 @@ def show(value: object, table: "RenderableType", *, as_json: bool) -> None:
     else:
         from rich.console import Console
 
-        Console().print(table)
+        console = Console()
+        if not (console.is_terminal or "COLUMNS" in os.environ):
+            console.width = _WIDE
+        console.print(table)
 
 
 def table_of(table: "Table") -> "RenderableType":
