@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 _ROOT: Final = Path(__file__).resolve().parent.parent
-_WIDE: Final = 240  # columns of a pipe or file: rich takes 80, and folds
+_DEFAULT: Final = 80  # columns that rich takes for a pipe or file, in which tables fold
+_WIDE: Final = 240  # … and what they take
 RESULTS: Final = _ROOT / "benchmarks" / "results"
 
 
@@ -128,7 +129,7 @@ def _write(document: Mapping[str, object]) -> None:
 
 def _print_tables(name: str, rows: Sequence[SavedRow], targets: Sequence[Target], setup: SavedRow) -> None:
     console = Console()
-    if not (console.is_terminal or "COLUMNS" in os.environ):
+    if not console.is_terminal and console.width == _DEFAULT:
         console.width = _WIDE
     caption = "  ·  ".join(f"{what} {value}" for what, value in setup.items()) or None
     title = f"{name}  ·  {machine()['cpu']}, {machine()['cores']} cores  ·  {commit()}"

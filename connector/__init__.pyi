@@ -2,7 +2,17 @@ from .chat import AS_SENT, ChatPrefix, hint_in, is_cache_mark, named_line
 from .local import LocalConnector, open_apart, open_tiers
 from .overlapped import OverlappedLoad
 from .plan import CopyOp, StepPlan, WorkerReport
-from .request import Answered, BlockChain, ClosedChain, ConnectedRequest, Request, StatePieces, best_child, prefill_of
+from .request import (
+    Answered,
+    BlockChain,
+    ClosedChain,
+    ClosedRequest,
+    ConnectedRequest,
+    Request,
+    StatePieces,
+    best_child,
+    prefill_of,
+)
 from .scheduler import ConnectorUpdate, SchedulerSide
 from .turn import Turn, Turns
 from .worker import WorkerSide
@@ -13,6 +23,7 @@ __all__ = [
     "BlockChain",
     "ChatPrefix",
     "ClosedChain",
+    "ClosedRequest",
     "ConnectedRequest",
     "ConnectorUpdate",
     "CopyOp",

@@ -214,6 +214,19 @@ class ClosedChain:
 
 
 @dataclass(slots=True)
+class ClosedRequest:
+    """The target of a lookup: a request's blocks up to a border, and the states there. All of it, or nothing."""
+
+    request_id: str
+    chain: ClosedChain
+
+    @property
+    def num_tokens(self) -> int:
+        """One more than the records have: all of them may be promised."""
+        return len(self.chain.hashes) * self.chain.block_size + 1
+
+
+@dataclass(slots=True)
 class PartialChain:
     """A `BlockChain` of one partial block, without the blocks before it."""
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from kvtier.connector import ClosedChain, StatePieces
+from kvtier.connector import ClosedChain, ClosedRequest, StatePieces
 from kvtier.engine.admission import WINDOW, Admissible, Admission
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.offload import NoOffload
@@ -57,23 +57,10 @@ class StateKeeper(Protocol):
 
 
 @dataclass(slots=True)
-class BorderRequest:
-    """The target of a lookup: a request's blocks up to a border, and the states there. All of it, or nothing."""
-
-    request_id: str
-    chain: ClosedChain
-
-    @property
-    def num_tokens(self) -> int:
-        """One more than the records have: all of them may be promised."""
-        return len(self.chain.hashes) * self.chain.block_size + 1
-
-
-@dataclass(slots=True)
 class RequestStates:
     """The lookups and states of one request, until it loses its blocks."""
 
-    closed: BorderRequest | None = None  # the tiers' current claim
+    closed: ClosedRequest | None = None  # the tiers' current claim
     has_guessed: bool = False  # its last border was claimed, though no tier of this node has it
     num_lost: int = 0  # borders that were promised and lost
     limit: int | None = None  # the last border that may still be claimed
@@ -286,7 +273,7 @@ class StateBorders:
         self._held.release_request(blocks)
         self._connector.store_chain(sequence.request_id, pieces, blocks)
 
-    def _claimed(self, sequence: Sequence, usable: list[ChainHash], num_l1: int, first: int) -> BorderRequest | None:
+    def _claimed(self, sequence: Sequence, usable: list[ChainHash], num_l1: int, first: int) -> ClosedRequest | None:
         """The last border from `first` on that this node's tiers have; if there is none, once the prompt's last one."""
         connector, states = self._connector, self.of[sequence.request_id]
         assert not isinstance(connector, NoOffload)
@@ -308,9 +295,9 @@ class StateBorders:
         chain = ClosedChain(sequence.chain, border, groups, keeps_blocks=self.traits.keeps_blocks)
         if not self.traits.keeps_blocks:
             chain.block_size = border * self._size  # the tokens that a piece saves
-        return BorderRequest(sequence.request_id, chain)
+        return ClosedRequest(sequence.request_id, chain)
 
-    def _in_all(self, closed: BorderRequest, start: int) -> int:
+    def _in_all(self, closed: ClosedRequest, start: int) -> int:
         """The tokens of a complete promise, after `start` blocks of L1."""
         return (len(closed.chain.hashes) - start) * closed.chain.block_size
 

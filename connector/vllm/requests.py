@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, overload
 
 from huggingface_hub import try_to_load_from_cache
 
-from kvtier.connector import Answered, BlockChain, ClosedChain, hint_in, prefill_of
+from kvtier.connector import Answered, BlockChain, ClosedRequest, hint_in, prefill_of
 from kvtier.connector.daemon import RemoteTiers
 from kvtier.connector.models import ToolCalls, load_tokenizer
 from kvtier.connector.vllm.keys import AheadChain, OwnChain, VllmChain
@@ -39,6 +39,11 @@ _MARK: Final = "\0"  # in the ids derived from a request's; vLLM's ids have none
 def owner(request_id: str) -> str:
     """The vLLM request that a `ClosedRequest` or `StateRequest` with this id belongs to."""
     return request_id.partition(_MARK)[0]
+
+
+def closed_id(request_id: str, border: int) -> str:
+    """The id of the lookup of this request's blocks and states up to a border."""
+    return f"{request_id}{_MARK}{border}"
 
 
 class StateChain:
@@ -151,30 +156,6 @@ class StateRequest:
     @classmethod
     def of(cls, request_id: str, blocks: BlockChain, groups: Sequence[int]) -> "StateRequest":
         return cls(f"{request_id}{_MARK}states", StateChain(blocks, groups))
-
-
-@dataclass(frozen=True, slots=True)
-class ClosedRequest:
-    """The target of a lookup: a request's blocks up to a border, and the states there. All of it, or nothing."""
-
-    request_id: str
-    chain: ClosedChain
-
-    @classmethod
-    def of(
-        cls, request_id: str, blocks: BlockChain, border: int, groups: Sequence[int], *, keeps_blocks: bool = True
-    ) -> "ClosedRequest":
-        """`keeps_blocks`: the model keeps K and V, too."""
-        return cls(f"{request_id}{_MARK}{border}", ClosedChain(blocks, border, groups, keeps_blocks=keeps_blocks))
-
-    @property
-    def border(self) -> int:
-        return self.chain.border
-
-    @property
-    def num_tokens(self) -> int:
-        """One more than the records have: all of them may be promised."""
-        return len(self.chain.hashes) * self.chain.block_size + 1
 
 
 def last_border(

@@ -7,14 +7,14 @@ blocks up to there are stored, and the state of every such group at it.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvtier.connector import SchedulerSide
+from kvtier.connector import ClosedChain, ClosedRequest, SchedulerSide
 from kvtier.connector.vllm.requests import (
     NULL,
-    ClosedRequest,
     StateRequest,
     Tables,
     TrackedRequest,
     UnnamedStates,
+    closed_id,
     last_border,
 )
 from kvtier.tiers.hierarchy import Attribution, Pending
@@ -54,7 +54,7 @@ class StateSide:
         first = row.num_l1_tokens // self._size
         if row.gives_up:
             return 0
-        if row.closed is None or row.closed.border <= first:
+        if row.closed is None or row.closed.chain.border <= first:
             self.release(row)
             usable = min(len(row.chain.hashes), (row.num_tokens - 1) // self._size)
             among = range(first + 1, usable + 1)
@@ -65,14 +65,13 @@ class StateSide:
             if not border:
                 self._count_misses(row, usable)
                 return 0
-            row.closed = ClosedRequest.of(
-                row.request_id, row.chain, border, self._groups, keeps_blocks=self._keeps_blocks
-            )
+            chain = ClosedChain(row.chain, border, self._groups, keeps_blocks=self._keeps_blocks)
+            row.closed = ClosedRequest(closed_id(row.request_id, border), chain)
         closed = row.closed
         promised = self._side.lookup(closed, row.num_l1_tokens if self._keeps_blocks else 0, spares=closed.chain.spares)
         if isinstance(promised, Pending):
             return promised
-        num_blocks = row.closed.border - first
+        num_blocks = row.closed.chain.border - first
         num_records = len(self._groups) + (num_blocks if self._keeps_blocks else 0)
         if promised == num_records * self._size:
             return num_blocks * self._size
@@ -85,10 +84,10 @@ class StateSide:
         if closed is None:
             row.gives_up = True
             return 0
-        at = self._at(row.tables, closed.border)
+        at = self._at(row.tables, closed.chain.border)
         in_all = len(at) * self._size + (num_tokens if self._keeps_blocks else 0)
-        is_whole = row.num_l1_tokens + num_tokens == closed.border * self._size and NULL not in at
-        blocks = [*range(closed.border if self._keeps_blocks else 0), *self._exact(at)]
+        is_whole = row.num_l1_tokens + num_tokens == closed.chain.border * self._size and NULL not in at
+        blocks = [*range(closed.chain.border if self._keeps_blocks else 0), *self._exact(at)]
         loading = self._side.allocated(closed.request_id, blocks, in_all if is_whole else 0)
         row.gives_up = loading != in_all
         return 0 if row.gives_up else num_tokens
@@ -158,7 +157,7 @@ class StateSide:
 
     def targets(self, row: TrackedRequest) -> list[int]:
         """The workers' blocks that the request's states are loaded to, encoded by `exactly`."""
-        return self._exact(self._at(row.tables, row.closed.border)) if row.closed is not None else []
+        return self._exact(self._at(row.tables, row.closed.chain.border)) if row.closed is not None else []
 
     def release(self, row: TrackedRequest) -> None:
         """Cancel the request's promise."""

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from kvtier.service import Table
 
 
-_WIDE: Final = 240  # columns of a pipe or file: rich takes 80, and folds
+_DEFAULT: Final = 80  # columns that rich takes for a pipe or file, in which tables fold
+_WIDE: Final = 240  # … and what they take
 
 V = TypeVar("V")
 
@@ -94,7 +95,7 @@ def show(value: object, table: "RenderableType", *, as_json: bool) -> None:
         from rich.console import Console
 
         console = Console()
-        if not (console.is_terminal or "COLUMNS" in os.environ):
+        if not console.is_terminal and console.width == _DEFAULT:
             console.width = _WIDE
         console.print(table)
 
