@@ -9,7 +9,8 @@
 #   make test-dynamo  NVIDIA Dynamo's KV indexer reads our events
 #   make test-ray     our application on a real Ray cluster of several nodes' processes
 #   make test-compose the cluster of docker-compose.yml in real containers: killed, filled, rolled; root, Debian
-#   make test-sglang  a real SGLang, likewise; test-vllm-0.33: vLLM's next release on this one's CPU kernels
+#   make test-sglang  a real SGLang, likewise; test-vllm-0.33: vLLM's next release on this one's CPU kernels;
+#                     test-vllm-newest: likewise, the newest that the package index has
 #   make compiled     build the extension modules anew, after a change of one's source
 #   make lint         ruff, the architecture test, rules of pages, figures and deployment files, whether the site builds
 #   make types        strict mypy on the product, and the types of tests, benchmarks and .ci by pyrefly
@@ -48,11 +49,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # The stamp's name changes with what was asked for and with where it stands: a virtual environment can't be moved.
 STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml hatch_build.py .ci/setup .ci/constraints.txt .ci/venv-with-torch; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
 
-.PHONY: help setup demo demo-rag beside compiled test test-all quick coverage test-vllm test-vllm-all test-vllm-0.33 test-sglang test-dynamo test-ray test-compose lint types check docs dist format bench gpu gpu-bundle \
+.PHONY: help setup demo demo-rag beside compiled test test-all quick coverage test-vllm test-vllm-all test-vllm-0.33 test-vllm-newest test-sglang test-dynamo test-ray test-compose lint types check docs dist format bench gpu gpu-bundle \
 	soak kills crash-images fuzz clean
 
 help:
-	sed -n '3,23s/^# *//p' Makefile
+	sed -n '3,24s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -103,10 +104,15 @@ coverage: beside
 
 # Their libraries warn of much: here a warning is no error. vLLM's stories run three at a time, SGLang's want the machine.
 # test-vllm has one of each class, as `make test` does; the others run whole.
-test-vllm test-vllm-0.33: ENGINE_ARGS = -n 3 --dist worksteal
-test-vllm-all test-vllm-0.33 test-sglang test-ray: export TEST_ALL = 1
+test-vllm test-vllm-0.33 test-vllm-newest: ENGINE_ARGS = -n 3 --dist worksteal
+test-vllm-all test-vllm-0.33 test-vllm-newest test-sglang test-ray: export TEST_ALL = 1
 test-vllm-all: test-vllm
-test-vllm test-vllm-0.33 test-sglang test-ray: test-%:
+test-vllm-newest: tests/interop/requirements-vllm-newest.txt
+tests/interop/requirements-vllm-newest.txt: setup
+	newest=$$($(VENV)/bin/python -m pip index versions vllm 2>/dev/null | sed -n '1s/.*(\(.*\))/\1/p')
+	sed "1s/.*/# vLLM $$newest, written by make test-vllm-newest/; s/vllm==.*/vllm==$$newest/" \
+		tests/interop/requirements-vllm-0.33.txt > $@
+test-vllm test-vllm-0.33 test-vllm-newest test-sglang test-ray: test-%:
 	.ci/beside-engine $*
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-$*/bin/python -m pytest -W default \
 		tests/interop/test_pins.py $(wildcard tests/interop/test_$(firstword $(subst -, ,$*))*.py) $(ENGINE_ARGS)

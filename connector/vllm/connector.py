@@ -28,17 +28,18 @@ try:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError as error:
-    raise ImportError(f"kvtier.connector.vllm needs vLLM 0.32 or 0.33 beside it ({error}); pip install vllm") from error
+    raise ImportError(f"kvtier.connector.vllm needs vLLM from 0.32 on ({error}); pip install vllm") from error
 
 from kvtier.connector import open_tiers
 from kvtier.connector.vllm.identity import fingerprint, identity, name_instead
+from kvtier.connector.vllm.interface import require_supported_version
 from kvtier.connector.vllm.keys import ServedAdapters, watch_engine_core
 from kvtier.connector.vllm.messages import LAST_REPORTS, CopyReports, StepMessage
 from kvtier.connector.vllm.options import VllmOptions, warn_of_policy
 from kvtier.connector.vllm.plugin import register
 from kvtier.connector.vllm.requests import AnswerReader
 from kvtier.connector.vllm.scheduler import SchedulerHalf
-from kvtier.connector.vllm.slot_plan import require_supported_version, slot_order, slot_plan, warn_of_order, why_none
+from kvtier.connector.vllm.slot_plan import slot_order, slot_plan, warn_of_order, why_none
 from kvtier.connector.vllm.worker import WorkerHalf
 from kvtier.tiers import Metrics, Series
 from kvtier.tiers.copies import CopyWays
@@ -135,12 +136,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     before it writes the block again (`StepMessage.fences`). That costs a wait only if a block is reused within
     milliseconds, and it never keeps memory from requests.
 
-    Raises ConfigError if this model or this version of vLLM cannot be served correctly.
+    Raises ConfigError if this model or this version of vLLM (`interface.py`) cannot be served correctly.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        require_supported_version()
+        require_supported_version(KVTierConnector)
         options = VllmOptions.of(self._kv_transfer_config.kv_connector_extra_config)
         order = slot_order(options.order, vllm_config, kv_cache_config)
         plan = replace(slot_plan(vllm_config, kv_cache_config, canonical=options.keys == "kvtier"), order=order)

@@ -24,7 +24,6 @@ from kvtier.connector.vllm.slot_plan import (
     is_uneven,
     layer_index,
     layer_specs,
-    require_supported_version,
     specs_of_group,
 )
 from kvtier.connector.vllm.slots import SlotPlan
@@ -250,7 +249,6 @@ def native_identity(config: VllmConfig, spec: "OffloadingSpec", revision: str | 
 
     Raises ConfigError for block hashes that no other process can reproduce, and for weights without a name.
     """
-    require_supported_version()
     model: Any = config.model_config
     digest = config_digest(model.hf_config.to_dict())
     parallel, heads = spec.config.parallel, model.get_total_num_kv_heads()

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
-import vllm
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
@@ -77,17 +76,6 @@ def is_sliding(spec: Any) -> bool:
 
 def layer_index(name: str) -> int:
     return int(extract_layer_index(name))
-
-
-SUPPORTED: Final = ((0, 32), (0, 34))  # from, below: releases whose connector interface this code is written for
-
-
-def require_supported_version() -> None:
-    """Raise ConfigError if this version of vLLM is not supported."""
-    numbers = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2] if part.isdigit())
-    if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
-        oldest, newest = (".".join(map(str, version)) for version in SUPPORTED)
-        raise ConfigError(f"vLLM {vllm.__version__}: this kvtier works with {oldest} up to below {newest}; install one")
 
 
 def require_supported(vllm_config: Any) -> None:

@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvtier.connector.vllm.identity import engine_config, native_identity
+from kvtier.connector.vllm.interface import require_supported_version
 from kvtier.connector.vllm.slot_plan import why_none
 from kvtier.connector.vllm.tier_jobs import StoreOrder, TierJobs
 from kvtier.tiers import ChainHash, ConfigError, Metrics, Outcome
@@ -123,6 +124,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         Raises ConfigError, and FormatError and StoreLocked from the slab, for errors that the user must fix.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        require_supported_version(KVTierSecondaryTier)
         config = _configuration(tier_type, options)
         self.locality = _locality(tier_type, options)
         engine = engine_config(offloading_spec)

@@ -11,13 +11,20 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 import torch
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched import output
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec, MLAAttentionSpec
 from vllm_rig import Engine, make_checkpoint, tiers
 
+from kvtier.connector.vllm import interface
 from kvtier.connector.vllm import slot_plan as vllm_slot_plan
+from kvtier.connector.vllm.connector import KVTierConnector
 from kvtier.connector.vllm.identity import hash_scheme, identity
-from kvtier.connector.vllm.slot_plan import require_supported_version, slot_plan
+from kvtier.connector.vllm.interface import changed_parts, require_supported_version
+from kvtier.connector.vllm.slot_plan import slot_plan
 from kvtier.connector.vllm.slots import engine_blocks
+from kvtier.connector.vllm.tier import KVTierSecondaryTier
 from kvtier.tiers.config.sections import CacheConfig
 from kvtier.tiers.errors import ConfigError
 
@@ -49,12 +56,51 @@ def plan_of(*arguments: Any, canonical: bool = False, **options: Any) -> Any:
     return slot_plan(*configs(*arguments, **options), canonical=canonical)
 
 
-def test_another_version_is_refused_with_both_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_supported_version()
-    for version in ("0.31.2", "0.34.0", "1.0.0+cpu"):
+def test_every_part_of_this_vllm_that_is_used_is_found() -> None:
+    assert [*changed_parts(KVTierConnector)] == [*changed_parts(KVTierSecondaryTier)] == []
+
+
+def test_an_old_version_is_refused_and_a_new_one_that_has_all_parts_is_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    require_supported_version(KVTierConnector)
+    assert not caplog.records
+    monkeypatch.setattr(vllm, "__version__", "0.31.2")
+    with pytest.raises(ConfigError, match=r"vLLM 0\.31\.2: this kvtier needs 0\.32 or newer; install one below 0\.34"):
+        require_supported_version(KVTierConnector)
+    for version in ("0.34.0", "1.0.0+cpu"):
         monkeypatch.setattr(vllm, "__version__", version)
-        with pytest.raises(ConfigError, match=rf"vLLM {version.replace('+', '.')}: this kvtier works with 0\.32 up to"):
-            require_supported_version()
+        for _ in range(2):
+            require_supported_version(KVTierConnector)
+    assert [record.args for record in caplog.records] == [("0.34.0", "0.34"), ("1.0.0+cpu", "0.34")]
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "named"),
+    [
+        (KVConnectorBase_V1, "get_num_new_matched_tokens", lambda self, request, num, more: None, "request, num, more"),
+        (KVTierConnector, "__abstractmethods__", frozenset(["swap"]), "KVTierConnector lacks the new method swap"),
+        (
+            kv_cache_utils,
+            "hash_block_tokens",
+            lambda function, tokens: None,
+            "hash_block_tokens takes function, tokens",
+        ),
+        (kv_cache_utils, "hash_block_tokens", None, "kv_cache_utils:hash_block_tokens is gone"),
+        (output, "SchedulerOutput", int, "output:SchedulerOutput.num_scheduled_tokens is gone"),
+        (interface, "_FIELDS", "\nvllm.nothing:Request request_id\n", "vllm.nothing:Request is gone"),
+    ],
+)
+def test_what_a_new_version_changed_is_named(
+    monkeypatch: pytest.MonkeyPatch, place: Any, name: str, value: Any, named: str
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+    monkeypatch.setattr(place, name, value)
+    with pytest.raises(ConfigError) as refused:
+        require_supported_version(KVTierConnector)
+    assert str(refused.value).startswith("vLLM 0.34.0: changed in what kvtier uses: ")
+    assert named in str(refused.value)
+    assert str(refused.value).endswith("; install one below 0.34, or a newer kvtier")
 
 
 @pytest.mark.parametrize(
