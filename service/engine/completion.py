@@ -11,7 +11,17 @@ from typing import Final
 from kvtier.engine import FinishReason, TokenLogprobs
 from kvtier.service import Json, request_id
 from kvtier.service.engine.loop import EngineLoop, LiveRequest, PromptSource, SequenceInput, SequenceUpdate
-from kvtier.service.openai import AnswerPart, CallReader, Detokenizer, OpenAIError, TokenTexts, ToolCall, overlap
+from kvtier.service.openai import (
+    AnswerPart,
+    CallReader,
+    Detokenizer,
+    MessagesBody,
+    OpenAIError,
+    ResponsesBody,
+    TokenTexts,
+    ToolCall,
+    overlap,
+)
 
 # --- how likely an answer's tokens were ------------------------------------------------------------------------------
 
@@ -90,7 +100,7 @@ class AnswerText:
     """Tokens in, text out. Holds back text that may begin a stop string until it is certain."""
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
-        self.is_stopped = False  # a stop string was found: no more text is sent
+        self.stopped_by: str | None = None  # the stop string that was found: no more text is sent
         self._detokenizer, self._stops = detokenizer, stops
         self._held = ""
 
@@ -103,12 +113,13 @@ class AnswerText:
         return ready
 
     def _release(self, piece: str) -> str:
-        if self.is_stopped:
+        if self.stopped_by is not None:
             return ""
         text = self._held + piece
-        stopped_at = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
-        if stopped_at is not None:
-            self.is_stopped, self._held = True, ""
+        found = min(((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
+        if found is not None:
+            stopped_at, self.stopped_by = found
+            self._held = ""
             return text[:stopped_at]
         num_held = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - num_held :]
@@ -128,6 +139,7 @@ class Piece:
     is_first: bool
     logprobs: Json | None = None
     calls: tuple[ToolCall, ...] = ()  # of tools
+    stopped_by: str | None = None  # the stop string that ended it
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +161,7 @@ def _chat_choice(piece: Piece) -> Json:
     message: Json = {"role": "assistant", "content": piece.text or (None if piece.calls else ""), "refusal": None}
     if piece.calls:
         message["tool_calls"] = [call.content for call in piece.calls]
-    return {"index": piece.index, "message": message, "logprobs": piece.logprobs, "finish_reason": piece.finish_reason}
+    return {"index": piece.index, "message": message, "logprobs": piece.logprobs, **_end_of(piece)}
 
 
 def _chat_delta(piece: Piece) -> Json:
@@ -158,7 +170,13 @@ def _chat_delta(piece: Piece) -> Json:
     if piece.calls:
         text["tool_calls"] = [{"index": call.index, **call.content} for call in piece.calls]
     delta = {**role, **text}
-    return {"index": piece.index, "delta": delta, "logprobs": piece.logprobs, "finish_reason": piece.finish_reason}
+    return {"index": piece.index, "delta": delta, "logprobs": piece.logprobs, **_end_of(piece)}
+
+
+def _end_of(piece: Piece) -> Json:
+    """With vLLM's `stop_reason`, if a stop string ended it."""
+    stop = {} if piece.stopped_by is None else {"stop_reason": piece.stopped_by}
+    return {"finish_reason": piece.finish_reason, **stop}
 
 
 TEXT: Final = CompletionFormat("cmpl-", "text_completion", "text_completion", _text_choice, _text_choice)
@@ -254,12 +272,13 @@ class OpenAICompletion:
         texts: dict[int, list[str]] = {index: [] for index in self._unfinished}
         calls: dict[int, tuple[ToolCall, ...]] = dict.fromkeys(self._unfinished, ())
         reasons: dict[int, str | None] = {}
+        stops: dict[int, str | None] = {}
         async for piece in self._pieces():
             texts[piece.index].append(piece.text)
             calls[piece.index] += piece.calls
-            reasons[piece.index] = piece.finish_reason
+            reasons[piece.index], stops[piece.index] = piece.finish_reason, piece.stopped_by
         ended = [
-            Piece(index, "".join(parts), reasons[index], True, self._taken_logprobs(index), calls[index])
+            Piece(index, "".join(parts), reasons[index], True, self._taken_logprobs(index), calls[index], stops[index])
             for index, parts in texts.items()
         ]
         return {**self._head, "choices": [self._form.choice(piece) for piece in ended], "usage": self._usage.content}
@@ -308,7 +327,8 @@ class OpenAICompletion:
             if parsed.text or parsed.calls or reason is not None or update.index not in self._begun:
                 is_first = update.index not in self._begun
                 self._begun.add(update.index)
-                yield Piece(update.index, parsed.text, reason, is_first, calls=parsed.calls)
+                stopped_by = None if reason is None else self._wanted.texts[update.index].stopped_by
+                yield Piece(update.index, parsed.text, reason, is_first, calls=parsed.calls, stopped_by=stopped_by)
 
     async def _next(self) -> SequenceUpdate:
         try:
@@ -358,9 +378,9 @@ class OpenAICompletion:
             if logprobs is not None and update.logprobs is not None:
                 logprobs.add(update.logprobs)
         reason = update.finish_reason
-        if reason is not None and not text.is_stopped:
+        if reason is not None and text.stopped_by is None:
             sent += text.end()
-        if text.is_stopped:
+        if text.stopped_by is not None:
             if reason is None:
                 self._loop.abort(self._live, [update.index], FinishReason.STOP)
             reason = FinishReason.STOP
@@ -368,6 +388,33 @@ class OpenAICompletion:
             return sent, None
         self._unfinished.discard(update.index)
         return sent, reason.value
+
+
+class TranslatedCompletion(OpenAICompletion):
+    """A chat's completion in the form of another API."""
+
+    def __init__(self, request: CompletionRequest, loop: EngineLoop, body: MessagesBody | ResponsesBody) -> None:
+        super().__init__(request, CHAT, loop)
+        self._body = body
+
+    async def whole(self) -> Json:
+        """The answer as that API's JSON. Raises OpenAIError."""
+        return self._body.whole(await super().whole())
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Server-sent events with names. An error behind the first is the last event."""
+        stream = self._body.stream_of()
+        async for chunk in super().chunks():
+            if chunk == DONE:
+                events = stream.end()
+            elif "error" in (content := json.loads(chunk.removeprefix(b"data: "))):
+                error = OpenAIError(500, content["error"]["message"])
+                events = iter([("error", self._body.refused(error))])
+            else:
+                events = stream.push(content)
+            named = [b"event: %b\n%b" % (name.encode(), _event({"type": name, **each})) for name, each in events]
+            if named:
+                yield b"".join(named)
 
 
 def late() -> OpenAIError:

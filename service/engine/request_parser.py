@@ -321,7 +321,7 @@ def require_model(served: Served, name: str | None) -> None:
 
 def completion_of(served: Served, kind: type[AnyBody], data: bytes, deadline: float) -> completion.CompletionRequest:
     """What a body requests, with `n` inputs for each prompt. Raises OpenAIError if it cannot be computed."""
-    body: AnyBody = _parsed(served, kind, data)
+    body: AnyBody = parsed(served, kind, data)
     loop, num_choices = served.loop, body.n or 1
     require_model(served, body.model)
     num_prompts = 1 if isinstance(body, ChatBody) else len(body.prompts)
@@ -377,7 +377,7 @@ def precomputation_of(served: Served, data: bytes, deadline: float) -> completio
 
 
 def tokens_of(served: Served, data: bytes) -> Json:
-    body, prompts = _parsed(served, openai.TokenizeBody, data), served.prompts
+    body, prompts = parsed(served, openai.TokenizeBody, data), served.prompts
     require_model(served, body.model)
     if body.prompt is None:
         ids = prompts.chat(body.chat(prompts.prefix)).token_ids
@@ -387,15 +387,23 @@ def tokens_of(served: Served, data: bytes) -> Json:
     return {"count": len(ids), "max_model_len": served.loop.room, "tokens": ids, "token_strs": strings}
 
 
+def count_of(served: Served, data: bytes) -> Json:
+    """Answers `/v1/messages/count_tokens`. Raises OpenAIError."""
+    body, prompts = parsed(served, openai.CountBody, data), served.prompts
+    require_model(served, body.model)
+    chat = openai.ChatPrompt.model_validate(body.prompt)
+    return {"input_tokens": len(prompts.chat(chat.chat(prompts.prefix)).token_ids)}
+
+
 def text_of_tokens(served: Served, data: bytes) -> Json:
     """Answers `/detokenize` in vLLM's shape, special tokens included. Raises OpenAIError."""
-    body = _parsed(served, openai.DetokenizeBody, data)
+    body = parsed(served, openai.DetokenizeBody, data)
     require_model(served, body.model)
     _require_tokens(served.loop, "tokens", body.tokens)
     return {"prompt": served.prompts.text(body.tokens)}
 
 
-def _parsed(served: Served, body_type: type[B], data: bytes) -> B:
+def parsed(served: Served, body_type: type[B], data: bytes) -> B:
     """The body of a request. Unknown fields are ignored, and counted."""
     unknown: set[str] = set()
     body = parse(body_type, data, unknown)

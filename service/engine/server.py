@@ -1,6 +1,7 @@
 """An engine behind the OpenAI API: its process, its routes, what it reports and explains, and how answers are sent."""
 
 import asyncio
+import json
 import logging
 import os
 import time
@@ -26,13 +27,30 @@ from kvtier.connector.segments import SEGMENT_OUTCOMES
 from kvtier.engine import Engine, NamedPrompt, open_engine
 from kvtier.service import Json, explain, openai
 from kvtier.service.engine import request_parser
-from kvtier.service.engine.completion import CHAT, TEXT, CompletionFormat, OpenAICompletion, Precomputation, late
+from kvtier.service.engine.completion import (
+    CHAT,
+    TEXT,
+    CompletionFormat,
+    CompletionRequest,
+    OpenAICompletion,
+    Precomputation,
+    TranslatedCompletion,
+    late,
+)
 from kvtier.service.engine.loop import EngineLoop
 from kvtier.service.engine.request_parser import Served
 from kvtier.service.events import Publisher, Source, TierFeed, namespace_of
 from kvtier.service.explain import RequestLog
 from kvtier.service.observe import EXPOSITION, counter, figures, gauge, histogram, labelled, statuses, text_of, wanting
-from kvtier.service.openai import ChatBody, CompletionBody, OpenAIError, Prompts, bad_field
+from kvtier.service.openai import (
+    ChatBody,
+    CompletionBody,
+    MessagesBody,
+    OpenAIError,
+    Prompts,
+    ResponsesBody,
+    bad_field,
+)
 from kvtier.service.web import Guard, HttpServer, HttpSocket, disconnected, page, read_body
 from kvtier.tiers import L1, ChainHash, RequestError
 from kvtier.tiers.config import Config
@@ -282,6 +300,22 @@ def make_app(served: Served) -> Starlette:
 
         return Route(path, endpoint, methods=["POST"])
 
+    def translated(path: str, body_type: type[MessagesBody] | type[ResponsesBody]) -> Route:
+        def wanted(data: bytes, deadline: float) -> tuple[MessagesBody | ResponsesBody, CompletionRequest]:
+            body = request_parser.parsed(served, body_type, data)
+            chat = json.dumps(body.chat).encode()
+            return body, request_parser.completion_of(served, ChatBody, chat, deadline)
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                body, of_chat = await read(request, wanted)
+                return await _answered(request, TranslatedCompletion(of_chat, served.loop, body))
+            except OpenAIError as error:
+                served.loop.tally.refused[str(error.status)] += 1
+                return JSONResponse(body_type.refused(error), error.status, error.headers)
+
+        return Route(path, endpoint, methods=["POST"])
+
     async def precompute(request: Request) -> Response:
         wanted = await read(request, partial(request_parser.precomputation_of, served))
         return await _answered(request, Precomputation(wanted, served.loop))
@@ -299,6 +333,9 @@ def make_app(served: Served) -> Starlette:
     routes = [
         post("/v1/completions", CompletionBody, TEXT),
         post("/v1/chat/completions", ChatBody, CHAT),
+        translated("/v1/responses", ResponsesBody),
+        translated("/v1/messages", MessagesBody),
+        about_tokens("/v1/messages/count_tokens", request_parser.count_of),
         Route("/explain", explain, methods=["POST"]),
         about_tokens("/tokenize", request_parser.tokens_of),
         about_tokens("/detokenize", request_parser.text_of_tokens),

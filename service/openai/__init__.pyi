@@ -1,4 +1,5 @@
 from .bodies import ChatBody as ChatBody
+from .bodies import ChatPrompt as ChatPrompt
 from .bodies import CompletionBody as CompletionBody
 from .bodies import CompletionPrompt as CompletionPrompt
 from .bodies import DetokenizeBody as DetokenizeBody
@@ -20,6 +21,8 @@ from .errors import refusal as refusal
 from .errors import stopping_error as stopping_error
 from .errors import too_long as too_long
 from .errors import unknown_model as unknown_model
+from .messages import CountBody as CountBody
+from .messages import MessagesBody as MessagesBody
 from .prompts import MARKS as MARKS
 from .prompts import AnswerPart as AnswerPart
 from .prompts import CallForm as CallForm
@@ -32,3 +35,4 @@ from .prompts import Prompts as Prompts
 from .prompts import TokenTexts as TokenTexts
 from .prompts import ToolCall as ToolCall
 from .prompts import overlap as overlap
+from .responses import ResponsesBody as ResponsesBody

@@ -1,0 +1,392 @@
+"""`POST /v1/responses`, OpenAI's newer API, as a translation to a chat and back: nothing is kept between requests."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, Field, Tag
+
+from kvtier.service import Json
+from kvtier.service.openai.bodies import (
+    MAX_LIST,
+    ApiCacheSalt,
+    ChatReuse,
+    Content,
+    Ignored,
+    Off,
+    Text,
+    TokenLimit,
+    Tolerant,
+    by_kind,
+    few_fields,
+    must_be,
+    options,
+)
+from kvtier.service.openai.errors import OpenAIError
+
+
+class _Said(Tolerant):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    id: Ignored = None
+    status: Ignored = None
+    phase: Ignored = None
+
+
+class _Called(Tolerant):
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Text
+    id: Ignored = None
+    status: Ignored = None
+
+
+class _Output(Tolerant):
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Content
+    id: Ignored = None
+    status: Ignored = None
+
+
+class _Reasoned(Tolerant):
+    type: Literal["reasoning"]
+    content: list[Any] | None = None
+    id: Ignored = None
+    summary: Ignored = None
+    status: Ignored = None
+    encrypted_content: Ignored = None
+
+    @property
+    def text(self) -> str:
+        parts = self.content or ()
+        return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+
+
+def _item_kind(value: object) -> str | None:
+    kind = str(value.get("type", "message")) if isinstance(value, dict) else ""
+    return f"={kind}" if kind in ("message", "function_call", "function_call_output", "reasoning") else None
+
+
+_Item = Annotated[
+    Annotated[_Said, Tag("=message")]
+    | Annotated[_Called, Tag("=function_call")]
+    | Annotated[_Output, Tag("=function_call_output")]
+    | Annotated[_Reasoned, Tag("=reasoning")],
+    by_kind("input", "not an item of type message, function_call, function_call_output or reasoning", _item_kind),
+]
+
+
+class _Tool(Tolerant):
+    type: Literal["function"]
+    name: Text
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Choice(Tolerant):
+    type: Literal["function"]
+    name: Text
+
+
+class _Format(Tolerant):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Text | None = None
+    description: Text | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    @property
+    def of_chat(self) -> Json:
+        given = {"name": self.name or "answer", "schema": self.schema_}
+        return {"type": self.type, **({"json_schema": given} if self.type == "json_schema" else {})}
+
+
+class _TextOptions(Tolerant):
+    format: Annotated[_Format | None, BeforeValidator(few_fields)] = None
+    verbosity: Ignored = None
+
+
+class _Reasoning(Tolerant):
+    effort: Text | None = None
+    summary: Ignored = None
+    generate_summary: Ignored = None
+
+
+_AS_ITEMS: Final = "send the turns in input instead: nothing is kept here"
+
+
+class ResponsesBody(Tolerant):
+    """The body of a request, and how its answer looks."""
+
+    model: Text
+    input: Annotated[
+        Annotated[Text, Tag("=text")]
+        | Annotated[
+            Annotated[
+                list[Annotated[_Item, BeforeValidator(few_fields)]],
+                Field(min_length=1, max_length=MAX_LIST, fail_fast=True),
+            ],
+            Tag("=items"),
+        ],
+        by_kind(
+            "input",
+            "not an input; give a text, or a list of items",
+            lambda value: "=text" if isinstance(value, str) else "=items" if isinstance(value, list) else None,
+        ),
+    ]
+    instructions: Text | None = None
+    max_output_tokens: TokenLimit | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    stream: bool | None = None
+    tools: Annotated[list[Annotated[_Tool, BeforeValidator(few_fields)]], Field(max_length=1024)] | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("=word")] | Annotated[_Choice, Tag("=tool")],
+            by_kind(
+                "tool_choice",
+                "not none, auto, required or a function's name",
+                lambda value: "=word" if isinstance(value, str) else "=tool" if isinstance(value, dict) else None,
+            ),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    text: Annotated[_TextOptions | None, BeforeValidator(few_fields)] = None
+    reasoning: Annotated[_Reasoning | None, BeforeValidator(few_fields)] = None
+    previous_response_id: Annotated[None, must_be(fix=_AS_ITEMS)] = None
+    conversation: Annotated[None, must_be(fix=_AS_ITEMS)] = None
+    prompt: Annotated[None, must_be()] = None
+    background: Off = None
+    truncation: Annotated[None, must_be("disabled")] = None
+    top_logprobs: Annotated[None, must_be(0)] = None
+    max_tool_calls: Annotated[None, must_be()] = None
+    store: Ignored = None
+    include: Ignored = None
+    metadata: dict[str, Any] | None = None
+    user: Ignored = None
+    safety_identifier: Ignored = None
+    service_tier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    stream_options: Ignored = None
+    # kvtier's own, as in a chat
+    cache_salt: ApiCacheSalt | None = None
+    kvtier: Annotated[ChatReuse | None, BeforeValidator(options)] = None
+
+    @property
+    def chat(self) -> Json:
+        """The body of the chat that is the same request."""
+        turns: list[Json] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        if isinstance(self.input, str):
+            turns.append({"role": "user", "content": self.input})
+        else:
+            for item in self.input:
+                _add(turns, item)
+        same = ("temperature", "top_p", "cache_salt", "parallel_tool_calls")
+        chat: Json = {"model": self.model, "messages": turns}
+        chat |= {name: value for name in same if (value := getattr(self, name)) is not None}
+        if self.max_output_tokens is not None:
+            chat["max_completion_tokens"] = self.max_output_tokens
+        if self.kvtier is not None:
+            chat["kvtier"] = self.kvtier.model_dump(mode="json", exclude_none=True)
+        if self.tools:
+            chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in self.tools]
+        if isinstance(self.tool_choice, _Choice):
+            chat["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        elif self.tool_choice is not None:
+            chat["tool_choice"] = self.tool_choice
+        if self.text is not None and self.text.format is not None:
+            chat["response_format"] = self.text.format.of_chat
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            chat["reasoning_effort"] = self.reasoning.effort
+        return chat | ({"stream": True, "stream_options": {"include_usage": True}} if self.stream else {})
+
+    def head(self, chat: Json, status: str) -> Json:
+        """A response without output."""
+        tools = [{"type": "function", "strict": bool(tool.strict), **_function(tool)} for tool in self.tools or ()]
+        chosen = self.tool_choice
+        return {
+            "id": f"resp_{chat['id']}",
+            "object": "response",
+            "created_at": chat["created"],
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "model": chat["model"],
+            "output": [],
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "tool_choice": chosen.model_dump() if isinstance(chosen, _Choice) else chosen or "auto",
+            "tools": tools,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+    def ended(self, chat: Json, output: list[Json], reason: str, usage: Json) -> Json:
+        """The response when the answer is whole."""
+        is_cut = reason == "length"
+        details = {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {}
+        head = self.head(chat, "incomplete" if is_cut else "completed")
+        return {**head, **details, "output": output, "usage": _usage(usage)}
+
+    def whole(self, chat: Json) -> Json:
+        """The answer of that chat as a response."""
+        [choice] = chat["choices"]
+        message, output = choice["message"], list[Json]()
+        if message["content"] or not message.get("tool_calls"):
+            output.append(_message(f"msg_{chat['id']}", message["content"] or ""))
+        output += [_call_item(call) for call in message.get("tool_calls", ())]
+        return self.ended(chat, output, choice["finish_reason"], chat["usage"])
+
+    def stream_of(self) -> "ResponseStream":
+        """What translates a stream's chunks."""
+        return ResponseStream(self)
+
+    @staticmethod
+    def refused(error: OpenAIError) -> Json:
+        """An error in this API's form."""
+        return error.content
+
+
+class ResponseStream:
+    """A chat's chunks as a response's events: each output item is added, filled and done."""
+
+    def __init__(self, body: ResponsesBody) -> None:
+        self._body = body
+        self._number = 0
+        self._output: list[Json] = []
+        self._text: str | None = None  # of the message under way
+        self._chunk: Json = {}
+        self._reason = ""
+        self._usage: Json = {}
+
+    def push(self, chunk: Json) -> Iterator[tuple[str, Json]]:
+        """The events of one chunk."""
+        if not self._chunk:
+            self._chunk = chunk
+            for kind in ("created", "in_progress"):
+                yield self._event(f"response.{kind}", response=self._body.head(chunk, "in_progress"))
+        for choice in chunk["choices"]:
+            if text := choice["delta"].get("content"):
+                yield from self._begin_text()
+                self._text = (self._text or "") + text
+                yield self._event("response.output_text.delta", **self._part, delta=text, logprobs=[])
+            for call in choice["delta"].get("tool_calls", ()):
+                yield from self._end_text()
+                yield from self._called(call)
+            if choice["finish_reason"] is not None:
+                self._reason = choice["finish_reason"]
+                if not self._output:
+                    yield from self._begin_text()
+                yield from self._end_text()
+        self._usage = chunk.get("usage") or self._usage
+
+    def end(self) -> Iterator[tuple[str, Json]]:
+        """The last event."""
+        response = self._body.ended(self._chunk, self._output, self._reason, self._usage)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def _begin_text(self) -> Iterator[tuple[str, Json]]:
+        if self._text is None:
+            self._text = ""
+            empty = {**_message(self._id, ""), "status": "in_progress", "content": []}
+            yield self._event("response.output_item.added", output_index=len(self._output), item=empty)
+            yield self._event("response.content_part.added", **self._part, part=_text_part(""))
+
+    def _end_text(self) -> Iterator[tuple[str, Json]]:
+        if self._text is not None:
+            text, self._text = self._text, None
+            yield self._event("response.output_text.done", **self._part, text=text, logprobs=[])
+            yield self._event("response.content_part.done", **self._part, part=_text_part(text))
+            yield from self._done(_message(self._id, text))
+
+    def _called(self, call: Json) -> Iterator[tuple[str, Json]]:
+        item, at = _call_item(call), {"output_index": len(self._output)}
+        named = {**at, "item_id": item["id"]}
+        yield self._event("response.output_item.added", **at, item={**item, "status": "in_progress", "arguments": ""})
+        yield self._event("response.function_call_arguments.delta", **named, delta=item["arguments"])
+        done = {"arguments": item["arguments"], "name": item["name"]}
+        yield self._event("response.function_call_arguments.done", **named, **done)
+        yield from self._done(item)
+
+    def _done(self, item: Json) -> Iterator[tuple[str, Json]]:
+        yield self._event("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+
+    @property
+    def _id(self) -> str:
+        return f"msg_{self._chunk['id']}_{len(self._output)}"
+
+    @property
+    def _part(self) -> Json:
+        return {"item_id": self._id, "output_index": len(self._output), "content_index": 0}
+
+    def _event(self, kind: str, **content: Any) -> tuple[str, Json]:
+        self._number += 1
+        return kind, {"sequence_number": self._number - 1, **content}
+
+
+def _add(turns: list[Json], item: Any) -> None:
+    """Add an item to the turns of a chat. What an assistant said and called is one turn."""
+    is_assistant = bool(turns) and turns[-1]["role"] == "assistant"
+    if isinstance(item, _Output):
+        turns.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
+    elif isinstance(item, _Said) and item.role != "assistant":
+        turns.append({"role": item.role, "content": _content(item.content)})
+    else:
+        if not is_assistant:
+            turns.append({"role": "assistant"})
+        if isinstance(item, _Reasoned):
+            turns[-1] |= {"reasoning": item.text} if item.text else {}
+        elif isinstance(item, _Called):
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            turns[-1]["tool_calls"] = [*turns[-1].get("tool_calls", ()), call]
+        elif "content" in turns[-1] or "tool_calls" in turns[-1]:
+            turns.append({"role": "assistant", "content": _content(item.content)})
+        else:
+            turns[-1]["content"] = _content(item.content)
+
+
+def _content(content: Any) -> str | list[Json]:
+    if isinstance(content, str):
+        return content
+    marks = [{"kvtier": {"segment": True}} if part.is_segment else {} for part in content]
+    return [{"type": "text", "text": part.text, **mark} for part, mark in zip(content, marks, strict=True)]
+
+
+def _function(tool: _Tool) -> Json:
+    return {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+
+
+def _text_part(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _message(name: str, text: str) -> Json:
+    head = {"id": name, "type": "message", "status": "completed", "role": "assistant"}
+    return {**head, "content": [_text_part(text)]}
+
+
+def _call_item(call: Json) -> Json:
+    names = {"id": f"fc_{call['id']}", "call_id": call["id"], "type": "function_call", "status": "completed"}
+    return {**names, "name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+
+
+def _usage(usage: Json) -> Json:
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+    }
