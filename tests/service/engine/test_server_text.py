@@ -23,9 +23,9 @@ def told(ids: list[int], *stops: str) -> tuple[list[str], bool]:
     pieces = []
     for token_id in ids:
         pieces.append(text.push(token_id))
-        if text.is_stopped:
+        if text.stopped_by is not None:
             return pieces, True
-    return [*pieces, text.end()], text.is_stopped
+    return [*pieces, text.end()], (text.stopped_by is not None)
 
 
 def test_no_piece_ends_within_a_character() -> None:
