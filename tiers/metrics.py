@@ -166,12 +166,9 @@ class Metrics:
     def missed(self, reason: str, num_blocks: int) -> None:
         """Blocks that some tier held or might have held, and that were not served."""
         with self._lock:
-            self._add_missed(reason, num_blocks)
-
-    def _add_missed(self, reason: str, num_blocks: int) -> None:
-        self._miss.values[reason,] += num_blocks
-        if reason == Outcome.NO_SLOT:
-            self.losses.count("", reason, num_blocks)
+            self._miss.values[reason,] += num_blocks
+            if reason == Outcome.NO_SLOT:
+                self.losses.count("", reason, num_blocks)
 
     def ages(self, tier: str, counts: Sequence[int]) -> None:
         """How long the blocks lived that a tier has evicted: a count a bucket of seconds, then the sum of all."""
@@ -315,7 +312,7 @@ class Metrics:
     def _count_up(self) -> None:
         """Count what each request adds: many at once, since the lock and the clock cost more than the sums."""
         with self._lock:
-            num_looked_up, counts = 0, self._lookup.values
+            num_looked_up, counts, is_recent = 0, self._lookup.values, self.losses.is_recent()
             while self._finds:
                 found, missing, causes = self._finds.popleft()
                 num_looked_up += found.blocks
@@ -325,16 +322,19 @@ class Metrics:
                     continue
                 counts[MISS,] += found.miss
                 if missing is not None:
-                    self._add_missed(missing, found.miss)
+                    self._miss.values[missing,] += found.miss
+                if missing is Outcome.NO_SLOT and is_recent:
+                    self.losses.count("", missing, found.miss)
                 if causes and missing is Outcome.ABSENT:
                     for cause_and_tier, num_blocks in causes.items():
                         self._absent.values[cause_and_tier] += num_blocks
-            if num_looked_up:
+            if num_looked_up and is_recent:
                 self.losses.count("", LOOKED_UP, num_looked_up)
             while self._stores:
                 tier, num_blocks = self._stores.popleft()
                 self._store.values[tier,] += num_blocks
-                self.losses.count(tier, STORED, num_blocks)
+                if is_recent:
+                    self.losses.count(tier, STORED, num_blocks)
             while self._moves:
                 tier, direction, num_bytes, seconds = self._moves.popleft()
                 self._bytes.values[tier, direction] += num_bytes
@@ -419,6 +419,12 @@ class Losses:
         self._minutes: deque[tuple[int, dict[tuple[str, str], int]]] = deque(maxlen=_MINUTES + 1)
         self._next_minute = self._told_at = -math.inf
         self._num_untold = 0
+        self._counted_up_at = clock()
+
+    def is_recent(self) -> bool:
+        """Whether what was added since the last call belongs to this minute, about. The caller has `lock`."""
+        before, self._counted_up_at = self._counted_up_at, self._clock()
+        return self._counted_up_at - before <= 60.0
 
     def count(self, tier: str, what: str, num_blocks: int) -> None:
         """`what`: LOOKED_UP, STORED, or why they were lost. `tier`: "" for blocks that were to be loaded.

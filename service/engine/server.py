@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from prometheus_client.metrics_core import Metric
 from starlette.applications import Starlette
@@ -31,7 +31,6 @@ from kvtier.service.engine.completion import (
     CHAT,
     TEXT,
     CompletionFormat,
-    CompletionRequest,
     OpenAICompletion,
     Precomputation,
     TranslatedCompletion,
@@ -300,22 +299,6 @@ def make_app(served: Served) -> Starlette:
 
         return Route(path, endpoint, methods=["POST"])
 
-    def translated(path: str, body_type: type[MessagesBody] | type[ResponsesBody]) -> Route:
-        def wanted(data: bytes, deadline: float) -> tuple[MessagesBody | ResponsesBody, CompletionRequest]:
-            body = request_parser.parsed(served, body_type, data)
-            chat = json.dumps(body.chat).encode()
-            return body, request_parser.completion_of(served, ChatBody, chat, deadline)
-
-        async def endpoint(request: Request) -> Response:
-            try:
-                body, of_chat = await read(request, wanted)
-                return await _answered(request, TranslatedCompletion(of_chat, served.loop, body))
-            except OpenAIError as error:
-                served.loop.tally.refused[str(error.status)] += 1
-                return JSONResponse(body_type.refused(error), error.status, error.headers)
-
-        return Route(path, endpoint, methods=["POST"])
-
     async def precompute(request: Request) -> Response:
         wanted = await read(request, partial(request_parser.precomputation_of, served))
         return await _answered(request, Precomputation(wanted, served.loop))
@@ -333,8 +316,8 @@ def make_app(served: Served) -> Starlette:
     routes = [
         post("/v1/completions", CompletionBody, TEXT),
         post("/v1/chat/completions", ChatBody, CHAT),
-        translated("/v1/responses", ResponsesBody),
-        translated("/v1/messages", MessagesBody),
+        _translated(served, read, "/v1/responses", ResponsesBody),
+        _translated(served, read, "/v1/messages", MessagesBody),
         about_tokens("/v1/messages/count_tokens", request_parser.count_of),
         Route("/explain", explain, methods=["POST"]),
         about_tokens("/tokenize", request_parser.tokens_of),
@@ -351,6 +334,30 @@ def make_app(served: Served) -> Starlette:
         page("/status", lambda: JSONResponse(status(served.loop, served.name).as_json())),
     ]
     return Starlette(routes=routes, exception_handlers=openai.error_handlers(served.loop.tally.refused))
+
+
+def _translated(
+    served: Served,
+    read: Callable[[Request, Callable[[bytes, float], Any]], Awaitable[Any]],
+    path: str,
+    body_type: type[MessagesBody] | type[ResponsesBody],
+) -> Route:
+    """Another API's requests, which are chats in other words."""
+
+    def wanted(data: bytes, deadline: float) -> Any:
+        body = request_parser.parsed(served, body_type, data)
+        chat = json.dumps(body.chat).encode()
+        return body, request_parser.completion_of(served, ChatBody, chat, deadline)
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            body, of_chat = await read(request, wanted)
+            return await _answered(request, TranslatedCompletion(of_chat, served.loop, body))
+        except OpenAIError as error:
+            served.loop.tally.refused[str(error.status)] += 1
+            return JSONResponse(body_type.refused(error), error.status, error.headers)
+
+    return Route(path, endpoint, methods=["POST"])
 
 
 def _resetting(served: Served, guard: Guard) -> Route:

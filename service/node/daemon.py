@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from kvtier.connector.daemon import ID_BYTES, FrameReader, Hello, Peer, is_trusted, peer_of, wire
 from kvtier.service.explain import RequestLog
 from kvtier.service.node.health import Health, Refusals, Wanting
-from kvtier.service.node.holdings import Buffers, ClientProcesses, HeldCounts, Holdings, free_large_at_once
+from kvtier.service.node.holdings import Buffers, ClientProcesses, HeldCounts, Holdings, return_freed_memory
 from kvtier.service.node.loop import READABLE, WRITABLE, Listener, Loop, now
 from kvtier.service.node.namespaces import Namespace, Namespaces, Opening
 from kvtier.service.node.peer_server import PeerFeeds, PeerServer
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 _MAX_OUTPUT: Final = 4 << 20  # bytes a client may leave unread
+_LARGE: Final = 1 << 20  # bytes of a client's buffers that are given back when it ends
 _MAX_TURN: Final = 16  # reads in a row, so that one client does not occupy the loop
 _MAX_WAIT: Final = 600.0  # seconds
 
@@ -149,6 +150,8 @@ class Session:
         self._socket = None
         self._output.clear()
         self._reader = FrameReader[Any](wire.MAX_HELLO)
+        if self._num_kept > _LARGE:
+            return_freed_memory()
         self._num_kept = 0
         self._daemon.buffers.record(self, 0)
         if self.holdings is not None:
@@ -398,7 +401,6 @@ class Daemon:
         self._listen()
 
     def run(self) -> None:
-        free_large_at_once()
         self.loop.run(self._turn)
 
     def stop(self) -> None:

@@ -22,7 +22,6 @@ MAX_PROCESSES: Final = 256  # that copy for one client
 MAX_HELD: Final = 8192  # claims and leases of one client
 MAX_RESERVATIONS: Final = 8192  # of one client, open at once
 _CLIENTS: Final = itertools.count(1)  # their numbers in hints' accounts
-_MMAP_THRESHOLD: Final = -3  # of <malloc.h>
 _TENANTS: Final = 16  # accounts of one client; tenants beyond share one by their number
 
 
@@ -51,15 +50,15 @@ class Buffers(Generic[Who]):
         assert self.used == sum(self._kept.values()) <= self.limit, f"{self.used} bytes kept, {self.limit} at most"
 
 
-def free_large_at_once() -> None:
-    """Have the C library return each large piece of memory when it is freed.
+def return_freed_memory() -> None:
+    """Give memory that is free in this process back to the system; some milliseconds for 100 MB of it.
 
-    glibc keeps freed pieces up to the largest one seen (mallopt(3), M_MMAP_THRESHOLD). So buffers of clients that were
-    cut off stayed with the process, beyond the bound.
+    glibc keeps freed pieces up to the largest one seen (malloc_trim(3)). So buffers of clients that were cut off stayed
+    with the process, beyond the bound.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none, and keeps no large pieces
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, 1 << 20)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none, and keeps no large pieces
+    if trim is not None:
+        trim(0)
 
 
 class ClientProcesses:

@@ -384,7 +384,11 @@ class PeerServer:
         poll.register(connection.fileno(), select.POLLIN)
         if not poll.poll(max(0.0, 1e3 * (deadline - time.monotonic()))):
             raise PeerFailed(Outcome.TIMEOUT, "timeout")
-        if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+        try:
+            has_ended = not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except OSError:  # reset
+            has_ended = True
+        if has_ended:
             for record, slot, _ in lent:
                 if checksum(host.region.slot(slot)) != record.checksum:
                     host.pool.evict([record.chain_hash], Outcome.CHECKSUM)

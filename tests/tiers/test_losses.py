@@ -3,6 +3,7 @@
 import pytest
 from doubles import FakeClock
 
+from kvtier.tiers.hierarchy.cache_tiers import Attribution
 from kvtier.tiers.metrics import LOOKED_UP, STORED, Losses, Metrics
 from kvtier.tiers.tier import Outcome
 
@@ -56,3 +57,17 @@ def test_what_no_size_and_no_deadline_would_change_is_none(reason: Outcome) -> N
     metrics.dropped("l2", reason, 100)
     metrics.missed(reason, 100)
     assert metrics.wanting == {}
+
+
+def test_what_nobody_read_for_long_is_counted_and_not_taken_for_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, clock = Metrics(), FakeClock()
+    monkeypatch.setattr(metrics.losses, "_clock", clock)
+    monkeypatch.setattr(metrics.losses, "_counted_up_at", clock())
+    metrics.looked_up(Attribution(10, miss=10), Outcome.NO_SLOT)
+    metrics.stored("l2", 5)
+    clock.advance(3600)
+    assert metrics.wanting == {}
+    assert metrics.snapshot()['kvtier_miss_total{reason="no_slot"}'] == 10
+    assert metrics.snapshot()['kvtier_store_blocks_total{tier="l2"}'] == 5
+    metrics.looked_up(Attribution(10, miss=10), Outcome.NO_SLOT)
+    assert [*metrics.wanting] == ["l2 slots"]

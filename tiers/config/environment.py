@@ -1,4 +1,4 @@
-"""Reads environment variables besides the configuration: this user's cache, and the use of extension modules."""
+"""Environment variables besides the configuration: this user's cache, extension modules, and what libraries read."""
 
 import os
 from pathlib import Path
@@ -18,3 +18,8 @@ def cache_directory() -> Path:
 def compiled_setting() -> str:
     """The value of `KVTIER_COMPILED`; empty: not given."""
     return os.environ.get(COMPILED, "")
+
+
+def preset(name: str, value: str) -> None:
+    """Set a variable for libraries of this process that read it, unless the user has."""
+    os.environ.setdefault(name, value)

@@ -191,7 +191,7 @@ class Promoter:
                 return lease
             if self._waited.at_most + len(run) > most and self._waited.room(run, lease.slots, most) < len(run):
                 lease.release()
-                return None
+                return Places(lease.slots, lease.generations)
             if is_next:
                 self._next_piece = None
             claim.run, claim.leases, claim.done, claim.polled_at = run, (lease,), True, self.clock()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from struct import Struct
-from typing import Final
+from typing import Any, Final
 
 from kvtier.tiers import BlockRecord, ChainHash, Outcome, checksum
 from kvtier.tiers.peers import wire
@@ -107,12 +107,14 @@ class PeerLink:
         self._connection = connection
         self._session = session
         self.compared_probe: bytes | None = None  # the KV probe that the peer found equal to its own
-        self._memory: tuple[RemoteMemory, str] | None = None  # what reads the peer's memory, and its name there
+        self._memory: tuple[RemoteMemory, Any] | None = None  # what reads the peer's memory, and its name there
 
     @classmethod
     def opened(cls, address: tuple[str, int], key: bytes, blocks: LentBlocks, seconds: float) -> "PeerLink":
         """Connect and prove the key to each other, within `seconds`. PeerFailed; IsMyself."""
         deadline = time.monotonic() + seconds
+        if seconds <= 0:
+            raise PeerFailed(Outcome.TIMEOUT, "no_connection")
         try:
             connection = socket.create_connection(address, timeout=seconds)
         except TimeoutError:
@@ -206,7 +208,7 @@ class PeerLink:
 
     def _read_places(
         self,
-        read_by: tuple[RemoteMemory, str],
+        read_by: tuple[RemoteMemory, Any],
         names: Sequence[ChainHash],
         into: Sequence[memoryview],
         report: ReportBlock,

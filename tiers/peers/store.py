@@ -345,6 +345,7 @@ class PeersStore(Tier):
         deadline: float,
     ) -> None:
         peer, positions, hinted = read
+        reads_memory = link.reads_memory
         is_late = time.monotonic() >= deadline and not link.is_quiet  # other peers used up the time: not its fault
         wanted, left = positions[:MAX_NAMES], set(positions)
 
@@ -355,7 +356,7 @@ class PeersStore(Tier):
         try:
             link.read_blocks([hashes[p] for p in wanted], [into[p] for p in wanted], report, deadline)
         except PeerFailed as failed:  # blocks received before are good
-            if failed.reason == "nixl":
+            if reads_memory and failed.outcome not in WRONG:
                 self._by_stream_until[peer.address] = time.monotonic() + _BY_STREAM
             for position in left:
                 results[position] = failed.outcome
@@ -406,6 +407,8 @@ class PeersStore(Tier):
         for peer in peers.values():
             peer.require(self._probe)
         removed = [peer for address, peer in self._peers.items() if address not in peers]
+        for address in [each for each in self._by_stream_until if each not in peers]:
+            del self._by_stream_until[address]
         self._peers = peers
         for peer in removed:
             peer.close()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE
 
@@ -150,7 +151,7 @@ def test_daemons_read_one_anothers_memory_and_one_that_is_killed_is_a_miss(fleet
     first, second = (attach(path) for path in fleet.sockets)
     assert store_by(first, chain) == 8
     wait_until(lambda: load(second, chain) == 8)
-    assert fleet.status(0)["lent"]["blocks"] == 8
+    wait_until(lambda: fleet.status(0)["lent"].get("blocks") == 8)
     fleet.daemons[0].process.kill()
     fleet.daemons[0].process.wait(60)
     first.close()
@@ -171,26 +172,127 @@ sys.stdin.read()
 """
 
 
+@contextmanager
+def lending() -> Iterator[tuple[subprocess.Popen[str], bytes, int]]:
+    """A process that offers 8 MiB of sevens: itself, its metadata and the address."""
+    with subprocess.Popen([sys.executable, "-c", LENDER], stdin=PIPE, stdout=PIPE, text=True) as lender:
+        assert lender.stdout is not None
+        metadata, address = lender.stdout.readline().split()
+        try:
+            yield lender, bytes.fromhex(metadata), int(address)
+        finally:
+            lender.kill()
+
+
 @pytest.mark.parametrize("transports", ["all", "tcp,self"])
 def test_a_read_from_a_process_that_is_killed_fails(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", transports)
     memory, into = RemoteMemory(), memoryview(bytearray(8 << 20))
-    with subprocess.Popen([sys.executable, "-c", LENDER], stdin=PIPE, stdout=PIPE, text=True) as lender:
-        assert lender.stdout is not None
-        metadata, address = lender.stdout.readline().split()
-        peer = memory.connect(bytes.fromhex(metadata))
+    with lending() as (lender, metadata, address):
+        peer = memory.connect(metadata)
 
         def read() -> None:
-            memory.read(peer, [int(address)], [into], time.monotonic() + 5.0)
+            memory.read(peer, [address], [into], time.monotonic() + 5.0)
 
         read()
         assert bytes(into) == b"7" * len(into)
         lender.kill()
-    with pytest.raises(PeerFailed) as failed:
-        read()
+        lender.wait(60)
+        with pytest.raises(PeerFailed) as failed:
+            read()
     assert failed.value.reason in ("nixl", "timeout")
     memory.disconnect(peer)
     memory.close()
+
+
+def test_bytes_that_come_after_the_deadline_reach_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX goes on with a transfer that was given up."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    memory = RemoteMemory()
+    with lending() as (lender, metadata, address):
+        peer = memory.connect(metadata)
+        into = memoryview(bytearray(8 << 20))
+        memory.read(peer, [address], [into], time.monotonic() + 60.0)
+        into[:] = bytes(len(into))
+        lender.send_signal(signal.SIGSTOP)
+        with pytest.raises(PeerFailed, match="timeout"):
+            memory.read(peer, [address], [into], time.monotonic() + 0.05)
+        lender.send_signal(signal.SIGCONT)
+        # The late transfer ends, and its buffer is used again.
+        wait_until(lambda: [*map(memory._agent.check_xfer_state, [late[0] for late in memory._late])] == ["DONE"])
+        assert bytes(into) == bytes(len(into))
+        memory.read(peer, [address], [into], time.monotonic() + 60.0)
+        assert (bytes(into), memory._late, memory._num_lost) == (b"7" * len(into), [], 0)
+        # Of a process that stays silent some buffers are lost, not more and more.
+        lender.send_signal(signal.SIGSTOP)
+        for expected in [*["timeout"] * 8, "nixl", "nixl"]:
+            with pytest.raises(PeerFailed, match=expected):
+                memory.read(peer, [address], [into], time.monotonic() + 0.01)
+    memory.close()
+
+
+def test_a_node_whose_memory_does_not_answer_is_read_over_tcp(
+    key: Path, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = chain_of(2)
+    store(node.hierarchy, chain)
+
+    def late(*_: object) -> None:
+        raise PeerFailed(Outcome.TIMEOUT, "timeout")
+
+    with borrowing(key, node.address, transport="nixl") as tier:
+        assert tier.locate(chain.hashes) == 2
+        monkeypatch.setattr(RemoteMemory, "read", late)
+        assert tier.read(chain.hashes, buffers(2)) == [Outcome.TIMEOUT] * 2
+        wait_until(lambda: tier.locate(chain.hashes) == 2)
+        assert tier.read(chain.hashes, buffers(2)) == [record(chain, 0), record(chain, 1)]
+        assert not reads_memory(tier)
+
+
+def test_another_versions_metadata_and_wild_addresses_are_not_given_to_nixl() -> None:
+    memory = RemoteMemory()
+    with lending() as (_, metadata, _address):
+        with pytest.raises(PeerFailed, match="nixl"):
+            memory.connect(b"nixl 0.0.1\0" + metadata.partition(b"\0")[2])
+        peer = memory.connect(metadata)
+        with pytest.raises(PeerFailed, match="garbage"):
+            memory.read(peer, [2**64 - 1], buffers(1), time.monotonic() + 60.0)
+    memory.close()
+
+
+def test_after_the_end_nothing_is_read_and_nothing_breaks(key: Path, node: Node) -> None:
+    chain = chain_of(1)
+    store(node.hierarchy, chain)
+    with borrowing(key, node.address, transport="nixl") as tier:
+        [peer] = tier._peers.values()
+        link = peer.connection(time.monotonic() + 60.0)
+        tier.close()
+        peer.put_back(link)
+    memory = RemoteMemory()
+    memory.close()
+    memory.close()
+    memory.disconnect("anybody")
+    for call in (lambda: memory.metadata, lambda: memory.connect(b""), lambda: memory.register(buffers(1)[0])):
+        with pytest.raises(PeerFailed, match=r"closed|nixl"):
+            call()
+
+
+def test_a_forked_child_leaves_the_agent_to_its_parent() -> None:
+    program = """
+import os
+from kvtier.tiers.peers.one_sided import RemoteMemory
+memory, part = RemoteMemory(), memoryview(bytearray(1 << 20))
+memory.register(part)
+if not (child := os.fork()):
+    memory.close()
+    del memory
+    raise SystemExit(0)
+assert os.waitpid(child, 0)[1] == 0
+memory.close()
+print("whole")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["whole"]), ended.stderr
 
 
 def test_a_model_that_is_closed_takes_its_memory_along(key: Path, node: Node) -> None:
