@@ -8,7 +8,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, overload
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, overload
 import numpy as np
 import xxhash
 
+from kvtier.service import Json
 from kvtier.service.observe import ReplicaScore, statuses
 from kvtier.service.openai import OpenAIError
 from kvtier.service.router.client import Deadlines, Failure, Headers, ReplicaAnswer, ReplicaFailed, Shortcut
@@ -217,7 +218,28 @@ class Ledger:
     told_cached_tokens: int = 0
     told_tiers: Counter[str] = field(default_factory=Counter)  # of these, by tier; only kvtier's engines report it
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by "tokenise", "score"
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # (replica, reason) of failed requests
+    given: Counter[str] = field(default_factory=Counter)  # requests by replica
+    cpu: float = 0.0  # seconds
     decisions: deque[tuple[float, int, Choice]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+    def counts(self) -> Json:
+        """All that is counted, for `add`; decisions are not."""
+        every = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "decisions"}
+        return {name: [*value.items()] if isinstance(value, dict) else value for name, value in every.items()}
+
+    def add(self, counts: Json) -> None:
+        """Count what another process has counted, too."""
+        for name, value in counts.items():
+            mine = getattr(self, name)
+            if isinstance(mine, dict):
+                for key, number in value:
+                    mine[tuple(key) if isinstance(key, list | tuple) else key] += number
+            else:
+                setattr(self, name, mine + value)
+
+    def failures_of(self, replica: str) -> dict[str, int]:
+        return {reason: count for (name, reason), count in self.failures.items() if name == replica}
 
     def decided(self, choice: Choice, num_blocks: int) -> None:
         if choice.name is not None:
@@ -460,7 +482,7 @@ class Proxy:
         choice = decide(fleet.scores, fleet.names, held.num_blocks, self._turn)
         if choice.reason is Reason.UNSURE and request.session is not None:
             candidates = [
-                Candidate(each.name, {}, each.load, each.limit, each.in_flight, bool(alive), is_sure=False)
+                Candidate(each.name, {}, each.load, each.limit, each.num_live, bool(alive), is_sure=False)
                 for each, alive in zip(fleet.replicas, is_alive, strict=True)
             ]
             choice = sticky(candidates, request.session, spread=SPREAD)
