@@ -591,9 +591,9 @@ def _requests(router: Router, ledger: Ledger) -> Iterator[Metric]:
     yield counter("kvtier_route_unknown_prompts", unknown, ledger.untokenised, "reason")
     yield counter("kvtier_route_seconds", "Time spent on requests, by stage", ledger.seconds, "stage")
     yield counter("kvtier_route_cpu_seconds", "CPU time of the router's processes", ledger.cpu)
-    if router.seat is not None:
-        replaced = "Processes of the router that ended and were replaced, by reason"
-        yield counter("kvtier_route_replaced_processes", replaced, router.seat.replaced, "reason")
+    text = "Processes of the router that ended and were replaced, by reason"
+    replaced = {} if router.seat is None else router.seat.replaced
+    yield counter("kvtier_route_replaced_processes", text, replaced, "reason")
 
 
 def _token_series(ledger: Ledger) -> Iterator[Metric]:
