@@ -13,9 +13,9 @@ Loads, of chats about documents of 3,000 tokens unless said:
 - restarts: 24 documents; two of the four replicas are killed during the load, one after the other, and start empty.
 - tools: 24 sets of tools of 2,500 tokens, all with one system prompt. Guessers that see only the messages see one text.
 
-Then a replica dies in the middle of 40 long streams, and 20 more chats arrive in the second after that. What has begun
-can only end with an error; "told" are those that got one, "cut" those whose answer just ends. What has not begun can be
-answered by another replica.
+Then the replica with most of 40 long streams dies in the middle of them, and 20 more chats arrive in the second after
+that. What has begun can only end with an error; "told" are those that got one, "cut" those whose answer just ends. What
+has not begun can be answered by another replica.
 
 CPU is that of the router's processes, all threads. A peer is a program: `--smg PATH`, or one of that name in PATH.
 Those that are missing are named in the table.
@@ -28,6 +28,7 @@ import shutil
 import sys
 import tempfile
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -85,6 +86,10 @@ class RaceReplica:
     def kill(self) -> None:
         self._process.process.kill()
         self._process.process.wait(10)
+
+    def num_live(self) -> int:
+        with urllib.request.urlopen(f"{self.url}/get_load", timeout=10) as page:
+            return int(json.load(page)["load"])
 
 
 Command = Callable[[Sequence[RaceReplica], Path, int], list[str]]
@@ -382,6 +387,7 @@ def compared(load: Load, rows: Sequence[Row]) -> list[Target]:
 
 @dataclass(slots=True)
 class Deaths:
+    num_there: int  # streams at the replica
     begun: Counter[str] = field(default_factory=Counter)  # outcomes of streams under way
     later: Counter[str] = field(default_factory=Counter)  # of chats that came after it
 
@@ -393,15 +399,15 @@ async def die(fleet: RaceFleet) -> Deaths:
         for _ in range(STREAMS)
     ]
     await asyncio.sleep(1.5)
-    begun = loop.time()
-    await asyncio.to_thread(fleet.replicas[0].kill)
+    begun, num_live = loop.time(), [await asyncio.to_thread(each.num_live) for each in fleet.replicas]
+    await asyncio.to_thread(fleet.replicas[int(np.argmax(num_live))].kill)
     later = []
     for number in range(LATER):
         await asyncio.sleep(begun + number / LATER - loop.time())
         later.append(asyncio.create_task(client.send(RaceChat(0.0, chat(words(draw, 20), words(draw, 20))))))
     answers = [await each for each in (*under_way, *later)]
     outcomes = [answer.outcome for answer in answers]
-    return Deaths(Counter(outcomes[:STREAMS]), Counter(outcomes[STREAMS:]))
+    return Deaths(max(num_live), Counter(outcomes[:STREAMS]), Counter(outcomes[STREAMS:]))
 
 
 def died(arm: Arm) -> Row:
@@ -412,6 +418,7 @@ def died(arm: Arm) -> Row:
     return {
         "when a replica dies": arm.name,
         "streams": STREAMS,
+        "there": found.num_there,
         "whole": found.begun["whole"],
         "told": found.begun["told"],
         "cut": both["cut"] + both["late"],

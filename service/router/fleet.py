@@ -231,17 +231,20 @@ class ProbeSettings:
 
 class AssignedWork:
     def __init__(self, replica: "Replica", num_blocks: float) -> None:
-        self._replica = replica
+        self._replica, self.name = replica, replica.name
         self._blocks = max(num_blocks, _RUNNING)
+        self.is_coming = True  # its prompt is being computed, so its blocks are not announced yet
         replica.num_requests += 1
         replica.has_work(self._blocks, 1)
 
     def begun(self) -> None:
         """The answer's first byte is here, so the prompt is computed."""
+        self.is_coming = False
         self._replica.has_work(_RUNNING - self._blocks, 0)
         self._blocks = _RUNNING
 
     def end(self) -> None:
+        self.is_coming = False
         self._replica.has_work(-self._blocks, -1)
         self._blocks = 0.0
 

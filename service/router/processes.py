@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections import Counter
@@ -95,12 +94,10 @@ class RouterProcesses:
     def __init__(self, config: RouterConfig, num_signals: Callable[[], int]) -> None:
         """Reserve the port. ConfigError if it is taken. `num_signals`: how many signals to stop have come."""
         alone = HttpSocket(config.http, "router")  # it shares no port: one that is taken is an error
-        family, where = alone.socket.family, alone.socket.getsockname()
+        self.http = f"{config.http.rpartition(':')[0]}:{alone.socket.getsockname()[1]}"
         alone.close()
-        self.http = f"{config.http.rpartition(':')[0]}:{where[1]}"
-        self._reserved = socket.socket(family)  # the port is ours even while no process listens
-        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        self._reserved.bind(where)
+        # the port is ours even while no process listens
+        self._reserved = HttpSocket(self.http, "router", is_shared=True, listens=False)
         self._number, self._drain, self._num_signals = config.processes, config.patience, num_signals
         self._board = Board(self._number + 1)
         self._children = [_Child() for _ in range(self._number)]

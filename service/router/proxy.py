@@ -5,7 +5,8 @@ import json
 import math
 import re
 import time
-from collections import Counter, defaultdict, deque
+from bisect import bisect_right
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -367,6 +368,40 @@ class WholeEvents:
         return data[:end]
 
 
+# --- prompts that are being computed ---------------------------------------------------------------------------------
+
+_MOST_COMING: Final = 1 << 16  # depths of prompts
+_DEPTHS: Final = tuple(
+    depth for power in range(15) for depth in range(1 << power, 2 << power, max(1, (1 << power) // 8))
+)  # of blocks: eight to each power of two
+
+
+class ComingBlocks:
+    """Where a prompt's blocks are being computed: events tell of them only when they are done.
+
+    Without it requests that come together, for one new document, would go to as many replicas, and each would compute
+    it. A prompt is known at some depths only: to an eighth of its length.
+    """
+
+    def __init__(self) -> None:
+        self._works: OrderedDict[int, AssignedWork] = OrderedDict()  # by the name of the block at that depth
+
+    def add(self, names: Sequence[int], num_held: int, work: AssignedWork) -> None:
+        """`work` computes these blocks but the first `num_held`."""
+        for depth in _DEPTHS[bisect_right(_DEPTHS, num_held) : bisect_right(_DEPTHS, len(names))]:
+            self._works[names[depth - 1]] = work
+            self._works.move_to_end(names[depth - 1])
+        while len(self._works) > _MOST_COMING:
+            self._works.popitem(last=False)
+
+    def of(self, names: Sequence[int]) -> tuple[str, int] | None:
+        """The replica that computes most of these blocks, and how many."""
+        for depth in reversed(_DEPTHS[: bisect_right(_DEPTHS, len(names))]):
+            if (work := self._works.get(names[depth - 1])) is not None and work.is_coming:
+                return work.name, depth
+        return None
+
+
 # --- the way of one request ------------------------------------------------------------------------------------------
 
 _MOST_KEPT: Final = 16  # versions of the model, as good as surely
@@ -424,6 +459,7 @@ class Proxy:
         self._deadlines = deadlines
         self._weights = weights_by_tier(weights)
         self._kept: dict[int, _Kept] = {}
+        self._coming = ComingBlocks()
         self._turn = 0  # requests so far; retries do not count, or one of a pair would always be tried first
 
     async def forward(self, request: RoutedRequest, reply: ClientReply) -> None:
@@ -449,6 +485,7 @@ class Proxy:
             replica = self._fleet[choice.name]
             tries.tried.add(replica.name)
             work = AssignedWork(replica, request.held.num_blocks - choice.cached)
+            self._coming.add(request.held.names, choice.cached, work)
             size = None if replica.version is None else replica.version.block_size
             try:
                 attempt = _Attempt(replica, work, self._ledger, reply, choice.cached * (size or 0))
@@ -496,6 +533,9 @@ class Proxy:
         Rows stay the same until a replica or a publisher comes or goes, so they are kept for as long.
         """
         prefixes = held.prefixes if isinstance(held.prefixes, Prefixes) else NO_PREFIXES
+        if (coming := self._coming.of(held.names)) is not None and coming[0] in prefixes.rows:
+            counts = prefixes.counts[prefixes.rows[coming[0]]]
+            counts[0] += max(0, coming[1] - int(counts.sum()))
         names = self._fleet.names
         kept = self._kept.get(id(prefixes.rows))
         if kept is None or kept[0] is not names or kept[1] is not prefixes.rows or kept[2] is not held.sure:

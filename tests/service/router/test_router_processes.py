@@ -15,6 +15,7 @@ from typing import Any
 import httpx2
 import pytest
 from command_rig import kvtier_process as kvtier
+from node_rig import free_port
 from router_rig import PATIENCE, ToldReplica, replicas, until
 from service_rig import end_child, environment
 
@@ -30,7 +31,8 @@ class SeveralProcesses:
         """`hung`: seconds after which a silent process is killed."""
         specs = [argument for replica in replicas for argument in ("--replica", replica.url)]
         program = f"import kvtier.service.router.processes as p; p._HUNG = {hung}; from kvtier.cli import main; main()"
-        command = ["-c", program, "route", "--http", "127.0.0.1:0", "--processes", str(number), *specs]
+        command = ["-c", program, "route", "--processes", str(number), *specs]
+        options = {"router__http": "127.0.0.1:0", **options}
         patient = {"router__probe_interval": "50ms", "router__probe_timeout": "20s", "router__connect_timeout": "20s"}
         self.process = subprocess.Popen(
             [sys.executable, *command], env=environment(**patient, **options), stderr=subprocess.PIPE, text=True
@@ -200,6 +202,16 @@ def test_a_second_signal_ends_all_at_once() -> None:
                     pass
         assert router.process.wait(PATIENCE) == 0
         one.behave()
+
+
+def test_its_port_is_free_again_at_once(pair: Pair) -> None:
+    port = free_port()
+    for _ in range(2):
+        with several(*pair, router__http=f"127.0.0.1:{port}") as router:
+            with router.stream() as answer:  # closed by the router first: its end of it lingers
+                router.process.send_signal(signal.SIGTERM)
+                answer.read()
+            assert router.process.wait(PATIENCE) == 0
 
 
 def test_processes_end_with_a_parent_that_was_killed(pair: Pair) -> None:
