@@ -184,7 +184,7 @@ class FakeReplica:
             await asyncio.sleep(BASE + (len(tokens) - num_cached) * self._token_seconds)
             num_held, gone = self._cache.use(names)
             await self.events.publish(names, num_held, tokens, gone)
-        num_answer = int(body.get("max_tokens") or 8)
+        num_answer = int(body.get("max_tokens") or body.get("max_completion_tokens") or 8)  # sglang-router renames it
         usage = {
             "prompt_tokens": len(tokens),
             "completion_tokens": num_answer,

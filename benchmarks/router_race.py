@@ -50,7 +50,7 @@ REPLICAS: Final = 4
 TOKEN_US: Final = 30.0
 PACE: Final = 0.01  # seconds between two tokens of an answer
 RATE: Final = 24.0  # chats a second
-SECONDS: Final = 12.0  # of a load
+SECONDS: Final = 9.0  # of a load
 DOCUMENT: Final = 3000  # tokens
 ROUNDS: Final = 2
 PATIENCE: Final = 30.0  # seconds for one answer
@@ -214,6 +214,10 @@ class Client:
         self._ports = ports
         self._idle: list[list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = [[] for _ in ports]
 
+    def close(self) -> None:
+        for _, writer in (each for idle in self._idle for each in idle):
+            writer.close()
+
     async def send(self, request: RaceChat, due: float | None = None) -> RaceAnswer:
         answer, due = RaceAnswer(), asyncio.get_running_loop().time() if due is None else due
         try:
@@ -287,6 +291,7 @@ async def play(fleet: RaceFleet, load: "Load") -> list[RaceAnswer]:
         answering = [tasks.create_task(one(each)) for each in load.chats]
         for at, number in load.restarts:
             tasks.create_task(restart(at, number))
+    client.close()
     return [each.result() for each in answering]
 
 
@@ -406,6 +411,7 @@ async def die(fleet: RaceFleet) -> Deaths:
         await asyncio.sleep(begun + number / LATER - loop.time())
         later.append(asyncio.create_task(client.send(RaceChat(0.0, chat(words(draw, 20), words(draw, 20))))))
     answers = [await each for each in (*under_way, *later)]
+    client.close()
     outcomes = [answer.outcome for answer in answers]
     return Deaths(max(num_live), Counter(outcomes[:STREAMS]), Counter(outcomes[STREAMS:]))
 
@@ -443,8 +449,7 @@ def main() -> int:
     rows, targets, by_name = list[Row](), list[Target](), {arm.name: arm for arm in running}
     for load in loads(seconds):
         actions: dict[str, Callable[[], Raced]] = {
-            name: lambda arm=arm, load=load: race(arm, load)  # type: ignore[misc]
-            for name, arm in by_name.items()
+            name: lambda arm=arm, load=load: race(arm, load) for name, arm in by_name.items()
         }
         raced = in_turns(actions, rounds)
         made = [row_of(load, by_name[name], each) for name, each in raced.items()]
