@@ -175,6 +175,16 @@ def test_requests_of_all_processes_count_against_a_replicas_limit() -> None:
         until(lambda: router.complete().status_code == 200)
 
 
+def test_a_replica_that_leaves_the_list_gets_nothing_from_any(pair: Pair, tmp_path: Path) -> None:
+    listed = tmp_path / "replicas"
+    listed.write_text("".join(f"{each.url}\n" for each in pair))
+    with several(router__replicas_file=str(listed)) as router:
+        until(lambda: {router.complete().headers["x-kvtier-replica"] for _ in range(8)} == {each.name for each in pair})
+        listed.write_text(f"{pair[0].url}\n")
+        until(lambda: all(len(router.get("/status").json()["replicas"]) == 1 for _ in range(12)))
+        assert {router.complete().headers["x-kvtier-replica"] for _ in range(12)} == {pair[0].name}
+
+
 def test_a_signal_stops_all_and_lets_answers_end(pair: Pair) -> None:
     with several(*pair) as router:
         for replica in pair:
