@@ -16,8 +16,9 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 from threading import Event
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import msgspec
 import xxhash
 from prometheus_client.metrics_core import Metric
 from pydantic import SecretStr, ValidationError
@@ -98,6 +99,7 @@ def _digest(values: Sequence[Any]) -> bytes:
 _LONG_BODY: Final = 8 << 10  # bytes of a body; longer ones are tokenized on a thread, so that streams go on meanwhile
 CHAT: Final = "/v1/chat/completions"
 COMPLETION: Final = "/v1/completions"
+_Ids = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
 READ: Final = (CHAT, COMPLETION)  # paths whose prompts are read; all others are forwarded unread
 
 
@@ -125,6 +127,10 @@ def _read(path: str, value: Mapping[str, Any], prompts: Prompts | None) -> Known
             return KnownPrompt(prompts.chat(chat).token_ids, cache_salt)
         if value.get("truncate_prompt_tokens") is not None or value.get("prompt_embeds") is not None:
             return KnownPrompt([], cache_salt, "unreadable")
+        if isinstance(value.get("prompt"), list):
+            with suppress(msgspec.ValidationError):  # pydantic reads other forms, at four times the cost
+                ids = msgspec.convert(value["prompt"], _Ids)
+                return KnownPrompt(ids, cache_salt) if ids else KnownPrompt([], cache_salt, "unreadable")
         first = openai.CompletionPrompt.model_validate(value).prompts[0]
         if isinstance(first, list):
             return KnownPrompt(first, cache_salt)
