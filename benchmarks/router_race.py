@@ -81,7 +81,15 @@ class RaceReplica:
         self.start()
 
     def start(self) -> None:
-        self._process = ServerProcess(self._command, self._log)
+        """Start it. A connection of another process may have its port for a moment: then it is tried again."""
+        for left in reversed(range(10)):
+            try:
+                self._process = ServerProcess(self._command, self._log)
+                return
+            except KVTierError:
+                if not left:
+                    raise
+                time.sleep(0.5)
 
     def kill(self) -> None:
         self._process.process.kill()
