@@ -182,6 +182,11 @@ router_overhead:
   same, a stream's lone piece ÷ a bare asyncio relay | bare relay |  | limit
   prefix scoring of 32,768 tokens: CPU ms | ^prefix scoring
   1,000,000 indexed blocks, in one tier and in two: MB | indexed
+router_race:
+  beside three other routers, five loads: cached share ÷ the best other's | cached share | Routers side by side
+  same, first token, p50, p90, p99 | TTFT | Routers side by side
+  same, CPU of a chat of 3,000 tokens | CPU | Routers side by side
+  a replica dies: answers that just end, later chats unanswered | a replica dies
 serving:
   `kvtier engine`, L2, L3, a cluster: requests/s, first token, p99 ÷ off
 # a GPU

@@ -101,6 +101,7 @@ EXPLAINED: Final = {
     "kvtier/cli/servers_cli.py:kvtier.service.admin.http_app": "starlette and uvicorn, which other verbs do not need",
     "kvtier/cli/servers_cli.py:kvtier.service.web.http_server": "the same",
     "kvtier/cli/servers_cli.py:kvtier.service.router.router": "the same",
+    "kvtier/cli/servers_cli.py:kvtier.service.router.processes": "the same",
     "kvtier/cli/servers_cli.py:kvtier.service.events.publisher": "pyzmq, likewise",
     "kvtier/cli/servers_cli.py:kvtier.tiers.hierarchy.opening": "numpy and redis, which other verbs do not need",
     "kvtier/cli/servers_cli.py:kvtier.connector.models.checkpoint": "safetensors, which other verbs do not need",

@@ -150,19 +150,33 @@ def route(
         Path | None, typer.Option(metavar="FILE", help="More replicas, one a line; changes take effect at once.")
     ] = None,
     http: HttpOption = None,
+    processes: Annotated[
+        int | None, typer.Option(metavar="N", help="Processes behind the address, a core each; instead of 1.")
+    ] = None,
     log_level: LogLevelOption = "info",
     log_format: LogFormatOption = "text",
     config: ConfigOption = None,
 ) -> None:
-    options = given(replicas=replica, replicas_file=replicas_file, model=model, http=http)
+    options = given(replicas=replica, replicas_file=replicas_file, model=model, http=http, processes=processes)
     settings = configuration.Config.load(config, router=options)
     begin(_SWITCH, log_level, log_format)
+    router, seat, stopping = settings.router, None, Event()
+    if router.processes > 1:
+        from kvtier.service.router import RouterProcesses
+
+        signals: list[None] = []
+        on_signal(lambda: signals.append(None))
+        several = RouterProcesses(router, lambda: len(signals))
+        router = router.model_copy(update={"http": several.http})
+        ready = f"ready on {len(router.replicas)} replicas, {router.processes} processes, http on {router.http}"
+        if (seat := several.run(lambda: _log.info("%s", ready))) is None:
+            return
     from kvtier.service.router import serve as serve_router
 
-    prefix = ChatPrefix.of(settings.chat)
-    server, stopping = serve_router(settings.router, strict=settings.events.strict, prefix=prefix), Event()
-    on_signal(stopping.set, once=True)
+    server = serve_router(router, strict=settings.events.strict, prefix=ChatPrefix.of(settings.chat), seat=seat)
+    on_signal(stopping.set, once=seat is None)  # with several processes, the parent ends those that are slow
     server.start()
-    _log.info("ready on %d replicas, http on %s", len(settings.router.replicas), server.address)
+    if seat is None:
+        _log.info("ready on %d replicas, http on %s", len(router.replicas), server.address)
     stopping.wait()
     server.stop()

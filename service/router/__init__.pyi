@@ -7,6 +7,7 @@ from .fleet import ReplicaProfile as ReplicaProfile
 from .fleet import make_scores as make_scores
 from .holdings import FleetHoldings as FleetHoldings
 from .holdings import Held as Held
+from .processes import RouterProcesses as RouterProcesses
 from .proxy import CROWD as CROWD
 from .proxy import LOAD_WEIGHT as LOAD_WEIGHT
 from .proxy import NOT_ANSWERED as NOT_ANSWERED

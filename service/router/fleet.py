@@ -231,17 +231,20 @@ class ProbeSettings:
 
 class AssignedWork:
     def __init__(self, replica: "Replica", num_blocks: float) -> None:
-        self._replica = replica
+        self._replica, self.name = replica, replica.name
         self._blocks = max(num_blocks, _RUNNING)
+        self.is_coming = True  # its prompt is being computed, so its blocks are not announced yet
         replica.num_requests += 1
         replica.has_work(self._blocks, 1)
 
     def begun(self) -> None:
         """The answer's first byte is here, so the prompt is computed."""
+        self.is_coming = False
         self._replica.has_work(_RUNNING - self._blocks, 0)
         self._blocks = _RUNNING
 
     def end(self) -> None:
+        self.is_coming = False
         self._replica.has_work(-self._blocks, -1)
         self._blocks = 0.0
 
@@ -272,6 +275,7 @@ class Replica:
         self.in_flight = 0
         self.given = 0.0  # blocks of work of this router's requests
         self.others = 0.0  # estimated blocks of work that others gave it
+        self.beside = (0, 0.0)  # requests and blocks of work that other processes of this router gave it
         self.num_requests = 0
         self.errors: Counter[str] = Counter()
         self.latencies = Latencies()
@@ -288,13 +292,24 @@ class Replica:
 
     @property
     def load(self) -> float:
-        return self.given + self.others
+        return self.given + self.others + self.beside[1]
+
+    @property
+    def num_live(self) -> int:
+        """Requests under way from this router, all its processes."""
+        return self.in_flight + self.beside[0]
 
     def has_work(self, more: float, requests: int) -> None:
         """So many blocks of work more than before, and so many requests."""
         self.given += more
         self.in_flight += requests
         self._stand()
+
+    def has_beside(self, requests: int, blocks: float) -> None:
+        """What other processes of this router gave it, from now on."""
+        if self.beside != (requests, blocks):
+            self.beside = requests, blocks
+            self._stand()
 
     def stand(self, scores: "Scores | None", row: int = 0) -> None:
         """Keep its load in a row of these columns from now on; None: in none."""
@@ -304,7 +319,7 @@ class Replica:
     def _stand(self) -> None:
         if self._scores is not None:
             scores, row = self._scores
-            scores.standing(row, self.given + self.others, self.limit, self.in_flight)
+            scores.standing(row, self.load, self.limit, self.num_live)
 
     @property
     def is_hopeless(self) -> bool:
@@ -314,7 +329,7 @@ class Replica:
     @property
     def limit(self) -> float:
         """The limit of `load` for the policy: none, until it has `max_requests` requests."""
-        return float("inf") if self.in_flight < self._terms.max_requests else 0.0
+        return float("inf") if self.num_live < self._terms.max_requests else 0.0
 
     async def run(self) -> None:
         """Run until cancelled: probe at each interval, or at once after an alarm, and read its load."""
@@ -440,7 +455,7 @@ class Replica:
         except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
             num_requests = 0
         usual = self.given / self.in_flight if self.in_flight else _USUAL
-        self.others = max(0, num_requests - self.in_flight) * usual
+        self.others = max(0, num_requests - self.num_live) * usual
         self._stand()
 
     async def _page(self, path: str, deadlines: Deadlines) -> tuple[int, bytes]:

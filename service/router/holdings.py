@@ -61,6 +61,7 @@ class Held:
     num_blocks: int = 0  # whole blocks of the prompt
     prefixes: Mapping[str, Mapping[str, int]] = field(default_factory=lambda: NO_PREFIXES)
     sure: frozenset[str] = frozenset()  # replicas whose events are up to date, so that their prefix can be believed
+    names: Sequence[int] = ()  # of the prompt's leading blocks
 
 
 class _Followed(NamedTuple):
@@ -215,7 +216,7 @@ class VersionHoldings:
             self._followed = self._look()
         followed = self._followed
         found = Prefixes(followed.rows, self.index.prefixes(names, followed.feeds))
-        return Held(num_tokens // self.index.block_size, found, followed.sure)
+        return Held(num_tokens // self.index.block_size, found, followed.sure, names)
 
     def _look(self) -> _Followed:
         change = EventConsumer.last_change  # before the states: a later one shows

@@ -5,10 +5,11 @@ import json
 import math
 import re
 import time
-from collections import Counter, defaultdict, deque
+from bisect import bisect_right
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, overload
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, overload
 import numpy as np
 import xxhash
 
+from kvtier.service import Json
 from kvtier.service.observe import ReplicaScore, statuses
 from kvtier.service.openai import OpenAIError
 from kvtier.service.router.client import Deadlines, Failure, Headers, ReplicaAnswer, ReplicaFailed, Shortcut
@@ -217,7 +219,28 @@ class Ledger:
     told_cached_tokens: int = 0
     told_tiers: Counter[str] = field(default_factory=Counter)  # of these, by tier; only kvtier's engines report it
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by "tokenise", "score"
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # (replica, reason) of failed requests
+    given: Counter[str] = field(default_factory=Counter)  # requests by replica
+    cpu: float = 0.0  # seconds
     decisions: deque[tuple[float, int, Choice]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+    def counts(self) -> Json:
+        """All that is counted, for `add`; decisions are not."""
+        every = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "decisions"}
+        return {name: [*value.items()] if isinstance(value, dict) else value for name, value in every.items()}
+
+    def add(self, counts: Json) -> None:
+        """Count what another process has counted, too."""
+        for name, value in counts.items():
+            mine = getattr(self, name)
+            if isinstance(mine, dict):
+                for key, number in value:
+                    mine[tuple(key) if isinstance(key, list | tuple) else key] += number
+            else:
+                setattr(self, name, mine + value)
+
+    def failures_of(self, replica: str) -> dict[str, int]:
+        return {reason: count for (name, reason), count in self.failures.items() if name == replica}
 
     def decided(self, choice: Choice, num_blocks: int) -> None:
         if choice.name is not None:
@@ -345,6 +368,40 @@ class WholeEvents:
         return data[:end]
 
 
+# --- prompts that are being computed ---------------------------------------------------------------------------------
+
+_MOST_COMING: Final = 1 << 16  # depths of prompts
+_DEPTHS: Final = tuple(
+    depth for power in range(15) for depth in range(1 << power, 2 << power, max(1, (1 << power) // 8))
+)  # of blocks: eight to each power of two
+
+
+class ComingBlocks:
+    """Where a prompt's blocks are being computed: events tell of them only when they are done.
+
+    Without it requests that come together, for one new document, would go to as many replicas, and each would compute
+    it. A prompt is known at some depths only: to an eighth of its length.
+    """
+
+    def __init__(self) -> None:
+        self._works: OrderedDict[int, AssignedWork] = OrderedDict()  # by the name of the block at that depth
+
+    def add(self, names: Sequence[int], num_held: int, work: AssignedWork) -> None:
+        """`work` computes these blocks but the first `num_held`."""
+        for depth in _DEPTHS[bisect_right(_DEPTHS, num_held) : bisect_right(_DEPTHS, len(names))]:
+            self._works[names[depth - 1]] = work
+            self._works.move_to_end(names[depth - 1])
+        while len(self._works) > _MOST_COMING:
+            self._works.popitem(last=False)
+
+    def of(self, names: Sequence[int]) -> tuple[str, int] | None:
+        """The replica that computes most of these blocks, and how many."""
+        for depth in reversed(_DEPTHS[: bisect_right(_DEPTHS, len(names))]):
+            if (work := self._works.get(names[depth - 1])) is not None and work.is_coming:
+                return work.name, depth
+        return None
+
+
 # --- the way of one request ------------------------------------------------------------------------------------------
 
 _MOST_KEPT: Final = 16  # versions of the model, as good as surely
@@ -402,6 +459,7 @@ class Proxy:
         self._deadlines = deadlines
         self._weights = weights_by_tier(weights)
         self._kept: dict[int, _Kept] = {}
+        self._coming = ComingBlocks()
         self._turn = 0  # requests so far; retries do not count, or one of a pair would always be tried first
 
     async def forward(self, request: RoutedRequest, reply: ClientReply) -> None:
@@ -427,6 +485,7 @@ class Proxy:
             replica = self._fleet[choice.name]
             tries.tried.add(replica.name)
             work = AssignedWork(replica, request.held.num_blocks - choice.cached)
+            self._coming.add(request.held.names, choice.cached, work)
             size = None if replica.version is None else replica.version.block_size
             try:
                 attempt = _Attempt(replica, work, self._ledger, reply, choice.cached * (size or 0))
@@ -460,7 +519,7 @@ class Proxy:
         choice = decide(fleet.scores, fleet.names, held.num_blocks, self._turn)
         if choice.reason is Reason.UNSURE and request.session is not None:
             candidates = [
-                Candidate(each.name, {}, each.load, each.limit, each.in_flight, bool(alive), is_sure=False)
+                Candidate(each.name, {}, each.load, each.limit, each.num_live, bool(alive), is_sure=False)
                 for each, alive in zip(fleet.replicas, is_alive, strict=True)
             ]
             choice = sticky(candidates, request.session, spread=SPREAD)
@@ -474,6 +533,9 @@ class Proxy:
         Rows stay the same until a replica or a publisher comes or goes, so they are kept for as long.
         """
         prefixes = held.prefixes if isinstance(held.prefixes, Prefixes) else NO_PREFIXES
+        if (coming := self._coming.of(held.names)) is not None and coming[0] in prefixes.rows:
+            counts = prefixes.counts[prefixes.rows[coming[0]]]
+            counts[0] += max(0, coming[1] - int(counts.sum()))
         names = self._fleet.names
         kept = self._kept.get(id(prefixes.rows))
         if kept is None or kept[0] is not names or kept[1] is not prefixes.rows or kept[2] is not held.sure:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import re
 import ssl
 import time
@@ -15,8 +16,9 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 from threading import Event
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import msgspec
 import xxhash
 from prometheus_client.metrics_core import Metric
 from pydantic import SecretStr, ValidationError
@@ -35,6 +37,7 @@ from kvtier.service.openai import OpenAIError, Prompts, bad_field, json_object, 
 from kvtier.service.router.client import Deadlines, Headers, ReplicaFailed
 from kvtier.service.router.fleet import Fleet, ModelVersion, ProbeSettings, Replica, ReplicaState
 from kvtier.service.router.holdings import FleetHoldings, Held
+from kvtier.service.router.processes import TELL, Seat
 from kvtier.service.router.proxy import NOT_ASKED, ClientReply, Ledger, Proxy, RoutedRequest, passed
 from kvtier.service.router.replica_list import Publishers, ReplicaList
 from kvtier.service.web import Guard, HttpServer, HttpSocket, disconnected, page, read_body
@@ -96,6 +99,7 @@ def _digest(values: Sequence[Any]) -> bytes:
 _LONG_BODY: Final = 8 << 10  # bytes of a body; longer ones are tokenized on a thread, so that streams go on meanwhile
 CHAT: Final = "/v1/chat/completions"
 COMPLETION: Final = "/v1/completions"
+_Ids = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
 READ: Final = (CHAT, COMPLETION)  # paths whose prompts are read; all others are forwarded unread
 
 
@@ -123,6 +127,10 @@ def _read(path: str, value: Mapping[str, Any], prompts: Prompts | None) -> Known
             return KnownPrompt(prompts.chat(chat).token_ids, cache_salt)
         if value.get("truncate_prompt_tokens") is not None or value.get("prompt_embeds") is not None:
             return KnownPrompt([], cache_salt, "unreadable")
+        if isinstance(value.get("prompt"), list):
+            with suppress(msgspec.ValidationError):  # pydantic reads other forms, at four times the cost
+                ids = msgspec.convert(value["prompt"], _Ids)
+                return KnownPrompt(ids, cache_salt) if ids else KnownPrompt([], cache_salt, "unreadable")
         first = openai.CompletionPrompt.model_validate(value).prompts[0]
         if isinstance(first, list):
             return KnownPrompt(first, cache_salt)
@@ -307,6 +315,8 @@ def _lines(answer: Json) -> Iterator[str]:
 
 # --- the router ------------------------------------------------------------------------------------------------------
 
+_log = logging.getLogger(__name__)
+
 _BYTES: Final = 64  # bytes of a body that count as a block if the prompt is not known
 _MAX_ITEMS: Final = 1 << 18  # values in a body that is parsed: more block the event loop for over 20 ms
 _MOST: Final = 1024  # most blocks of work of a request that is forwarded unread
@@ -317,12 +327,20 @@ _START: Final = 64  # tokens, or bytes, of a prompt by which one without a conve
 class Router:
     """Belongs to the event loop that calls `start`; `status` and the ledger are read there too."""
 
-    def __init__(self, config: RouterConfig, *, strict: bool = False, prefix: ChatPrefix = AS_SENT) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        strict: bool = False,
+        prefix: ChatPrefix = AS_SENT,
+        seat: Seat | None = None,
+    ) -> None:
         """Raises ConfigError if a replica's spec is wrong or contradicts another, or if the tokenizer cannot be read.
 
         `strict`: events that contradict earlier ones are errors. `prefix`: in which form chats reach replicas.
+        `seat`: this process's, if there are several.
         """
-        self._prefix = prefix
+        self._prefix, self.seat = prefix, seat
         terms = _terms(config)
         keys = CurveKeys.load("router", config.curve_key_file, "curve_publisher_file", config.curve_publisher_file)
         self.holdings = FleetHoldings[ModelVersion](strict=strict, max_blocks=config.max_blocks, keys=keys)
@@ -341,10 +359,14 @@ class Router:
         """Probe every replica once, then start probing, watching the list and following events until `stop`."""
         self.fleet.change(await self.list.looked_up())
         await self.fleet.start()
-        self._following = asyncio.create_task(self.list.follow(self.fleet.change))
+        self._tasks = [asyncio.create_task(self.list.follow(self.fleet.change))]
+        if self.seat is not None:
+            self.ledger.add(self.seat.before.get("counts", {}))
+            self._tasks.append(asyncio.create_task(self._share(self.seat)))
 
     async def stop(self) -> None:
-        self._following.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self.fleet.stop()
         await asyncio.to_thread(self.holdings.close)
 
@@ -360,8 +382,39 @@ class Router:
             return
         await self._proxy.forward(request, reply)
 
+    async def _share(self, seat: Seat) -> None:
+        """Run until cancelled: tell the other processes what is counted and under way here, and take in theirs."""
+        while True:
+            live = {each.name: (each.in_flight, each.given) for each in self.fleet.replicas if each.in_flight}
+            try:
+                seat.tell({"counts": self._counted().counts(), "live": live})
+            except OSError as error:
+                _log.warning("other processes of the router are not told: %s", error)
+            beside = [told.get("live", {}) for told, is_fresh in seat.others() if is_fresh]
+            for replica in self.fleet.replicas:
+                each = [live[replica.name] for live in beside if replica.name in live]
+                replica.has_beside(sum(requests for requests, _ in each), sum(blocks for _, blocks in each))
+            await asyncio.sleep(TELL)
+
+    def _counted(self) -> Ledger:
+        """What this process has counted, and those that had its place before."""
+        counted = replace(self.ledger, failures=Counter(self.ledger.failures), given=Counter(self.ledger.given))
+        counted.cpu += time.process_time()
+        for replica in self.fleet.replicas:
+            counted.given[replica.name] += replica.num_requests
+            counted.failures.update({(replica.name, reason): count for reason, count in replica.errors.items()})
+        return counted
+
+    def total(self) -> Ledger:
+        """What all processes of this router have counted; the last decisions are this one's."""
+        total = Ledger(decisions=self.ledger.decisions)
+        total.add(self._counted().counts())
+        for told, _ in () if self.seat is None else self.seat.others():
+            total.add(told.get("counts", {}))
+        return total
+
     def status(self) -> RouterStatus:
-        ledger, version, by_reason = self.ledger, self.fleet.version, Counter[str]()
+        ledger, version, by_reason = self.total(), self.fleet.version, Counter[str]()
         for (_, reason), count in ledger.requests.items():
             by_reason[reason] += count
         return RouterStatus(
@@ -370,7 +423,7 @@ class Router:
             fingerprint=None if version is None else version.fingerprint,
             models=sorted(self.fleet.served),
             tier_captions=[statuses.TierCaption.model_validate(each) for each in tier_captions()],
-            replicas=[self._replica(replica) for replica in (*self.fleet.replicas, *self.fleet.leaving)],
+            replicas=[self._replica(replica, ledger) for replica in (*self.fleet.replicas, *self.fleet.leaving)],
             list=statuses.ReplicaListStatus(errors=dict(self.list.errors), why=self.list.why),
             decisions=ledger.latest(),
             requests=dict(by_reason),
@@ -386,19 +439,19 @@ class Router:
             ),
             indexed_blocks=self.holdings.num_blocks,
             forgotten_blocks=self.holdings.num_forgotten,
-            cpu_s=time.process_time(),
+            cpu_s=ledger.cpu,
         )
 
-    def _replica(self, replica: Replica) -> statuses.ReplicaStatus:
+    def _replica(self, replica: Replica, ledger: Ledger) -> statuses.ReplicaStatus:
         return statuses.ReplicaStatus(
             name=replica.name,
             url=replica.spec.url,
             state=replica.state,
             why=replica.why,
             load=replica.load,
-            in_flight=replica.in_flight,
-            requests=replica.num_requests,
-            errors=dict(replica.errors),
+            in_flight=replica.num_live,
+            requests=ledger.given[replica.name],
+            errors=ledger.failures_of(replica.name),
             fingerprint=None if replica.version is None else replica.version.fingerprint,
             **self.holdings.of(replica.name).state(replica.name)._asdict(),
             latency=replica.latencies.figures(),
@@ -525,12 +578,12 @@ def _tls(ca_file: Path | None) -> ssl.SSLContext:
 
 
 def exposition(router: Router) -> str:
-    families = [*_requests(router), *_token_series(router), *_replicas(router), *_held(router)]
+    total = router.total()
+    families = [*_requests(router, total), *_token_series(total), *_replicas(router, total), *_held(router)]
     return text_of(families)
 
 
-def _requests(router: Router) -> Iterator[Metric]:
-    ledger = router.ledger
+def _requests(router: Router, ledger: Ledger) -> Iterator[Metric]:
     by_reason = "Requests given to a replica, by reason of the choice"
     yield counter("kvtier_route_requests", by_reason, ledger.requests, "replica", "reason")
     yield counter("kvtier_route_answers", "Answers passed on, by status class", ledger.answers, "replica", "status")
@@ -543,11 +596,13 @@ def _requests(router: Router) -> Iterator[Metric]:
     unknown = "Requests routed without knowing their prompt, by reason"
     yield counter("kvtier_route_unknown_prompts", unknown, ledger.untokenised, "reason")
     yield counter("kvtier_route_seconds", "Time spent on requests, by stage", ledger.seconds, "stage")
-    yield counter("kvtier_route_cpu_seconds", "CPU time of the router's process", time.process_time())
+    yield counter("kvtier_route_cpu_seconds", "CPU time of the router's processes", ledger.cpu)
+    text = "Processes of the router that ended and were replaced, by reason"
+    replaced = {} if router.seat is None else router.seat.replaced
+    yield counter("kvtier_route_replaced_processes", text, replaced, "reason")
 
 
-def _token_series(router: Router) -> Iterator[Metric]:
-    ledger = router.ledger
+def _token_series(ledger: Ledger) -> Iterator[Metric]:
     yield counter("kvtier_route_prompt_tokens", "Tokens of prompts that were known", ledger.prompt_tokens)
     promised = "Of these, held by the chosen replica according to the index"
     yield counter("kvtier_route_promised_tokens", promised, ledger.promised_tokens)
@@ -557,15 +612,16 @@ def _token_series(router: Router) -> Iterator[Metric]:
     yield counter("kvtier_route_told_cached_tokens", cached, ledger.told_cached_tokens)
 
 
-def _replicas(router: Router) -> Iterator[Metric]:
+def _replicas(router: Router, ledger: Ledger) -> Iterator[Metric]:
     replicas = router.fleet.replicas
     states = {(replica.name, state): replica.state is state for replica in replicas for state in ReplicaState}
     yield gauge("kvtier_route_replica_state", "1 for the state that it is in", states, "replica", "state")
     loads = {replica.name: replica.load for replica in replicas}
     yield gauge("kvtier_route_replica_load", "Blocks of work given to it and not finished", loads, "replica")
-    running = {replica.name: replica.in_flight for replica in replicas}
+    running = {replica.name: replica.num_live for replica in replicas}
     yield gauge("kvtier_route_in_flight", "Requests from the router under way there", running, "replica")
-    failures = {(replica.name, reason): count for replica in replicas for reason, count in replica.errors.items()}
+    names = {replica.name for replica in replicas}
+    failures = {key: count for key, count in ledger.failures.items() if key[0] in names}
     yield counter("kvtier_route_replica_failures", "Requests it failed, by reason", failures, "replica", "reason")
     yield from _waits({replica.name: replica.latencies.figures() for replica in replicas})
 
@@ -610,11 +666,13 @@ _PATH: Final = re.compile(rb"/v1(/(?!\.{1,2}(/|$))[\w.~:@-]+)+", re.ASCII)
 _FOR_ONE: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # an operator sends these to each replica
 
 
-def serve(config: RouterConfig, *, strict: bool = False, prefix: ChatPrefix = AS_SENT) -> HttpServer:
-    """The router's server, not started yet. `strict` and `prefix` are passed to `Router`. Raises ConfigError."""
-    router, stopping = Router(config, strict=strict, prefix=prefix), Event()
+def serve(
+    config: RouterConfig, *, strict: bool = False, prefix: ChatPrefix = AS_SENT, seat: Seat | None = None
+) -> HttpServer:
+    """The router's server, not started yet. The options are passed to `Router`. Raises ConfigError."""
+    router, stopping = Router(config, strict=strict, prefix=prefix, seat=seat), Event()
     app = make_app(router, config.token, stopping)
-    listening = HttpSocket(config.http, "router", config.allowed_hosts)
+    listening = HttpSocket(config.http, "router", config.allowed_hosts, is_shared=seat is not None)
     return HttpServer(
         app, listening, max_requests=_MAX_REQUESTS, refusal=openai.refusal, drain=config.patience, stopping=stopping
     )

@@ -176,8 +176,20 @@ class _Listening(socket.socket):
 
 
 class HttpSocket:
-    def __init__(self, address: str, section: str = "service", names: Iterable[str] = ()) -> None:
-        """HOST:PORT from `http` of that section, port 0: any; `names`: its `allowed_hosts`. ConfigError."""
+    def __init__(
+        self,
+        address: str,
+        section: str = "service",
+        names: Iterable[str] = (),
+        *,
+        is_shared: bool = False,
+        listens: bool = True,
+    ) -> None:
+        """HOST:PORT from `http` of that section, port 0: any; `names`: its `allowed_hosts`. ConfigError.
+
+        `is_shared`: other processes of this user may listen there, too; each connection goes to one of them.
+        Without `listens` it only reserves the address.
+        """
         self.section = section
         self.hosts = HostNames(address, names)
         host, _, port = address.rpartition(":")
@@ -188,8 +200,11 @@ class HttpSocket:
             self.socket = _Listening(family, kind | socket.SOCK_CLOEXEC, protocol)
             try:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if is_shared:
+                    self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 self.socket.bind(where)
-                self.socket.listen()
+                if listens:
+                    self.socket.listen()
             except OSError:
                 self.socket.close()
                 raise

@@ -444,6 +444,9 @@ class RouterConfig(HttpSection):
     weight_external: _Share = option(TIERS["redis"].weight, "what Redis saves of it")
     weight_object: _Share = option(TIERS["objects"].weight, "what an object store saves of it")
     max_requests: WholeNumber = option(256, "requests at one replica at a time; further ones get 429", ge=1, le=65536)
+    processes: WholeNumber = option(
+        1, "processes behind the address, each with its own index; a core each", ge=1, le=64
+    )
     max_blocks: WholeNumber = option(
         MAX_BLOCKS,
         "blocks of all replicas that are known, of 70 bytes; beyond them the oldest are forgotten",

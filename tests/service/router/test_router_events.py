@@ -155,6 +155,27 @@ def test_a_prompt_goes_to_who_holds_most_of_it_until_nothing_is_heard() -> None:
         assert [asked(router) for _ in range(4)] == [first.name] * 4
 
 
+def test_requests_that_come_together_go_to_who_computes_their_document() -> None:
+    with publishers(2) as (one, other), ExitStack() as stack:
+        first, second = stack.enter_context(replicas(2, nature(one), nature(other)))
+        router = stack.enter_context(routed(first.url, second.url))
+        until(lambda: live(router))
+        for replica in (first, second):
+            replica.behave(wait=PATIENCE)
+        document = list(range(1000, 1400))  # a hundred blocks
+        with ThreadPoolExecutor(4) as pool:
+            alike = [pool.submit(asked, router, [*document, number]) for number in range(3)]
+            until(lambda: sum(len(each.seen) for each in (first, second)) == 3)
+            another = pool.submit(asked, router, [7] * 400)  # goes to the one with nothing to do
+            until(lambda: sum(len(each.seen) for each in (first, second)) == 4)
+            for replica in (first, second):
+                replica.behave()
+            (name,) = {each.result(PATIENCE) for each in alike}
+            assert another.result(PATIENCE) != name
+        # nothing was announced: once the answers have begun, nobody is known to hold it
+        assert {asked(router, document) for _ in range(4)} == {first.name, second.name}
+
+
 def test_what_the_node_holds_is_had_by_its_replicas_and_what_redis_holds_by_all() -> None:
     with publishers(4) as (one, other, node, far), ExitStack() as stack:
         near, beside = nature(one, node), nature(other, node)

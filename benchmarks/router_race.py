@@ -1,0 +1,478 @@
+"""kvtier's router beside sglang-router, smg and vllm-router, in front of the same four replicas.
+
+The replicas compute nothing (`_race_replica.py`): prefill takes 30 us for each token that is not in their cache, one
+prompt after the other. The caches are bounded, and evict. Chats arrive at fixed times, the same for every router. All
+answers are streams of eight tokens. Routers that guess from the text are sglang-router, smg and vllm-router
+(`cache_aware`); kvtier and vllm-router (`kv_aware`) read the replicas' KV events.
+
+Loads, of chats about documents of 3,000 tokens unless said:
+
+- documents: 24 of them, which all caches together hold twice.
+- small caches: 64 documents, three quarters of which fit.
+- two routers: 40 documents, which fit once; each chat goes to one of two routers of a kind, by chance.
+- restarts: 24 documents; two of the four replicas are killed during the load, one after the other, and start empty.
+- tools: 24 sets of tools of 2,500 tokens, all with one system prompt. Guessers that see only the messages see one text.
+
+Then the replica with most of 40 long streams dies in the middle of them, and 20 more chats arrive in the second after
+that. What has begun can only end with an error; "told" are those that got one, "cut" those whose answer just ends. What
+has not begun can be answered by another replica.
+
+CPU is that of the router's processes, all threads. A peer is a program: `--smg PATH`, or one of that name in PATH.
+Those that are missing are named in the table.
+"""
+
+import asyncio
+import json
+import re
+import shutil
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from _process import ServerProcess, free_port, kvtier
+from _race_replica import BLOCK_SIZE, MODEL, WORDS, save_model
+from _races import Row, in_turns
+from _report import Target, parser, progress, report
+
+from kvtier.tiers import KVTierError
+
+REPLICA: Final = Path(__file__).with_name("_race_replica.py")
+REPLICAS: Final = 4
+TOKEN_US: Final = 30.0
+PACE: Final = 0.01  # seconds between two tokens of an answer
+RATE: Final = 24.0  # chats a second
+SECONDS: Final = 9.0  # of a load
+DOCUMENT: Final = 3000  # tokens
+ROUNDS: Final = 2
+PATIENCE: Final = 30.0  # seconds for one answer
+STARTS: Final = 60.0  # seconds for a router to answer
+STREAMS: Final = 40  # under way when a replica dies
+LATER: Final = 20  # in the second after that
+OURS: Final = "kvtier"
+PERCENTILES: Final = (50, 90, 99)
+# A peer's program is started by way of Python, which sets what `_process.environment` does not.
+_EXEC: Final = "import os, sys; os.environ['VLLM_ROUTER_TOKENIZER'] = sys.argv[1]; os.execv(sys.argv[2], sys.argv[2:])"
+_CACHED: Final = re.compile(rb'"cached_tokens": ?(\d+)')
+_PROMPT: Final = re.compile(rb'"prompt_tokens": ?(\d+)')
+_LENGTH: Final = re.compile(rb"(?i)content-length: *(\d+)")
+
+
+# --- replicas and routers --------------------------------------------------------------------------------------------
+
+
+class RaceReplica:
+    """A process; it keeps its addresses when it is killed and started again."""
+
+    def __init__(self, home: Path, num_blocks: int) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.events, self.replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+        told = {"events": self.events, "replay": self.replay, "blocks": num_blocks, "token_us": TOKEN_US, "pace": PACE}
+        self._command, self._log = [str(REPLICA), str(self.port), json.dumps(told)], home / f"replica-{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        """Start it. A connection of another process may have its port for a moment: then it is tried again."""
+        for left in reversed(range(10)):
+            try:
+                self._process = ServerProcess(self._command, self._log)
+                return
+            except KVTierError:
+                if not left:
+                    raise
+                time.sleep(0.5)
+
+    def kill(self) -> None:
+        self._process.process.kill()
+        self._process.process.wait(10)
+
+    def num_live(self) -> int:
+        with urllib.request.urlopen(f"{self.url}/get_load", timeout=10) as page:
+            return int(json.load(page)["load"])
+
+
+Command = Callable[[Sequence[RaceReplica], Path, int], list[str]]
+
+
+class Arm(NamedTuple):
+    name: str
+    program: str | None  # of a peer; None: ours
+    command: Command
+
+
+def _of_ours(replicas: Sequence[RaceReplica], model: Path, port: int) -> list[str]:
+    specs = [f"{r.url},events={r.events},replay={r.replay},block_size={BLOCK_SIZE}" for r in replicas]
+    listed = [part for spec in specs for part in ("--replica", spec)]
+    return kvtier("route", "--http", f"127.0.0.1:{port}", "--model", str(model), *listed)
+
+
+def _of_peer(program: str, policy: str, *verb: str) -> Command:
+    def command(replicas: Sequence[RaceReplica], model: Path, port: int) -> list[str]:
+        where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+        given = [*where, "--policy", policy, "--log-level", "warning" if "vllm" in program else "warn"]
+        if policy == "kv_aware":
+            given += ["--kv-event-model", MODEL, "--kv-event-block-size", str(BLOCK_SIZE)]
+            for each in replicas:
+                given += ["--kv-event-source", f"{each.url}={each.events}"]
+                given += ["--kv-event-replay-source", f"{each.url}={each.replay}"]
+        return ["-c", _EXEC, str(model), program, *verb, *given, "--worker-urls", *(each.url for each in replicas)]
+
+    return command
+
+
+def arms(given: Mapping[str, str | None]) -> tuple[list[Arm], list[Row]]:
+    """The routers that are there, ours first, and a row for each that is not."""
+    found, missing = [Arm(OURS, None, _of_ours)], list[Row]()
+    kinds = (
+        ("sglang-router", "cache_aware", ("launch",)),
+        ("smg", "cache_aware", ("launch",)),
+        ("vllm-router", "cache_aware", ()),
+        ("vllm-router", "kv_aware", ()),
+    )
+    for name, policy, verb in kinds:
+        program = shutil.which(given.get(name) or name)
+        label = f"{name}, {policy}"
+        if program is None:
+            option = f"--{name} PATH"
+            why = f"no program {given.get(name) or name}: pip install {name} in a venv, and give {option}"
+            missing.append({"router": label, "skipped": why})
+        else:
+            found.append(Arm(label, program, _of_peer(program, policy, *verb)))
+    return found, missing
+
+
+class RaceFleet:
+    """Replicas, and routers of one kind in front of them."""
+
+    def __init__(self, arm: Arm, home: Path, num_blocks: int, num_routers: int, stack: ExitStack) -> None:
+        self.replicas = []
+        for _ in range(REPLICAS):
+            self.replicas.append(RaceReplica(home, num_blocks))
+            stack.callback(self.replicas[-1].kill)
+        self.ports = [free_port() for _ in range(num_routers)]
+        self._routers = []
+        for port in self.ports:
+            command = arm.command(self.replicas, home, port)
+            self._routers.append(ServerProcess(command, home / f"router-{port}", ready=""))
+            stack.callback(self._routers[-1].process.wait, 10)
+            stack.callback(self._routers[-1].process.kill)
+        asyncio.run(self._answers(arm))
+
+    async def _answers(self, arm: Arm) -> None:
+        """Wait until each router answers. KVTierError if one does not."""
+        hello = chat("hello", "w1")
+        for router, port in zip(self._routers, self.ports, strict=True):
+            end = time.monotonic() + STARTS
+            while (outcome := (await Client([port]).send(RaceChat(0.0, hello))).outcome) != "whole":
+                if router.process.poll() is not None or time.monotonic() > end:
+                    said = router.log.read_text(errors="replace").splitlines() or ["it said nothing"]
+                    raise KVTierError(f"{arm.name} does not answer ({outcome}): {said[-1]:.300}")
+                await asyncio.sleep(0.2)
+        await asyncio.sleep(1.0)  # subscriptions to events arrive
+
+    def cpu_seconds(self) -> float:
+        return sum(router.cpu_seconds() for router in self._routers)
+
+
+@contextmanager
+def fleet(arm: Arm, num_blocks: int, num_routers: int = 1) -> Iterator[RaceFleet]:
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-")))
+        save_model(home)
+        yield RaceFleet(arm, home, num_blocks, num_routers, stack)
+
+
+# --- the client ------------------------------------------------------------------------------------------------------
+
+
+def chat(system: str, question: str, *, tools: object = None, num_answer: int = 8) -> bytes:
+    turns = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    body: dict[str, object] = {"model": MODEL, "messages": turns, "max_tokens": num_answer, "stream": True}
+    body |= {"stream_options": {"include_usage": True}}
+    return json.dumps(body if tools is None else {**body, "tools": tools}).encode()
+
+
+class RaceChat(NamedTuple):
+    at: float  # seconds since the load began
+    body: bytes
+    router: int = 0
+
+
+@dataclass(slots=True)
+class RaceAnswer:
+    outcome: str = "cut"  # "whole", "told": an error in the stream, "cut", "late", or "error 502" and the like
+    ttft: float | None = None  # seconds from when it was due
+    num_prompt: int = 0
+    num_cached: int = 0
+
+
+class Client:
+    """Sends chats over connections that are kept."""
+
+    def __init__(self, ports: Sequence[int]) -> None:
+        self._ports = ports
+        self._idle: list[list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = [[] for _ in ports]
+
+    def close(self) -> None:
+        for _, writer in (each for idle in self._idle for each in idle):
+            writer.close()
+
+    async def send(self, request: RaceChat, due: float | None = None) -> RaceAnswer:
+        answer, due = RaceAnswer(), asyncio.get_running_loop().time() if due is None else due
+        try:
+            async with asyncio.timeout(PATIENCE):
+                while await self._try(request, due, answer):
+                    pass
+        except TimeoutError:
+            answer.outcome = "late"
+        except (OSError, ValueError, asyncio.IncompleteReadError):
+            answer.outcome = "told" if answer.outcome == "told" else "cut"
+        return answer
+
+    async def _try(self, request: RaceChat, due: float, answer: RaceAnswer) -> bool:
+        """True if a kept connection had ended before the request reached anybody."""
+        idle = self._idle[request.router]
+        is_kept = bool(idle)
+        reader, writer = idle.pop() if idle else await asyncio.open_connection("127.0.0.1", self._ports[request.router])
+        try:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(request.body)}\r\n"
+            writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + request.body)
+            try:
+                begun = await reader.readuntil(b"\r\n\r\n")
+            except (ConnectionError, asyncio.IncompleteReadError):
+                if is_kept:
+                    return True
+                raise
+            await self._read(reader, begun, due, answer)
+            idle.append((reader, writer))
+        except BaseException:
+            writer.close()
+            raise
+        return False
+
+    async def _read(self, reader: asyncio.StreamReader, head: bytes, due: float, answer: RaceAnswer) -> None:
+        status, length, data = int(head[9:12]), _LENGTH.search(head), b""
+        if status != 200:
+            answer.outcome = f"error {status}"
+        if length is not None:
+            data = await reader.readexactly(int(length[1]))
+        while length is None:
+            size = int(await reader.readline(), 16)
+            data += (await reader.readexactly(size + 2))[:-2]
+            if answer.ttft is None and b"data:" in data:
+                answer.ttft = asyncio.get_running_loop().time() - due
+            if b'"error"' in data and status == 200:
+                answer.outcome = "told"
+            if not size:
+                break
+        if status == 200 and b"data: [DONE]" in data and answer.outcome != "told":
+            answer.outcome = "whole"
+        for name, pattern in (("num_prompt", _PROMPT), ("num_cached", _CACHED)):
+            if found := pattern.findall(data):
+                setattr(answer, name, int(found[-1]))
+
+
+async def play(fleet: RaceFleet, load: "Load") -> list[RaceAnswer]:
+    """All chats at their times, beside what happens to replicas."""
+    client, loop = Client(fleet.ports), asyncio.get_running_loop()
+    begun = loop.time()
+
+    async def one(request: RaceChat) -> RaceAnswer:
+        await asyncio.sleep(begun + request.at - loop.time())
+        return await client.send(request, begun + request.at)
+
+    async def restart(at: float, number: int) -> None:
+        await asyncio.sleep(at)
+        await asyncio.to_thread(fleet.replicas[number].kill)
+        await asyncio.to_thread(fleet.replicas[number].start)
+
+    async with asyncio.TaskGroup() as tasks:
+        answering = [tasks.create_task(one(each)) for each in load.chats]
+        for at, number in load.restarts:
+            tasks.create_task(restart(at, number))
+    client.close()
+    return [each.result() for each in answering]
+
+
+# --- loads -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    name: str
+    chats: Sequence[RaceChat]
+    num_blocks: int  # of each replica's cache
+    num_routers: int = 1
+    restarts: Sequence[tuple[float, int]] = ()  # when, and which replica
+
+
+def words(draw: np.random.Generator, number: int) -> str:
+    return " ".join(f"w{each}" for each in draw.integers(0, WORDS, number))
+
+
+def tool_set(draw: np.random.Generator) -> list[dict[str, object]]:
+    """Tools of some 2,500 tokens."""
+    nothing = {"type": "object", "properties": {}}
+    names = [f"w{each}" for each in draw.integers(0, WORDS, 10)]
+    return [
+        {"type": "function", "function": {"name": name, "description": words(draw, 220), "parameters": nothing}}
+        for name in names
+    ]
+
+
+def arrivals(draw: np.random.Generator, seconds: float) -> list[float]:
+    gaps = draw.exponential(1 / RATE, int(seconds * RATE))
+    return [float(at) for at in np.cumsum(gaps)]
+
+
+def loads(seconds: float) -> list[Load]:
+    made = []
+    for name, number, num_blocks, num_routers in (
+        ("documents", 24, 2400, 1),
+        ("small caches", 64, 2400, 1),
+        ("two routers", 40, 2400, 2),
+        ("restarts", 24, 2400, 1),
+        ("tools", 24, 1200, 1),
+    ):
+        draw = np.random.default_rng(len(name))
+        weights = 1 / np.arange(1, number + 1) ** 0.8
+        documents = [words(draw, DOCUMENT) for _ in range(number if name != "tools" else 1)]
+        sets = [tool_set(draw) for _ in range(number)] if name == "tools" else []
+        chats = []
+        for at in arrivals(draw, seconds):
+            which, question = int(draw.choice(number, p=weights / weights.sum())), words(draw, 30)
+            router = int(draw.integers(num_routers))
+            body = chat("w1 w2 w3", question, tools=sets[which]) if sets else chat(documents[which], question)
+            chats.append(RaceChat(at, body, router))
+        restarts = [(seconds / 3, 0), (seconds * 2 / 3, 1)] if name == "restarts" else []
+        made.append(Load(name, chats, num_blocks, num_routers, restarts))
+    return made
+
+
+class Raced(NamedTuple):
+    answers: list[RaceAnswer]
+    cpu_ms: float  # of a chat
+
+
+def race(arm: Arm, load: Load) -> Raced:
+    progress(f"{load.name}: {arm.name}")
+    with fleet(arm, load.num_blocks, load.num_routers) as running:
+        before = running.cpu_seconds()
+        answers = asyncio.run(play(running, load))
+        return Raced(answers, (running.cpu_seconds() - before) / len(answers) * 1e3)
+
+
+def row_of(load: Load, arm: Arm, rounds: Sequence[Raced]) -> Row:
+    answers = [answer for each in rounds for answer in each.answers]
+    prompt = sum(answer.num_prompt for answer in answers)
+    firsts = [answer.ttft * 1e3 for answer in answers if answer.ttft is not None]
+    row: Row = {"load": load.name, "router": arm.name, "chats": len(answers)}
+    row["not whole"] = sum(answer.outcome != "whole" for answer in answers)
+    row["cached %"] = 100 * sum(answer.num_cached for answer in answers) / prompt if prompt else 0.0
+    row |= {f"TTFT p{q} ms": float(np.percentile(firsts, q)) if firsts else float("inf") for q in PERCENTILES}
+    return row | {"CPU ms": median(each.cpu_ms for each in rounds)}
+
+
+def compared(load: Load, rows: Sequence[Row]) -> list[Target]:
+    """Ours over the best other, in each figure; nothing if we are alone."""
+    ours, others = rows[0], rows[1:]
+    if not others:
+        return []
+    best = max(row["cached %"] for row in others)
+    found = [Target(f"{load.name}: cached share over the best other's", 1, ours["cached %"] / best, at_most=False)]
+    for column in (*(f"TTFT p{q} ms" for q in PERCENTILES), "CPU ms"):
+        best = min(row[column] for row in others)
+        found.append(Target(f"{load.name}: {column[:-3]} over the best other's", 1, ours[column] / best))
+    return found
+
+
+# --- a replica dies --------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Deaths:
+    num_there: int  # streams at the replica
+    begun: Counter[str] = field(default_factory=Counter)  # outcomes of streams under way
+    later: Counter[str] = field(default_factory=Counter)  # of chats that came after it
+
+
+async def die(fleet: RaceFleet) -> Deaths:
+    client, loop, draw = Client(fleet.ports), asyncio.get_running_loop(), np.random.default_rng(0)
+    under_way = [
+        asyncio.create_task(client.send(RaceChat(0.0, chat(words(draw, 20), words(draw, 20), num_answer=300))))
+        for _ in range(STREAMS)
+    ]
+    await asyncio.sleep(1.5)
+    begun, num_live = loop.time(), [await asyncio.to_thread(each.num_live) for each in fleet.replicas]
+    await asyncio.to_thread(fleet.replicas[int(np.argmax(num_live))].kill)
+    later = []
+    for number in range(LATER):
+        await asyncio.sleep(begun + number / LATER - loop.time())
+        later.append(asyncio.create_task(client.send(RaceChat(0.0, chat(words(draw, 20), words(draw, 20))))))
+    answers = [await each for each in (*under_way, *later)]
+    client.close()
+    outcomes = [answer.outcome for answer in answers]
+    return Deaths(max(num_live), Counter(outcomes[:STREAMS]), Counter(outcomes[STREAMS:]))
+
+
+def died(arm: Arm) -> Row:
+    progress(f"a replica dies: {arm.name}")
+    with fleet(arm, 2400) as running:
+        found = asyncio.run(die(running))
+    both = found.begun + found.later
+    return {
+        "when a replica dies": arm.name,
+        "streams": STREAMS,
+        "there": found.num_there,
+        "whole": found.begun["whole"],
+        "told": found.begun["told"],
+        "cut": both["cut"] + both["late"],
+        "later": LATER,
+        "answered": found.later["whole"],
+        "refused": sum(count for outcome, count in both.items() if outcome.startswith("error")),
+    }
+
+
+def main() -> int:
+    options = parser(__doc__)
+    for name in ("sglang-router", "smg", "vllm-router"):
+        options.add_argument(f"--{name}", metavar="PATH", help=f"the program {name} (PATH)")
+    given = options.parse_args()
+    peers = {name.replace("_", "-"): path for name, path in vars(given).items()}
+    for name in ("sglang-router", "smg", "vllm-router"):
+        if peers[name] is not None and shutil.which(peers[name]) is None:
+            print(f"router_race: --{name} {peers[name]!r}: no program; give the path of one", file=sys.stderr)
+            return 2
+    running, missing = arms(peers)
+    seconds, rounds = (2.0, 1) if given.quick else (SECONDS, ROUNDS)
+    rows, targets, by_name = list[Row](), list[Target](), {arm.name: arm for arm in running}
+    for load in loads(seconds):
+        actions: dict[str, Callable[[], Raced]] = {
+            name: lambda arm=arm, load=load: race(arm, load) for name, arm in by_name.items()
+        }
+        raced = in_turns(actions, rounds)
+        made = [row_of(load, by_name[name], each) for name, each in raced.items()]
+        rows += made
+        targets += compared(load, made)
+    deaths = [died(arm) for arm in running]
+    ours = deaths[0]
+    targets += [
+        Target("a replica dies: answers that just end", 0, ours["cut"]),
+        Target("a replica dies: later chats that get no answer", 0, ours["later"] - ours["answered"]),
+    ]
+    setup: dict[str, Any] = {"replicas": REPLICAS, "chats a second": RATE, "seconds": seconds, "rounds": rounds}
+    setup |= {"prefill us a token": TOKEN_US, "blocks": BLOCK_SIZE}
+    return report("router_race", [*rows, *deaths, *missing], targets, given.json, given.save, setup)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
