@@ -949,12 +949,13 @@ class Learned(LRU):
     # --- what requests' ends report -----------------------------------------------------------------------------
 
     def num_told_of(self, slots):
-        """How many of these slots (-1: none) have blocks of requests that have ended."""
+        """How many leading slots of these (-1: none) have blocks of requests that have ended."""
         count: cython.longlong = 0
         slot: cython.longlong
         for slot in slots:
-            if 0 <= slot < self._num_slots and self._is_told[slot]:
-                count += 1
+            if not (0 <= slot < self._num_slots and self._is_told[slot]):
+                break
+            count += 1
         return count
 
     @cython.locals(slot=cython.longlong, row=cython.longlong)

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -66,7 +67,7 @@ def make_core(
         made: LRU
         if policy == "tail":
             rival = LruShadow(num_slots, _UNTRIED * num_slots)
-            made = core.Learned(lists, num_slots, ReusePredictor(rival), rival, NO_CLASS, clock)
+            made = core.Learned(lists, num_slots, ReusePredictor(), rival, NO_CLASS, clock)
         else:
             made = core.LRU(lists) if policy == "lru" else core.S3FIFO(lists, index)
         return made
@@ -88,8 +89,11 @@ def ended(core: "SlotCore", order: "Learned", end: RequestEnd) -> ClassifiedEnd:
     tags = to_words(end.names) @ NAME_MIX
     prompt = tags[: end.num_prompt]
     found = order.returns.tails.find(prompt, now - end.seconds)
-    own = order.num_told_of(slots[: found.num_common if found.user else len(prompt)])
     last: Sequence[int] = (prompt if end.num_prompt else tags)[-MATCH_NAMES:].tolist()
-    told = order.returns.record(end, found, own, len(slots), len(prompt), last, now, order.clock)
+    told = order.returns.record(end, found, last, now, order.clock)
+    sampled = order.rival.sampled(tags)
+    num_asked = bisect_left(sampled, len(prompt))
+    own = order.num_told_of([slots[at] for at in sampled[:num_asked]])
+    order.rival.ended(tags[sampled].tolist(), num_asked, own)
     order.ended(slots, told.kind)
     return told

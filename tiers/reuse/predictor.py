@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers.reuse.ends import ClassifiedEnd, Hint, RequestEnd
-from kvtier.tiers.reuse.lru_shadow import LruShadow
 from kvtier.tiers.reuse.recent_requests import NO_ROW, FoundRequest, RecentRequests
 
 # --- how likely each class of requests returns at each age -----------------------------------------------------------
@@ -216,9 +215,7 @@ _LONGEST: Final = 3600.0  # seconds after which a request counts as finished
 class ReusePredictor:
     """What was learned of how requests return. Bounded memory, no object for each request. Takes no lock."""
 
-    def __init__(self, rival: LruShadow | None = None) -> None:
-        """`rival` gets every end, too."""
-        self._rival = rival
+    def __init__(self) -> None:
         self.tails = RecentRequests()
         self._hazards = Hazards()
         self._trust = HintTrust()
@@ -231,24 +228,18 @@ class ReusePredictor:
         self,
         end: RequestEnd,
         found: FoundRequest,
-        own: int,
-        num_blocks: int | None,
-        num_prompt: int,
         last_tags: Sequence[int],
         now: float,
         clock: Callable[[], float],
     ) -> ClassifiedEnd:
-        """A request has ended whose prompt of `num_prompt` full blocks was recognised as `found`; `now` is by `clock`.
+        """A request has ended whose prompt was recognised as `found`; `now` is by `clock`.
 
-        `own`: its blocks that were here, as `LruShadow.ended` has them, of `num_blocks`; None: not known.
         `last_tags`: of the prompt's last MATCH_NAMES names, or the answer's if no block of the prompt is full.
         """
         if self._learned_at is None:
             self._learned_at = now
         tails, turn, (row, user, num_common) = self.tails, 0, found
         number = tails.next_number if last_tags else 0
-        if self._rival is not None and num_blocks is not None and number:
-            self._rival.ended(number, num_blocks, user, num_common, num_prompt, own)
         if row != NO_ROW:
             turn, is_next = tails.turn_of(row, now - end.seconds, last_tags)
             if is_next:
