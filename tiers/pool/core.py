@@ -44,6 +44,7 @@ HOT = cython.declare(cython.int, 2)  # S3-FIFO: uses in the small queue that ear
 MOST_USES = cython.declare(cython.int, 3)
 
 LATE = cython.declare(cython.double, 60.0)  # seconds after a request's end in which its blocks still count as its own
+MOST_ENDS = cython.declare(cython.int, 255)
 GRAIN = cython.declare(cython.double, 1.0)  # seconds: blocks without a request's end that came within it are one row
 GOOD_FOR = cython.declare(cython.double, 2.0)  # seconds that rows stay as they were ranked, if few victims are taken
 NUM_AGES = cython.declare(cython.int, 22)  # of `eviction_log.NUM_AGES`
@@ -708,7 +709,7 @@ class Learned(LRU):
     _now: cython.double
     _num_slots: cython.longlong
     _row: cython.int[::1]  # of each slot, 0: none
-    _is_told: cython.uchar[::1]  # whether each slot's block was a request's that has ended
+    _num_ends: cython.uchar[::1]  # of requests that had each slot's block; up to 255
     _before: cython.int[::1]  # in the row's list; -2: in none
     _behind: cython.int[::1]
     _free_rows: list
@@ -737,7 +738,7 @@ class Learned(LRU):
         self.returns, self.rival, self.clock, self.untold = returns, rival, clock, untold
         self._num_slots = num_slots
         self._row = _view(np.zeros(self._num_slots + 1, np.int32))
-        self._is_told = _view(np.zeros(self._num_slots + 1, np.uint8))
+        self._num_ends = _view(np.zeros(self._num_slots + 1, np.uint8))
         self._before = _view(np.zeros(self._num_slots + 1, np.int32))
         self._behind = _view(np.zeros(self._num_slots + 1, np.int32))
         self._allot(64, ())
@@ -754,7 +755,7 @@ class Learned(LRU):
 
     def reset(self):
         np.asarray(self._row)[:] = 0
-        np.asarray(self._is_told)[:] = 0
+        np.asarray(self._num_ends)[:] = 0
         np.asarray(self._before)[:] = -2
         np.asarray(self._behind)[:] = -2
         self.num_rows, self._free_rows, self._num_born, self._untold_row = 1, [], 0, 0
@@ -889,7 +890,7 @@ class Learned(LRU):
     @cython.cfunc
     def taken(self, slot: cython.longlong) -> cython.void:
         self._give(slot, 0)
-        self._is_told[slot] = 0
+        self._num_ends[slot] = 0
 
     @cython.cfunc
     def _planned(self) -> cython.longlong:
@@ -948,26 +949,27 @@ class Learned(LRU):
 
     # --- what requests' ends report -----------------------------------------------------------------------------
 
-    def num_told_of(self, slots):
-        """How many leading slots of these (-1: none) have blocks of requests that have ended."""
+    def num_told_of(self, slots, least: cython.longlong = 1):
+        """How many leading slots of these (-1: none) have blocks that so many requests that have ended had, or more."""
         count: cython.longlong = 0
         slot: cython.longlong
         for slot in slots:
-            if not (0 <= slot < self._num_slots and self._is_told[slot]):
+            if not 0 <= slot < self._num_slots or self._num_ends[slot] < least:
                 break
             count += 1
         return count
 
     @cython.locals(slot=cython.longlong, row=cython.longlong)
     def ended(self, slots, kind: cython.longlong):
-        """A request has ended. Its blocks, in chain order, are of this class; it used them until now. -1: no slot."""
+        """A request has ended. Blocks of it, in chain order, are of this class; it used them until now. -1: no slot."""
         self._now = self.clock()
         self.num_told += 1
         row = self._new_row(kind, False)
         for slot in reversed(slots):
             if not 0 <= slot < self._num_slots:
                 continue
-            self._is_told[slot] = 1
+            if self._num_ends[slot] < MOST_ENDS:
+                self._num_ends[slot] += 1
             if self.lists.where[slot] == SECOND:
                 self.leave(slot)
                 self._give(slot, row)

@@ -90,10 +90,15 @@ def ended(core: "SlotCore", order: "Learned", end: RequestEnd) -> ClassifiedEnd:
     prompt = tags[: end.num_prompt]
     found = order.returns.tails.find(prompt, now - end.seconds)
     last: Sequence[int] = (prompt if end.num_prompt else tags)[-MATCH_NAMES:].tolist()
-    told = order.returns.record(end, found, last, now, order.clock)
+    in_prompt = slots[: len(prompt)]
+    told = order.returns.record(
+        end, found, lambda turn: order.num_told_of(in_prompt, turn + 1), prompt, last, now, order.clock
+    )
     sampled = order.rival.sampled(tags)
     num_asked = bisect_left(sampled, len(prompt))
     own = order.num_told_of([slots[at] for at in sampled[:num_asked]])
     order.rival.ended(tags[sampled].tolist(), num_asked, own)
-    order.ended(slots, told.kind)
+    order.ended(slots[told.num_head :], told.kind)
+    if told.num_head:
+        order.ended(slots[: told.num_head], told.head_kind)
     return told

@@ -58,6 +58,8 @@ class ClassifiedEnd(NamedTuple):
     ended_at: float  # by `clock`, seconds
     order: ReturnOrder
     clock: Callable[[], float]
+    num_head: int = 0  # leading blocks that others share
+    head_kind: int = 0  # their class
 
 
 def hint_of(word: str) -> Hint:

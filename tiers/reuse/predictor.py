@@ -8,15 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers.reuse.ends import ClassifiedEnd, Hint, RequestEnd
-from kvtier.tiers.reuse.recent_requests import NO_ROW, FoundRequest, RecentRequests
+from kvtier.tiers.reuse.recent_requests import NO_ROW, FoundRequest, RecentRequests, Tags
 
 # --- how likely each class of requests returns at each age -----------------------------------------------------------
 
 NUM_AGES: Final = 28
 NUM_TURNS: Final = 4  # first, second, third or fourth, later
+NUM_HEADS: Final = 8  # of beginnings that requests share, by how many did
 NUM_ANSWERS: Final = 4  # by length
 NUM_HINTS: Final = 4  # none, and those of `Hint`
-NUM_CLASSES: Final = NUM_TURNS * NUM_ANSWERS * NUM_HINTS
+NUM_REQUEST_CLASSES: Final = NUM_TURNS * NUM_ANSWERS * NUM_HINTS
+NUM_CLASSES: Final = NUM_REQUEST_CLASSES + NUM_HEADS
 NO_CLASS: Final = NUM_CLASSES  # the row of blocks without a recorded end: as all requests are
 
 _ANSWER_TOKENS: Final = (48, 160, 512)
@@ -37,6 +39,11 @@ def class_of(turn: int, num_output_tokens: int, hint: int) -> int:
     turns = turn if turn < 2 else 2 if turn < 4 else 3
     answer = bisect_right(_ANSWER_TOKENS, num_output_tokens)
     return (turns * NUM_HINTS + hint) * NUM_ANSWERS + answer
+
+
+def class_of_head(num_requests: int) -> int:
+    """The class of a beginning that so many requests shared, one or more."""
+    return NUM_REQUEST_CLASSES + min(NUM_HEADS, num_requests.bit_length()) - 1
 
 
 def age_of(seconds: NDArray[np.float64]) -> NDArray[np.intp]:
@@ -85,7 +92,7 @@ class Hazards:
 
     def gaps(self) -> NDArray[np.float64]:
         """`[ages]`: returns seen at each age (`EDGES`), of all classes; those of long ago count less."""
-        seen: NDArray[np.float64] = self._returns.sum(0)
+        seen: NDArray[np.float64] = self._returns[:NUM_REQUEST_CLASSES].sum(0)
         return seen
 
     def ahead(self, kind: int) -> float:
@@ -112,14 +119,16 @@ class Hazards:
 
     def _shrunk(self) -> NDArray[np.float64]:
         """Each class's hazard `[classes, ages]`: a gamma-Poisson estimate around its group's, and that around all."""
-        seen, waited = self._returns, self._waited
+        heads = self._returns[NUM_REQUEST_CLASSES:], self._waited[NUM_REQUEST_CLASSES:]
+        seen, waited = self._returns[:NUM_REQUEST_CLASSES], self._waited[:NUM_REQUEST_CLASSES]
         self.all = (seen.sum(0) + _BELIEF) / (waited.sum(0) + _BELIEF / _PRIOR)
         plain = slice(0, None, NUM_HINTS)  # groups whose hint is none
         shape = (NUM_TURNS * NUM_HINTS, NUM_ANSWERS, NUM_AGES)
         of_groups = seen.reshape(shape).sum(1), waited.reshape(shape).sum(1)
         self.unhinted = _drawn_to(self.all, *(each[plain].sum(0, keepdims=True) for each in of_groups))[0]
         groups = _drawn_to(self.all, *of_groups)
-        return _drawn_to(np.repeat(groups, NUM_ANSWERS, 0), seen, waited)
+        of_heads = _drawn_to(_drawn_to(self.all, *(each.sum(0, keepdims=True) for each in heads)), *heads)
+        return np.vstack([_drawn_to(np.repeat(groups, NUM_ANSWERS, 0), seen, waited), of_heads])
 
 
 def _sums_by_age(
@@ -228,12 +237,15 @@ class ReusePredictor:
         self,
         end: RequestEnd,
         found: FoundRequest,
+        num_shared: Callable[[int], int],
+        tags: Tags,
         last_tags: Sequence[int],
         now: float,
         clock: Callable[[], float],
     ) -> ClassifiedEnd:
-        """A request has ended whose prompt was recognised as `found`; `now` is by `clock`.
+        """A request has ended whose prompt of these tags was recognised as `found`; `now` is by `clock`.
 
+        `num_shared`: the turn, from 0 → leading blocks here that more requests had than a conversation of that turn.
         `last_tags`: of the prompt's last MATCH_NAMES names, or the answer's if no block of the prompt is full.
         """
         if self._learned_at is None:
@@ -244,6 +256,8 @@ class ReusePredictor:
             turn, is_next = tails.turn_of(row, now - end.seconds, last_tags)
             if is_next:
                 self._came_back(row, now)
+        num_head, num_sharing = self._head(found, turn, num_shared, tags, now)
+        head_kind = class_of_head(num_sharing) if num_head else 0
         hint, promises = end.hint, end.hint in _PROMISES
         account = account_of(end.client, is_derived=end.is_derived)
         if promises and not self._trust.is_trusted(account):
@@ -251,11 +265,15 @@ class ReusePredictor:
         kind = class_of(turn, end.num_output_tokens, _HINTS[hint])
         if number:
             judged = account + 1 if promises else 0  # 0: no account is judged for it
-            tails.add(last_tags, now, kind=kind, turn=turn, account=judged)
+            tails.add(last_tags, now, length=len(tags), kind=kind, turn=turn, account=judged)
+            if num_head:
+                tails.add_head(int(tags[num_head - 1]), num_head, num_sharing, head_kind)
         self._since += 1
         if self._since >= self._lesson:
             self._learn(now)
-        return ClassifiedEnd(end.names, end.num_prompt, kind, number, user, num_common, now, self, clock)
+        return ClassifiedEnd(
+            end.names, end.num_prompt, kind, number, user, num_common, now, self, clock, num_head, head_kind
+        )
 
     def places(self, kinds: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
         """Ranks of blocks of these classes (NO_CLASS is one) and ages in seconds: lower is evicted earlier."""
@@ -272,6 +290,27 @@ class ReusePredictor:
         seen: NDArray[np.float64] = self._hazards.gaps() + np.bincount(age_of(lately), minlength=NUM_AGES)
         return seen
 
+    def _head(
+        self, found: FoundRequest, turn: int, num_shared: Callable[[int], int], tags: Tags, now: float
+    ) -> tuple[int, int]:
+        """The blocks of a prompt's shared beginning, and how many requests shared it so far; both 0 if it has none."""
+        tails, row = self.tails, found.continued
+        if row == NO_ROW or found.num_common < tails.length[row]:
+            num_head = found.num_common
+        else:
+            num_head = int(tails.num_head[row])
+        if not num_head:
+            num_head = num_shared(turn)
+        if not num_head:
+            return 0, 0
+        known = tails.head_of(int(tags[num_head - 1]))
+        if known is None:
+            return num_head, 1
+        kind, ended_at, num_sharing = known
+        if kind:
+            self._back.append((kind, ended_at, now, 0))
+        return num_head, num_sharing + 1
+
     def _came_back(self, row: int, now: float) -> None:
         if (returned := self.tails.came_back(row)) is not None:
             kind, ended_at, account = returned
@@ -284,17 +323,19 @@ class ReusePredictor:
         seconds = max(0.0, now - self._learned_at)
         self._hazards.fade(seconds)
         self._trust.fade(seconds)
-        tails, rows = self.tails, self.tails.waiting()
+        tails = self.tails
+        rows, heads = tails.waiting(), tails.waiting_heads()
         kinds, ended, until, accounts = np.array(self._back, np.float64).reshape(-1, 4).T
         self._back.clear()
         self._hazards.returned(kinds.astype(np.int64), until - ended)
         self._waits(
-            np.append(kinds, tails.kind[rows]).astype(np.int64),
-            np.append(ended, tails.ended_at[rows]),
-            np.append(until, np.full(len(rows), now)),
-            np.append(accounts, tails.account[rows]).astype(np.int64),
+            np.concatenate([kinds, tails.kind[rows], tails.head_kind[heads]]).astype(np.int64),
+            np.concatenate([ended, tails.ended_at[rows], tails.ended_at[heads]]),
+            np.append(until, np.full(len(rows) + len(heads), now)),
+            np.concatenate([accounts, tails.account[rows], np.zeros(len(heads))]).astype(np.int64),
         )
         tails.is_open[rows[now - tails.ended_at[rows] > _LONGEST]] = False
+        tails.is_head_open[heads[now - tails.ended_at[heads] > _LONGEST]] = False
         self._learned_at = now
         self._hazards.learn()
         self._since, self._lesson = 0, min(2 * self._lesson, _LAST_LEARN)

@@ -40,9 +40,15 @@ class RecentRequests:
         self.account = np.zeros(NUM_REQUESTS, np.int16)  # the promise's account, from 1; 0: no promise
         self.is_open = np.zeros(NUM_REQUESTS, np.bool_)  # it may still return
         self.turn = np.zeros(NUM_REQUESTS, np.int32)
+        self.length = np.zeros(NUM_REQUESTS, np.int32)  # of its prompt, in blocks
+        self.num_head = np.zeros(NUM_REQUESTS, np.int32)  # leading blocks that others share
+        self.num_sharing = np.zeros(NUM_REQUESTS, np.int32)  # requests that shared them by then
+        self.head_kind = np.zeros(NUM_REQUESTS, np.int16)
+        self.is_head_open = np.zeros(NUM_REQUESTS, np.bool_)
         self._uses = np.zeros(NUM_REQUESTS, np.uint8)
         self._last_tag = np.zeros(NUM_REQUESTS, np.uint64)
         self._tags = np.zeros(_NUM_PLACES, np.uint64)
+        self._is_head = np.zeros(_NUM_PLACES, np.bool_)  # the tag is that of a shared beginning's last block
         self._owner = np.full(_NUM_PLACES, NO_ROW, np.int32)
         self._serial = np.zeros(_NUM_PLACES, np.int64)  # of the request that wrote the place
         self._number = np.zeros(NUM_REQUESTS, np.int64)  # of the request in each row of the ring
@@ -75,6 +81,8 @@ class RecentRequests:
                 continue
             if not user:
                 user, num_common = serial, known + 1
+            if self._is_head[place]:
+                break
             if self._use[row] < _SHARED:
                 self._use[row] += bool(self.ended_at[row] <= arrived)
                 return FoundRequest(row, user, num_common)
@@ -98,7 +106,7 @@ class RecentRequests:
         self._open[row] = False
         return self._kind[row], self._end[row], self._account[row]
 
-    def add(self, last_tags: Sequence[int], now: float, *, kind: int, turn: int, account: int) -> None:
+    def add(self, last_tags: Sequence[int], now: float, *, length: int, kind: int, turn: int, account: int) -> None:
         """A request has ended that the next turn continues behind blocks of these tags, at most MATCH_NAMES."""
         row = self._next % NUM_REQUESTS
         self._end[row], self._kind[row], self._turn[row], self._account[row] = now, kind, turn, account
@@ -109,9 +117,41 @@ class RecentRequests:
             owner = self._own[place]
             is_known = owner >= 0 and self._tag[place] == tag and self._number_of[owner] == self._serial_of[place]
             if not is_known or self._use[owner] < _SHARED:
-                self._tag[place], self._own[place], self._serial_of[place] = tag, row, self._next
+                self._put(place, tag, row, self._next)
+        self.length[row], self.num_head[row], self.is_head_open[row] = length, 0, False
         self._next += 1
+
+    def _put(self, place: int, tag: int, row: int, number: int, *, is_head: bool = False) -> None:
+        self._tag[place], self._own[place], self._serial_of[place] = tag, row, number
+        self._is_head[place] = is_head
+
+    def add_head(self, tag: int, num_blocks: int, num_sharing: int, kind: int) -> None:
+        """The request added last begins with so many shared blocks, of which the last has this tag."""
+        number = self._next - 1
+        row = number % NUM_REQUESTS
+        self.num_head[row], self.num_sharing[row], self.head_kind[row] = num_blocks, num_sharing, kind
+        self.is_head_open[row] = True
+        self._put(tag & (_NUM_PLACES - 1), tag, row, number, is_head=True)
+
+    def head_of(self, tag: int) -> tuple[int, float, int] | None:
+        """Class, end and sharing requests of the last request whose head ends with this tag; None if none is known.
+
+        Its head counts as used again; the class is 0 if it was before.
+        """
+        place = tag & (_NUM_PLACES - 1)
+        row = self._own[place]
+        if row < 0 or self._tag[place] != tag or self._number_of[row] != self._serial_of[place]:
+            return None
+        if not self._is_head[place]:
+            return 0, self._end[row], self._use[row]
+        kind = int(self.head_kind[row]) if self.is_head_open[row] else 0
+        self.is_head_open[row] = False
+        return kind, self._end[row], int(self.num_sharing[row])
 
     def waiting(self) -> NDArray[np.intp]:
         """The rows of requests that may still return."""
         return np.flatnonzero(self.is_open[: min(self._next, NUM_REQUESTS)])
+
+    def waiting_heads(self) -> NDArray[np.intp]:
+        """The rows of requests whose shared beginnings no other has used since."""
+        return np.flatnonzero(self.is_head_open[: min(self._next, NUM_REQUESTS)])
