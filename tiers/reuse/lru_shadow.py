@@ -1,18 +1,22 @@
 """LruShadow: how many hits LRU would have had for the same requests, and whether the learned order does worse.
 
-LRU is run beside it, over one block in `every`. Of each stretch of so many blocks of a chain one is chosen, by the tag
-of the stretch's first block. So equal prefixes have the same chosen blocks.
+LRU is run over one block in `every`. Of each stretch of so many blocks of a chain one is chosen, by the tag of the
+stretch's first block: equal beginnings have the same chosen blocks.
+
+Requests differ, so the lead over LRU also varies by chance: after n of them by the root of n times what one differs. So
+the learned order has lost only if it is further behind than that, and by a small share of what was looked up.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from math import sqrt
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 _MOST_SAMPLED: Final = 1024  # slots that stand for all; from twice as many on, blocks are sampled
-_TOLERANCE: Final = 0.007  # of a window's blocks: if it is so far behind LRU, the learned order is not used
+_TOLERANCE: Final = 0.001  # of a window's blocks: so far behind LRU, besides chance, the learned order is not used
 _TURNS: Final = 8  # a window: lookups of so many times the slots, in which observations fade to a third,
 _LEAST: Final = 16384  # or of at least so many blocks
 _SHORTEST: Final = 2  # LRU's first stay, in windows: each in a row is twice the one before,
@@ -32,6 +36,7 @@ class LruShadow:
         self.num_takeovers = 0
         self._lookups = 0.0  # blocks, fading
         self._ahead = 0.0  # own hits less LRU's, fading
+        self._spread = 0.0  # the sum of its squares by request, fading
         self._stay = first_stay  # blocks until the learned order is tried again
         self._longer = float(_SHORTEST)  # windows that the next stay takes
 
@@ -65,8 +70,9 @@ class LruShadow:
             return
         kept = 1.0 - min(0.5, num_prompt / self._window)
         self._lookups = kept * self._lookups + num_prompt
+        self._spread = kept * self._spread + lead * lead
         # Old hits are no reason to lose now: they count for as much as may be lost.
-        most = _TOLERANCE * self._window
+        most = _TOLERANCE * self._window + sqrt(self._spread)
         self._ahead = min(kept * self._ahead + lead, most)
         if self._ahead < -most:
             self.leads = True
