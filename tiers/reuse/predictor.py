@@ -13,7 +13,7 @@ from kvtier.tiers.reuse.recent_requests import NO_ROW, FoundRequest, RecentReque
 # --- how likely each class of requests returns at each age -----------------------------------------------------------
 
 NUM_AGES: Final = 28
-NUM_TURNS: Final = 4  # first, second, third or fourth, later
+NUM_TURNS: Final = 6  # first, second, third or fourth, and three of later ones, by their gap
 NUM_HEADS: Final = 8  # of beginnings that requests share, by how many did
 NUM_ANSWERS: Final = 4  # by length
 NUM_HINTS: Final = 4  # none, and those of `Hint`
@@ -22,6 +22,7 @@ NUM_CLASSES: Final = NUM_REQUEST_CLASSES + NUM_HEADS
 NO_CLASS: Final = NUM_CLASSES  # the row of blocks without a recorded end: as all requests are
 
 _ANSWER_TOKENS: Final = (48, 160, 512)
+_GAPS: Final = (14.0, 40.0)  # seconds since the turn before
 _HALF_LIFE: Final = 7200.0  # seconds after which an observation counts half
 _OLDEST: Final = 4000.0  # seconds that the last, open age counts as
 _BELIEF: Final = 3.0  # returns after which a class, a group or all requests weigh as much as their prior
@@ -34,9 +35,12 @@ _MIDDLES: Final[NDArray[np.float64]] = np.append((EDGES[:-1] + EDGES[1:]) / 2, E
 _PRIOR: Final[NDArray[np.float64]] = 0.25 / (_MIDDLES + 20.0)  # returns a second
 
 
-def class_of(turn: int, num_output_tokens: int, hint: int) -> int:
-    """The class of a request: `turn` from 0, the length of its answer, and its hint's number, 0 for none."""
-    turns = turn if turn < 2 else 2 if turn < 4 else 3
+def class_of(turn: int, num_output_tokens: int, hint: int, gap: float = 0.0) -> int:
+    """The class of a request: `turn` from 0, its answer's length, its hint's number (0: none), and its `gap`.
+
+    `gap`: seconds since the turn before. Who came back fast will do so again.
+    """
+    turns = turn if turn < 2 else 2 if turn < 4 else 3 + bisect_right(_GAPS, gap)
     answer = bisect_right(_ANSWER_TOKENS, num_output_tokens)
     return (turns * NUM_HINTS + hint) * NUM_ANSWERS + answer
 
@@ -250,10 +254,12 @@ class ReusePredictor:
         """
         if self._learned_at is None:
             self._learned_at = now
-        tails, turn, (row, user, num_common) = self.tails, 0, found
+        tails, turn, gap, (row, user, num_common) = self.tails, 0, 0.0, found
         number = tails.next_number if last_tags else 0
         if row != NO_ROW:
-            turn, is_next = tails.turn_of(row, now - end.seconds, last_tags)
+            arrived = now - end.seconds
+            turn, is_next = tails.turn_of(row, arrived, last_tags)
+            gap = arrived - tails.ended_at[row]
             if is_next:
                 self._came_back(row, now)
         num_head, num_sharing = self._head(found, turn, num_shared, tags, now)
@@ -262,7 +268,7 @@ class ReusePredictor:
         account = account_of(end.client, is_derived=end.is_derived)
         if promises and not self._trust.is_trusted(account):
             hint = None
-        kind = class_of(turn, end.num_output_tokens, _HINTS[hint])
+        kind = class_of(turn, end.num_output_tokens, _HINTS[hint], gap)
         if number:
             judged = account + 1 if promises else 0  # 0: no account is judged for it
             tails.add(last_tags, now, length=len(tags), kind=kind, turn=turn, account=judged)
