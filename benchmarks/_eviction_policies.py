@@ -9,6 +9,7 @@ import random
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -30,17 +31,17 @@ class Policy(ABC):
     def __contains__(self, block: int) -> bool:
         return block in self._parent
 
-    def request(self, chain: list[int], num_prompt: int) -> int:
+    def request(self, blocks: list[int], num_prompt: int) -> int:
         """A request uses these blocks. Returns how many leading ones of its prompt were in the cache."""
-        found = next((i for i, block in enumerate(chain) if block not in self), len(chain))
-        self.pinned = {*chain}
-        for i in reversed(range(min(len(chain), self.size))):
-            block = chain[i]
+        found = next((i for i, block in enumerate(blocks) if block not in self), len(blocks))
+        self.pinned = {*blocks}
+        for i in reversed(range(min(len(blocks), self.size))):
+            block = blocks[i]
             if block in self:
                 self.hit(block)
             else:
                 self.room_for(block)
-                self._parent[block] = parent = chain[i - 1] if i else -1
+                self._parent[block] = parent = blocks[i - 1] if i else -1
                 self._children[parent] += 1
         return min(found, num_prompt)
 
@@ -92,10 +93,8 @@ class TwoQueues(Policy):
 
     def room_for(self, block: int) -> None:
         if self.is_full:
-            first = self._new if len(self._new) > self.size // 4 else self._old
-            victim = self.drop((*first, *self._old, *self._new) if len(first) < 64 else first)
-            if victim < 0:
-                victim = self.drop((*self._old, *self._new))
+            first, then = (self._new, self._old) if len(self._new) > self.size // 4 else (self._old, self._new)
+            victim = self.drop(chain(first, then))
             if victim in self._new:
                 del self._new[victim]
                 self._gone[victim] = None

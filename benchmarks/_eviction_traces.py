@@ -305,9 +305,7 @@ def cut(trace: RequestTrace, seed: int, share: float = 0.5) -> RequestTrace:
     chosen = dice.sample(list(sessions.values()), round(share * len(sessions)))
     span = share * float(begun[-1] - begun[0])
     shifts = [dice.uniform(0.0, span) - float(begun[each[0]]) for each in chosen]
-    times = {
-        request: float(begun[request]) + by for each, by in zip(chosen, shifts, strict=True) for request in each
-    }
+    times = {request: float(begun[request]) + by for each, by in zip(chosen, shifts, strict=True) for request in each}
     requests = sorted(times, key=times.__getitem__)
     return _as_trace(
         [

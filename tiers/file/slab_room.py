@@ -5,6 +5,7 @@ no learned order. While LRU would have kept more (`LruShadow`), the order is by 
 slab's own reads would not do, as L2 answers requests, too.
 """
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash
-from kvtier.tiers.pool import Slots
+from kvtier.tiers.pool import Slots, tags_of
 from kvtier.tiers.reuse import NO_CLASS, ClassifiedEnd, LruShadow
 
 Extents = NDArray[np.int64]
@@ -59,10 +60,13 @@ class SlabRoom:
         if self._last is None:
             self._since[:] = end.ended_at
         self._last = end
-        if end.number:
-            were_here = self._slots_ended[slots] & (slots >= 0)
-            own = int(np.count_nonzero(were_here[: end.num_common if end.continued else end.num_prompt]))
-            self.rival.ended(end.number, len(slots), end.continued, end.num_common, end.num_prompt, own)
+        tags = tags_of(end.names)
+        sampled = self.rival.sampled(tags)
+        num_asked = bisect_left(sampled, end.num_prompt)
+        at = slots[sampled[:num_asked]]
+        were_here = self._slots_ended[at] & (at >= 0)
+        own = num_asked if were_here.all() else int(were_here.argmin())
+        self.rival.ended(tags[sampled].tolist(), num_asked, own)
         depths = np.flatnonzero(slots >= 0)
         self._note(end, slots[depths], depths, live)
         if len(depths) < len(slots):

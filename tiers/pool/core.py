@@ -894,9 +894,9 @@ class Learned(LRU):
 
     @cython.cfunc
     def _planned(self) -> cython.longlong:
-        """The next victim, still where it was; rows are ranked anew when that has grown old. -1: none is left, or spared.
+        """The next victim, still where it was; rows are ranked anew when that has grown old.
 
-        A row is spared if a newcomer has no higher place.
+        -1: none is left, or the next is spared since a newcomer has no higher place.
         """
         row: cython.longlong
         if self._now - self._planned_at > GOOD_FOR or self._num_taken >= max(256, self._num_slots // 32):

@@ -11,7 +11,7 @@ from kvtier.tiers import ChainHash
 from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import compiled_setting
 from kvtier.tiers.pool import core as interpreted
-from kvtier.tiers.pool.changes import NAME_MIX, to_words
+from kvtier.tiers.pool.changes import tags_of
 from kvtier.tiers.reuse import MATCH_NAMES, NO_CLASS, ClassifiedEnd, LruShadow, RequestEnd, ReusePredictor
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def ended(core: "SlotCore", order: "Learned", end: RequestEnd) -> ClassifiedEnd:
     """A request has ended: its blocks get a new place in the order. Returns what was found out about it."""
     now = order.clock()
     slots = core.find_named(list[ChainHash](end.names))
-    tags = to_words(end.names) @ NAME_MIX
+    tags = tags_of(end.names)
     prompt = tags[: end.num_prompt]
     found = order.returns.tails.find(prompt, now - end.seconds)
     last: Sequence[int] = (prompt if end.num_prompt else tags)[-MATCH_NAMES:].tolist()

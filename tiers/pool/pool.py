@@ -157,9 +157,10 @@ class SlotPool:
                             num_refused = len(names) - num_seen
                             if len(at) < len(names):
                                 names, parents = picked(names, at), picked(parents, at)
-                            made[number] = Reservation(
-                                names, at, slots, times, parents, self._epoch, len(at), self._on_end, num_refused
+                            made[number] = new = Reservation(
+                                names, at, slots, times, parents, self._epoch, len(at), self._on_end
                             )
+                            new.num_refused = num_refused
                 finally:
                     self._core.unguard(guarded)
                     guarded = []

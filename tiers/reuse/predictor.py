@@ -254,8 +254,7 @@ class ReusePredictor:
         """
         if self._learned_at is None:
             self._learned_at = now
-        tails, turn, gap, (row, user, num_common) = self.tails, 0, 0.0, found
-        number = tails.next_number if last_tags else 0
+        tails, turn, gap, row = self.tails, 0, 0.0, found.continued
         if row != NO_ROW:
             arrived = now - end.seconds
             turn, is_next = tails.turn_of(row, arrived, last_tags)
@@ -269,7 +268,7 @@ class ReusePredictor:
         if promises and not self._trust.is_trusted(account):
             hint = None
         kind = class_of(turn, end.num_output_tokens, _HINTS[hint], gap)
-        if number:
+        if last_tags:
             judged = account + 1 if promises else 0  # 0: no account is judged for it
             tails.add(last_tags, now, length=len(tags), kind=kind, turn=turn, account=judged)
             if num_head:
@@ -277,9 +276,7 @@ class ReusePredictor:
         self._since += 1
         if self._since >= self._lesson:
             self._learn(now)
-        return ClassifiedEnd(
-            end.names, end.num_prompt, kind, number, user, num_common, now, self, clock, num_head, head_kind
-        )
+        return ClassifiedEnd(end.names, end.num_prompt, kind, now, self, clock, num_head, head_kind)
 
     def places(self, kinds: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
         """Ranks of blocks of these classes (NO_CLASS is one) and ages in seconds: lower is evicted earlier."""

@@ -20,11 +20,10 @@ class FoundRequest(NamedTuple):
     """The result of recognising a prompt."""
 
     continued: int  # the row of the newest request that it continues as a conversation, or NO_ROW
-    user: int  # the number of that request, or else of one whose blocks many begin with; 0 for none
-    num_common: int  # leading blocks that it has in common with `user`
+    num_common: int  # leading blocks that it has in common with that request, or else with many
 
 
-_UNKNOWN: Final = FoundRequest(NO_ROW, 0, 0)
+_UNKNOWN: Final = FoundRequest(NO_ROW, 0)
 
 
 class RecentRequests:
@@ -61,11 +60,6 @@ class RecentRequests:
         self._kind, self._account = memoryview(self.kind), memoryview(self.account)
         self._open = memoryview(self.is_open.view(np.uint8))
 
-    @property
-    def next_number(self) -> int:
-        """The number of the request that is added next; they count from 1."""
-        return self._next
-
     def find(self, tags: Tags, arrived: float) -> FoundRequest:
         """The newest request that a prompt of these tags, in chain order, continues.
 
@@ -73,20 +67,19 @@ class RecentRequests:
         """
         if self._next == 1:
             return _UNKNOWN
-        user, num_common = 0, 0
+        num_common = 0
         for known in np.flatnonzero(self._tags[tags & _MASK] == tags)[::-1].tolist():
             place = int(tags[known]) & (_NUM_PLACES - 1)
             row, serial = self._own[place], self._serial_of[place]
             if row < 0 or self._number_of[row] != serial:
                 continue
-            if not user:
-                user, num_common = serial, known + 1
+            num_common = num_common or known + 1
             if self._is_head[place]:
                 break
             if self._use[row] < _SHARED:
                 self._use[row] += bool(self.ended_at[row] <= arrived)
-                return FoundRequest(row, user, num_common)
-        return FoundRequest(NO_ROW, user, num_common)
+                return FoundRequest(row, num_common)
+        return FoundRequest(NO_ROW, num_common)
 
     def turn_of(self, row: int, arrived: float, last_tags: Sequence[int]) -> tuple[int, bool]:
         """The turn of a request that continues that one, and whether it came after its end.

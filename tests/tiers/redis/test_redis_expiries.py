@@ -28,7 +28,7 @@ class Learned(ReusePredictor):
 
 def told(chain: TokenChain, kind: int) -> ClassifiedEnd:
     """A request of these blocks ends, of this class."""
-    return ClassifiedEnd(chain.hashes, len(chain.hashes), kind, 1, 0, 0, 0.0, Learned(), lambda: 0.0)
+    return ClassifiedEnd(chain.hashes, len(chain.hashes), kind, 0.0, Learned(), lambda: 0.0)
 
 
 def expiries(server: RedisServer, store: RedisStore, chain: TokenChain) -> list[int]:
