@@ -63,10 +63,10 @@ class SlabRoom:
         tags = tags_of(end.names)
         sampled = self.rival.sampled(tags)
         num_asked = bisect_left(sampled, end.num_prompt)
-        at = slots[sampled[:num_asked]]
+        at = slots[list(sampled[:num_asked])]
         were_here = self._slots_ended[at] & (at >= 0)
         own = num_asked if were_here.all() else int(were_here.argmin())
-        self.rival.ended(tags[sampled].tolist(), num_asked, own)
+        self.rival.ended(tags[list(sampled)].tolist(), num_asked, own)
         depths = np.flatnonzero(slots >= 0)
         self._note(end, slots[depths], depths, live)
         if len(depths) < len(slots):

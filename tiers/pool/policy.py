@@ -12,6 +12,7 @@ from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import compiled_setting
 from kvtier.tiers.pool import core as interpreted
 from kvtier.tiers.pool.changes import tags_of
+from kvtier.tiers.pool.lease import picked
 from kvtier.tiers.reuse import MATCH_NAMES, NO_CLASS, ClassifiedEnd, LruShadow, RequestEnd, ReusePredictor
 
 if TYPE_CHECKING:
@@ -90,14 +91,13 @@ def ended(core: "SlotCore", order: "Learned", end: RequestEnd) -> ClassifiedEnd:
     prompt = tags[: end.num_prompt]
     found = order.returns.tails.find(prompt, now - end.seconds)
     last: Sequence[int] = (prompt if end.num_prompt else tags)[-MATCH_NAMES:].tolist()
-    in_prompt = slots[: len(prompt)]
     told = order.returns.record(
-        end, found, lambda turn: order.num_told_of(in_prompt, turn + 1), prompt, last, now, order.clock
+        end, found, lambda turn: order.num_told_of(slots[: len(prompt)], turn + 1), prompt, last, now, order.clock
     )
     sampled = order.rival.sampled(tags)
     num_asked = bisect_left(sampled, len(prompt))
-    own = order.num_told_of([slots[at] for at in sampled[:num_asked]])
-    order.rival.ended(tags[sampled].tolist(), num_asked, own)
+    own = order.num_told_of(picked(slots, sampled)[:num_asked])
+    order.rival.ended((tags if len(sampled) == len(tags) else tags[sampled]).tolist(), num_asked, own)
     order.ended(slots[told.num_head :], told.kind)
     if told.num_head:
         order.ended(slots[: told.num_head], told.head_kind)

@@ -40,13 +40,14 @@ class LruShadow:
         self._stay = first_stay  # blocks until the learned order is tried again
         self._longer = float(_SHORTEST)  # windows that the next stay takes
 
-    def sampled(self, tags: NDArray[np.uint64]) -> list[int]:
-        """Which blocks of a chain stand for all, in order. `tags`: as `NAME_MIX` makes them of the chain's names."""
-        if self._every == 1:
-            return list(range(len(tags)))
-        every = self._every
-        at = np.arange(0, len(tags), every) + (tags[::every] % np.uint64(every)).astype(np.int64)
-        chosen: list[int] = at[at < len(tags)].tolist()
+    def sampled(self, tags: NDArray[np.uint64]) -> Sequence[int]:
+        """Which blocks of a chain stand for all, in order. `tags`: of its names."""
+        every, length = self._every, len(tags)
+        if every == 1:
+            return range(length)
+        chosen = [every * number + tag % every for number, tag in enumerate(tags[::every].tolist())]
+        if chosen and chosen[-1] >= length:
+            del chosen[-1]
         return chosen
 
     def ended(self, tags: Sequence[int], num_asked: int, own: int) -> None:

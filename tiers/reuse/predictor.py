@@ -258,7 +258,7 @@ class ReusePredictor:
         if row != NO_ROW:
             arrived = now - end.seconds
             turn, is_next = tails.turn_of(row, arrived, last_tags)
-            gap = arrived - tails.ended_at[row]
+            gap = arrived - tails.end_of(row)
             if is_next:
                 self._came_back(row, now)
         num_head, num_sharing = self._head(found, turn, num_shared, tags, now)
@@ -297,16 +297,10 @@ class ReusePredictor:
         self, found: FoundRequest, turn: int, num_shared: Callable[[int], int], tags: Tags, now: float
     ) -> tuple[int, int]:
         """The blocks of a prompt's shared beginning, and how many requests shared it so far; both 0 if it has none."""
-        tails, row = self.tails, found.continued
-        if row == NO_ROW or found.num_common < tails.length[row]:
-            num_head = found.num_common
-        else:
-            num_head = int(tails.num_head[row])
-        if not num_head:
-            num_head = num_shared(turn)
+        num_head = self.tails.head_behind(found) or num_shared(turn)
         if not num_head:
             return 0, 0
-        known = tails.head_of(int(tags[num_head - 1]))
+        known = self.tails.head_of(int(tags[num_head - 1]))
         if known is None:
             return num_head, 1
         kind, ended_at, num_sharing = known

@@ -57,6 +57,9 @@ class RecentRequests:
         self._number_of, self._use, self._tag = memoryview(self._number), memoryview(self._uses), memoryview(self._tags)
         self._end = memoryview(self.ended_at).cast("B").cast("d")
         self._turn, self._last = memoryview(self.turn), memoryview(self._last_tag)
+        self._length, self._num_head = memoryview(self.length), memoryview(self.num_head)
+        self._num_sharing, self._head_kind = memoryview(self.num_sharing), memoryview(self.head_kind)
+        self._head_open, self._heads = memoryview(self.is_head_open), memoryview(self._is_head)
         self._kind, self._account = memoryview(self.kind), memoryview(self.account)
         self._open = memoryview(self.is_open.view(np.uint8))
 
@@ -74,12 +77,16 @@ class RecentRequests:
             if row < 0 or self._number_of[row] != serial:
                 continue
             num_common = num_common or known + 1
-            if self._is_head[place]:
+            if self._heads[place]:
                 break
             if self._use[row] < _SHARED:
                 self._use[row] += bool(self.ended_at[row] <= arrived)
                 return FoundRequest(row, num_common)
         return FoundRequest(NO_ROW, num_common)
+
+    def end_of(self, row: int) -> float:
+        """Seconds at which that request ended."""
+        return self._end[row]
 
     def turn_of(self, row: int, arrived: float, last_tags: Sequence[int]) -> tuple[int, bool]:
         """The turn of a request that continues that one, and whether it came after its end.
@@ -111,19 +118,25 @@ class RecentRequests:
             is_known = owner >= 0 and self._tag[place] == tag and self._number_of[owner] == self._serial_of[place]
             if not is_known or self._use[owner] < _SHARED:
                 self._put(place, tag, row, self._next)
-        self.length[row], self.num_head[row], self.is_head_open[row] = length, 0, False
+        self._length[row], self._num_head[row], self._head_open[row] = length, 0, False
         self._next += 1
 
     def _put(self, place: int, tag: int, row: int, number: int, *, is_head: bool = False) -> None:
         self._tag[place], self._own[place], self._serial_of[place] = tag, row, number
-        self._is_head[place] = is_head
+        self._heads[place] = is_head
+
+    def head_behind(self, found: FoundRequest) -> int:
+        """Leading blocks of a prompt, recognised as this, that others share; 0 if none are known."""
+        row = found.continued
+        has_left = row == NO_ROW or found.num_common < self._length[row]  # what it continues is not all in it
+        return found.num_common if has_left else self._num_head[row]
 
     def add_head(self, tag: int, num_blocks: int, num_sharing: int, kind: int) -> None:
         """The request added last begins with so many shared blocks, of which the last has this tag."""
         number = self._next - 1
         row = number % NUM_REQUESTS
-        self.num_head[row], self.num_sharing[row], self.head_kind[row] = num_blocks, num_sharing, kind
-        self.is_head_open[row] = True
+        self._num_head[row], self._num_sharing[row], self._head_kind[row] = num_blocks, num_sharing, kind
+        self._head_open[row] = True
         self._put(tag & (_NUM_PLACES - 1), tag, row, number, is_head=True)
 
     def head_of(self, tag: int) -> tuple[int, float, int] | None:
@@ -135,11 +148,11 @@ class RecentRequests:
         row = self._own[place]
         if row < 0 or self._tag[place] != tag or self._number_of[row] != self._serial_of[place]:
             return None
-        if not self._is_head[place]:
+        if not self._heads[place]:
             return 0, self._end[row], self._use[row]
-        kind = int(self.head_kind[row]) if self.is_head_open[row] else 0
-        self.is_head_open[row] = False
-        return kind, self._end[row], int(self.num_sharing[row])
+        kind = self._head_kind[row] if self._head_open[row] else 0
+        self._head_open[row] = False
+        return kind, self._end[row], self._num_sharing[row]
 
     def waiting(self) -> NDArray[np.intp]:
         """The rows of requests that may still return."""

@@ -328,7 +328,7 @@ def test_a_sample_stands_for_all_blocks_and_is_the_same_in_equal_beginnings() ->
     every, counts = 40_000 // 1024, []
     for _ in range(300):
         tags = rng.integers(0, 1 << 63, 500, np.uint64)
-        sampled = rival.sampled(tags)
+        sampled = list(rival.sampled(tags))
         assert sampled == sorted({*sampled})
         cut_off = int(rng.integers(0, 500))
         assert rival.sampled(tags[:cut_off]) == [at for at in sampled if at < cut_off]
