@@ -919,7 +919,7 @@ class Learned(LRU):
         rows, places = self._ranked()
         self._plan, self._plan_born = _view(rows), _view(np.asarray(self._born)[rows])
         self._plan_places = _view(places)
-        self._newcomer = int(self.returns.places(np.array([self.untold]), np.zeros(1))[0])
+        self._newcomer = self.returns.place_of_new
         self._plan_size, self._cursor, self._num_taken, self._planned_at = len(rows), 0, 0, self._now
 
     def _ranked(self):

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-_MOST_SAMPLED: Final = 1024  # slots that stand for all; from twice as many on, blocks are sampled
+_MOST_SAMPLED: Final = 512  # slots that stand for all; from twice as many on, blocks are sampled
 _TOLERANCE: Final = 0.001  # of a window's blocks: so far behind LRU, besides chance, the learned order is not used
 _TURNS: Final = 8  # a window: lookups of so many times the slots, in which observations fade to a third,
 _LEAST: Final = 16384  # or of at least so many blocks
@@ -45,7 +45,8 @@ class LruShadow:
         every, length = self._every, len(tags)
         if every == 1:
             return range(length)
-        chosen = [every * number + tag % every for number, tag in enumerate(tags[::every].tolist())]
+        # The upper half of a tag is the better mixed.
+        chosen = [every * number + ((tag >> 32) * every >> 32) for number, tag in enumerate(tags[::every].tolist())]
         if chosen and chosen[-1] >= length:
             del chosen[-1]
         return chosen
@@ -53,15 +54,16 @@ class LruShadow:
     def ended(self, tags: Sequence[int], num_asked: int, own: int) -> None:
         """A request has ended, with these sampled blocks: `num_asked` of its prompt, the first `own` of them hits."""
         used = self._used
-        rival = 0
-        while rival < num_asked and tags[rival] in used:
-            rival += 1
-        for tag in reversed(tags):
+        found = 0  # LRU loses a chain's end first: behind these it has none
+        while found < len(tags) and tags[found] in used:
+            found += 1
+        for tag in reversed(tags[found:]):
             used[tag] = None
+        for tag in reversed(tags[:found]):
             used.move_to_end(tag)
         for _ in range(len(used) - self._room):
             used.popitem(last=False)
-        self._judge(num_asked * self._every, (own - rival) * self._every)
+        self._judge(num_asked * self._every, (own - min(found, num_asked)) * self._every)
 
     def _judge(self, num_prompt: int, lead: int) -> None:
         if self.leads:

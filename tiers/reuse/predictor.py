@@ -283,6 +283,11 @@ class ReusePredictor:
         places: NDArray[np.int64] = self._hazards.places[kinds, age_of(seconds)]
         return places
 
+    @property
+    def place_of_new(self) -> int:
+        """The rank of a block that is stored now, before its request's class is known."""
+        return int(self._hazards.places[NO_CLASS, 0])
+
     def ahead(self, kind: int) -> float:
         """As `ReturnOrder`."""
         return self._hazards.ahead(kind)

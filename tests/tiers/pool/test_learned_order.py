@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.pool import SlotPool
-from kvtier.tiers.reuse import NO_CLASS, Hint, LruShadow, RequestEnd, ReusePredictor
+from kvtier.tiers.reuse import Hint, LruShadow, RequestEnd, ReusePredictor
 from kvtier.tiers.reuse.predictor import NUM_ANSWERS, NUM_HINTS, class_of
 from kvtier.tiers.reuse.recent_requests import MATCH_NAMES, Tags
 from kvtier.tiers.tier import ChainHash
@@ -325,9 +325,9 @@ def test_lru_is_expected_to_hold_as_many_blocks_as_there_are_slots() -> None:
 
 def test_a_sample_stands_for_all_blocks_and_is_the_same_in_equal_beginnings() -> None:
     rival, rng = LruShadow(40_000), np.random.default_rng(1)
-    every, counts = 40_000 // 1024, []
+    every, counts = 40_000 // 512, []
     for _ in range(300):
-        tags = rng.integers(0, 1 << 63, 500, np.uint64)
+        tags = rng.integers(0, (1 << 64) - 1, 500, np.uint64)
         sampled = list(rival.sampled(tags))
         assert sampled == sorted({*sampled})
         cut_off = int(rng.integers(0, 500))
@@ -384,10 +384,10 @@ def test_what_is_worth_less_than_all_that_is_here_is_refused() -> None:
 class FixedReturns(ReusePredictor):
     """New blocks have the place 0, all others `value`."""
 
-    value = 0
+    value = place_of_new = 0
 
     def places(self, kinds: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
-        return np.where(kinds == NO_CLASS, 0, self.value)
+        return np.full(len(kinds), self.value)
 
 
 def test_a_refusal_keeps_the_head_and_says_how_much_it_left() -> None:
