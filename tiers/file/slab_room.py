@@ -135,18 +135,20 @@ class SlabRoom:
         if not len(slots):
             return
         self._slots_ended[slots] = True
-        mine, deepest = slots, depths
+        mine, deepest, first = slots, depths, depths
         if self._per_extent > 1:
             extents, which, counts = np.unique(slots // self._per_extent, return_inverse=True, return_counts=True)
-            deepest = np.zeros(len(extents), np.int64)
+            deepest, first = np.zeros(len(extents), np.int64), np.full(len(extents), len(end.names))
             np.maximum.at(deepest, which, depths)
+            np.minimum.at(first, which, depths)
             is_its = 2 * counts >= np.array([live[extent] for extent in extents.tolist()])
             if not is_its.all():
                 places, kinds = end.order.places, self._kind[extents]
                 before = places(kinds, end.clock() - self._since[extents])
                 is_its |= (kinds == NO_CLASS) | (before <= places(np.array([end.kind]), np.zeros(1)))
-            mine, deepest = extents[is_its], deepest[is_its]
-        self._kind[mine], self._since[mine], self._depth[mine] = end.kind, end.ended_at, deepest
+            mine, deepest, first = extents[is_its], deepest[is_its], first[is_its]
+        self._kind[mine] = np.where(first < end.num_head, end.head_kind, end.kind)
+        self._since[mine], self._depth[mine] = end.ended_at, deepest
 
     def reset(self) -> None:
         """Every block was forgotten: forget the recorded ends, too."""

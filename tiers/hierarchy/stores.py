@@ -137,7 +137,7 @@ class StoreQueue:
         made = none if self.closed else self._host.pool.reserve_each(chains, if_worth=not self._demoters)
         for reservation, (hashes, _) in zip(made, chains, strict=True):
             if reservation is not None and reservation.num_refused:
-                self._dropped(hashes[-reservation.num_refused :], Outcome.NOT_ADMITTED)
+                self._dropped(hashes[-reservation.num_refused :], Outcome.OUTRANKED)
         if None in made:  # reserve the heads that fit
             made = [
                 self._reserve_less(*chain) if each is None else each for each, chain in zip(made, chains, strict=True)

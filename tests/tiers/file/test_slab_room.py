@@ -139,6 +139,15 @@ def test_a_chain_goes_from_its_end_and_a_beginning_stays_whose_others_need_more(
     assert held(slab, range(1)) == [0]
 
 
+def test_a_beginning_that_requests_share_outlives_their_ends(slab: FileStore, learned: Requests) -> None:
+    """Two extents of one request, of which the first is shared by so many that its class is the conversations'."""
+    two_extents, kind = range(90_000, 90_000 + 2 * PER), learned.end(chain(9000), LONG).kind
+    put(slab, two_extents)
+    slab.ended(learned.end(two_extents, SHORT)._replace(num_head=PER, head_kind=kind))
+    scan(slab, learned, range(TALKS, TALKS + SCANS))
+    assert slab.lookup([hash_of(key) for key in two_extents]) == PER
+
+
 def test_while_the_order_by_age_would_keep_more_it_holds(slab: FileStore, learned: Requests) -> None:
     for number in range(TALKS):
         put(slab, chain(number))

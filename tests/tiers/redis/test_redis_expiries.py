@@ -61,6 +61,14 @@ def test_what_is_needed_less_expires_earlier(server: RedisServer) -> None:
         assert store.lookup(CHAIN.hashes) == 0
 
 
+def test_a_beginning_that_requests_share_expires_by_its_own_class() -> None:
+    names, expiries = CHAIN.hashes, LearnedExpiries(DAY / 1000)
+    expiries.ended(told(CHAIN, FINISHED)._replace(num_head=3, head_kind=NEEDED), [True] * len(names))
+    due = expiries.take(len(names))
+    assert min(due[name] for name in names[:3]) > DAY - 1000
+    assert max(due[name] for name in names[3:]) <= LATEST
+
+
 def test_with_volatile_ttl_what_is_finished_makes_room(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     server.cli("CONFIG", "SET", "maxmemory-samples", "64")
     with opened(server.url, expiry="learned") as store:
