@@ -764,6 +764,7 @@ class Learned(LRU):
         self._newcomer, self._is_sparing, self._has_spared = 0, False, False
         self._plan_size = self._cursor = self._num_taken = 0
         self._planned_at = 0.0
+        self.rival.forget()
         self._decide()
 
     @cython.cfunc

@@ -65,6 +65,10 @@ class LruShadow:
             used.popitem(last=False)
         self._judge(num_asked * self._every, (own - min(found, num_asked)) * self._every)
 
+    def forget(self) -> None:
+        """No block is there any more."""
+        self._used.clear()
+
     def _judge(self, num_prompt: int, lead: int) -> None:
         if self.leads:
             self._stay -= num_prompt

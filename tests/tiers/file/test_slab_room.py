@@ -147,7 +147,7 @@ class KeepsOneClass:
     KEPT = 3
 
     def places(self, kinds: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
-        return (kinds == self.KEPT).astype(np.int64)
+        return np.where(kinds == self.KEPT, 1, 0)
 
     def ahead(self, kind: int) -> float:
         return 0.0

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _eviction_traces import TRACES
+from _eviction_traces import TRACES, agent_sessions, without_hints
 from extent import brief
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kvtier.service.simulation import Capacity, TraceReplay
 from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.pool import SlotPool
 from kvtier.tiers.reuse import Hint, LruShadow, RequestEnd, ReusePredictor
@@ -412,6 +413,25 @@ def test_a_refusal_keeps_the_head_and_says_how_much_it_left() -> None:
         pool.abandon(reservation)
     assert pool.holds(names) == [True] * 3 + [False] * 3
     pool.check()
+
+
+def test_after_a_reset_lru_would_have_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, leads = Served(64), list[int]()
+    served.serve(chain("talk", length=8), 8)
+    served.pool.reset()
+    monkeypatch.setattr(LruShadow, "_judge", lambda self, num_prompt, lead: leads.append(lead))
+    served.serve(chain("talk", length=8), 8)
+    served.serve(chain("talk", length=8), 8)
+    assert leads == [0, 0]
+
+
+@pytest.mark.skipif((agents := agent_sessions(1500)) is None, reason="the agents' trace is not here")
+@pytest.mark.parametrize(("num_slots", "lead"), [(680, 0.06), (1600, 0.05), (2720, 0.04)])
+def test_on_recorded_agents_it_beats_lru_by_far(num_slots: int, lead: float) -> None:
+    assert agents is not None
+    replay, asked = TraceReplay(without_hints(agents), 1), int(agents.num_prompt.sum())
+    lru, tail = (replay.run(Capacity(num_slots, policy=policy)).found.sum() / asked for policy in ("lru", "tail"))
+    assert tail >= lru + lead
 
 
 @pytest.mark.skipif(not TRACE.exists(), reason="the production trace is not here")
