@@ -43,7 +43,7 @@ from kvtier.tiers.naming import KVShape
 BLOCK_BYTES: Final = 64 << 20  # 512 tokens of a Llama 8B
 SIZES: Final = (360, 800, 1600)  # blocks of L2, of made-up traces
 AGENT_SIZES: Final = (680, 1600, 2720)  # of agents
-CUTS: Final = (11, 12)  # seeds of cuts of the recorded agents: sessions drawn, at other times
+CUTS: Final = (11,)  # seeds of cuts of the recorded agents: sessions drawn, at other times
 PRODUCTION_SIZES: Final = (883, 4096, 17669)
 GOAL_SIZE: Final = 4096
 SLAB: Final = 4  # times L2

