@@ -181,10 +181,10 @@ def _drift(change: Callable[[float], float]) -> Callable[[int], list[SyntheticRe
 
 
 # Quantiles of the recorded agents: seconds between two requests of a session, and blocks that a prompt adds.
-_QUANTILES: Final = (0.0, 0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0)
-_STEP_GAPS: Final = (2.0, 8.0, 9.0, 13.0, 19.0, 37.0, 117.0, 290.0)
-_STEP_BLOCKS: Final = (0.0, 0.0, 0.0, 1.0, 4.0, 12.0, 25.0, 60.0)
-_STEP_TOKENS: Final = (30.0, 114.0, 151.0, 245.0, 452.0, 909.0, 1500.0, 4000.0)
+_QUANTILES: Final = (0.0, 0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
+_STEP_GAPS: Final = (0.0, 8.0, 13.0, 19.0, 37.0, 117.0, 290.0, 2440.0)
+_STEP_BLOCKS: Final = (0.0, 0.0, 0.0, 1.0, 4.0, 14.0, 25.0, 226.0)
+_STEP_TOKENS: Final = (0.0, 98.0, 151.0, 245.0, 452.0, 909.0, 1389.0, 3255.0)
 
 
 class _AgentStep(NamedTuple):
