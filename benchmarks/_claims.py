@@ -66,7 +66,7 @@ memory:
   same, with its tokens | with its tokens | Memory of books
   a full L2 adds to a pass of Python's garbage collector: ms | gc pass
 order_memory:
-  record of what left L2: bytes a slot | departures.*bytes | Memory of books
+  record of what left L2: bytes a slot | departures.*bytes
   `tail` index, more than LRU: bytes a slot | ^tail.*bytes | Memory of books
   same, whatever the slots: MiB | MiB
 # eviction
@@ -74,11 +74,13 @@ eviction:
   production trace, L2 of 4,096 blocks of 512: % found with `tail` | without hints, %$
   same, with hints of which nine of ten are right | 9 of 10 right, %$
   all traces and sizes saved: `tail` less LRU, points | less LRU, points$
+  same, less the best of LRU, S3-FIFO, 2Q, ARC and LHD | best of others, points$
+  recorded agents, L2 of 2,720 blocks: % of the way from LRU to the optimum | way from LRU | Agents and the optimum
   `tail` less LRU in a replay: CPU µs a block | ^.*: CPU of tail | The cost of tail
 tail_cost:
   same, requests of 8 to 512 blocks in a full pool | ^tail over LRU | The cost of tail
 eviction:
-  chats through a whole hierarchy, live less simulated: points | ^hierarchy
+  chats through a whole hierarchy, live less simulated: points | ^hierarchy | Live and simulated
 simulate_speed:
   `kvtier simulate`, 100,000 requests: CPU s | ^simulate
 # copies and tiers

@@ -1,6 +1,7 @@
-"""The traces that `eviction.py` replays: made-up ones and the production trace, with hints as right as one wants.
+"""The traces that `eviction.py` replays: made-up ones and recorded ones, with hints as right as one wants.
 
-Made-up ones press an eviction order: scans, loops, drift, shared beginnings, agents, lonely requests. Each is a
+Made-up ones press an eviction order: scans, loops, drift, shared beginnings, agents, lonely requests. Agents' lengths
+and gaps are those of the recorded sessions (shared/traces/README.md): quantiles, and no block of them. Each is a
 function of a seed. Blocks are numbers: two requests that share a number share its block, and a request's blocks form a
 chain. The hint is the truth about the conversation; whoever replays may hide or spoil it.
 """
@@ -21,10 +22,11 @@ from kvtier.service.traces import HINTS, RequestTrace, load_trace
 from kvtier.tiers.reuse import Hint
 
 PRODUCTION: Final = "production conversations"
-_FILE: Final = Path(__file__).resolve().parents[2] / "shared" / "traces" / "conversation_trace.jsonl.gz"
+AGENTS: Final = "agent sessions"
+_FILES: Final = Path(__file__).resolve().parents[2] / "shared" / "traces"
 BLOCK_SIZE: Final = 512  # tokens
 _GOES_ON, _FINISHED = (1 + HINTS.index(name) for name in ("goes_on", "finished"))
-
+_HINTS: Final = {1 + HINTS.index(hint.value): hint for hint in Hint}
 
 Blocks = tuple[int, ...]
 
@@ -178,6 +180,82 @@ def _drift(change: Callable[[float], float]) -> Callable[[int], list[SyntheticRe
     return make
 
 
+# Quantiles of the recorded agents: seconds between two requests of a session, and blocks that a prompt adds.
+_QUANTILES: Final = (0.0, 0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
+_STEP_GAPS: Final = (0.0, 8.0, 13.0, 19.0, 37.0, 117.0, 290.0, 2440.0)
+_STEP_BLOCKS: Final = (0.0, 0.0, 0.0, 1.0, 4.0, 14.0, 25.0, 226.0)
+_STEP_TOKENS: Final = (0.0, 98.0, 151.0, 245.0, 452.0, 909.0, 1389.0, 3255.0)
+
+
+class _AgentStep(NamedTuple):
+    """A session's next request, in the queue of what is to come."""
+
+    arrival: float
+    number: int  # breaks ties
+    context: Blocks
+    num_head: int  # leading blocks of the context that never change: instructions and tools
+    steps_left: int
+    is_child: bool
+
+
+def _agents(
+    seed: int,
+    *,
+    steps: float = 30.0,
+    compacts_at: int = 1_000_000,
+    pauses: float = 0.0,
+    delegates: float = 0.0,
+    rate: float = 0.03,
+    seconds: float = 2700.0,
+) -> list[SyntheticRequest]:
+    """Sessions of tool calls, each behind one of three heads of instructions and tools.
+
+    A context of more than `compacts_at` blocks is replaced by a summary behind its head. In so many of its steps,
+    `pauses`, a session waits minutes for its user. In so many, `delegates`, it starts three children, which share its
+    head and the begin of its context, and goes on when they have ended.
+    """
+    story, numbers = _TraceMaker(seed), count()
+    dice, heads = story.dice, [story.new(size) for size in (16, 24, 40)]
+
+    def drawn(values: Sequence[float]) -> float:
+        return float(np.interp(dice.random(), _QUANTILES, values))
+
+    coming: list[_AgentStep] = []
+    start = 0.0
+    while (start := start + dice.expovariate(rate)) < seconds:
+        head = dice.choice(heads)
+        num_steps = 1 + int(dice.expovariate(1.0 / steps))
+        task = story.new(10 + int(dice.expovariate(0.02)))
+        heapq.heappush(coming, _AgentStep(start, next(numbers), head + task, len(head), num_steps, False))
+    requests: list[SyntheticRequest] = []
+    while coming:
+        step = heapq.heappop(coming)
+        tokens, is_last = int(drawn(_STEP_TOKENS)), step.steps_left <= 1
+        prompt = step.context + story.new(int(drawn(_STEP_BLOCKS)))
+        blocks = prompt + story.new(tokens // BLOCK_SIZE)
+        hint = Hint.FINISHED if is_last else Hint.TOOL
+        requests.append(SyntheticRequest(step.arrival, blocks, len(prompt), tokens, hint))
+        if is_last:
+            continue
+        gap, context = drawn(_STEP_GAPS), blocks
+        if len(context) > compacts_at:
+            context = context[: step.num_head] + story.new(8)
+        if not step.is_child and dice.random() < pauses:
+            gap += dice.lognormvariate(5.7, 0.8)  # 300 s in the median
+        elif not step.is_child and dice.random() < delegates:
+            num_steps = 3 + int(dice.expovariate(0.2))
+            for _ in range(3):
+                child = context[: step.num_head + 8] + story.new(4)
+                at = step.arrival + drawn(_STEP_GAPS)
+                heapq.heappush(coming, _AgentStep(at, next(numbers), child, step.num_head, num_steps, True))
+            gap += 20.0 * num_steps
+        following = _AgentStep(
+            step.arrival + gap, next(numbers), context, step.num_head, step.steps_left - 1, step.is_child
+        )
+        heapq.heappush(coming, following)
+    return requests
+
+
 def _mixture(seed: int) -> list[SyntheticRequest]:
     """Conversations and scans, in rushes of ten minutes with half an hour between them."""
     requests = _conversations(seed, [_CHAT, _ONCE], [0.6, 0.4], rate=0.8)
@@ -200,14 +278,53 @@ TRACES: Final[dict[str, Callable[[int], list[SyntheticRequest]]]] = {
     "flips": _drift(lambda at: float(at // 900.0 % 2)),
     "slow-drift": _drift(lambda at: min(1.0, at / 7200.0)),
     "rushes": _mixture,
+    "tool-loops": _agents,
+    "compaction": partial(_agents, compacts_at=150),
+    "pauses": partial(_agents, pauses=0.1),
+    "sub-agents": partial(_agents, delegates=0.1, rate=0.02),
 }
+AGENT_TRACES: Final = ("tool-loops", "compaction", "pauses", "sub-agents")  # of these
 
 
 def production_trace(limit: int | None = None) -> RequestTrace | None:
     """The conversations of a production service, its hints the truth; None if the file is not here."""
-    if not _FILE.exists():
+    return _recorded("conversation_trace.jsonl.gz", limit)
+
+
+def agent_sessions(limit: int | None = None) -> RequestTrace | None:
+    """Recorded sessions of coding agents, its hints the truth; None if the file is not here."""
+    return _recorded("agent_sessions.jsonl.gz", limit)
+
+
+def cut(trace: RequestTrace, seed: int, share: float = 0.5) -> RequestTrace:
+    """So many of a trace's sessions, which begin with different blocks, each started at another time."""
+    sessions: dict[int, list[int]] = {}
+    for request in range(len(trace)):
+        sessions.setdefault(int(trace.chain(request)[0]), []).append(request)
+    dice, begun = random.Random(seed), trace.begun
+    chosen = dice.sample(list(sessions.values()), round(share * len(sessions)))
+    span = share * float(begun[-1] - begun[0])
+    shifts = [dice.uniform(0.0, span) - float(begun[each[0]]) for each in chosen]
+    times = {request: float(begun[request]) + by for each, by in zip(chosen, shifts, strict=True) for request in each}
+    requests = sorted(times, key=times.__getitem__)
+    return _as_trace(
+        [
+            SyntheticRequest(
+                times[request],
+                tuple(trace.chain(request).tolist()),
+                int(trace.num_prompt[request]),
+                int(trace.num_output[request]),
+                _HINTS[int(trace.hints[request])],
+            )
+            for request in requests
+        ]
+    )
+
+
+def _recorded(name: str, limit: int | None) -> RequestTrace | None:
+    if not (_FILES / name).exists():
         return None
-    trace = load_trace(_FILE, limit=limit)
+    trace = load_trace(_FILES / name, limit=limit)
     return replace(trace, hints=_goes_on(trace))
 
 

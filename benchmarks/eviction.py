@@ -1,9 +1,10 @@
 """What each order of eviction keeps, and what it costs: traces through the real pool and slab, beside the optimum.
 
-Made-up traces (scans, drift, loops, agents, …) and, where it is there, the production trace; each in caches of several
-sizes, without hints and with hints of which one in ten is wrong. `through` is what a row went through: L2's pool, the
-pool with a slab of four times its size, or a whole hierarchy with bytes in it, beside what a simulation of it says.
-CPU time is that of the whole replay, in turns with LRU's.
+Made-up traces (scans, drift, loops, agents, …) and, where they are there, the recorded ones, and cuts of the agents';
+each in caches of several sizes, without hints and with hints of which one in ten is wrong. `through` is what a row went
+through: L2's pool, the pool with a slab of four times its size, or a whole hierarchy with bytes in it, beside what a
+simulation of it says. Orders that kvtier does not have (`_eviction_policies.py`) stand beside the pool. CPU time is
+that of the whole replay, in turns with LRU's.
 """
 
 import sys
@@ -14,7 +15,20 @@ from functools import partial
 from statistics import median
 from typing import Final
 
-from _eviction_traces import BLOCK_SIZE, PRODUCTION, TRACES, made_up, production_trace, spoiled, without_hints
+from _eviction_policies import OTHERS, share_of
+from _eviction_traces import (
+    AGENT_TRACES,
+    AGENTS,
+    BLOCK_SIZE,
+    PRODUCTION,
+    TRACES,
+    agent_sessions,
+    cut,
+    made_up,
+    production_trace,
+    spoiled,
+    without_hints,
+)
 from _live_replay import FINGERPRINT, ReplayClock, replay_live, simulated_beside
 from _races import Row, in_turns, took
 from _report import RESULTS, Target, parser, progress, report
@@ -27,7 +41,9 @@ from kvtier.tiers.hierarchy import open_hierarchy
 from kvtier.tiers.naming import KVShape
 
 BLOCK_BYTES: Final = 64 << 20  # 512 tokens of a Llama 8B
-SIZES: Final = (360, 1600)  # blocks of L2, of made-up traces
+SIZES: Final = (360, 800, 1600)  # blocks of L2, of made-up traces
+AGENT_SIZES: Final = (680, 1600, 2720)  # of agents
+CUTS: Final = (11,)  # seeds of cuts of the recorded agents: sessions drawn, at other times
 PRODUCTION_SIZES: Final = (883, 4096, 17669)
 GOAL_SIZE: Final = 4096
 SLAB: Final = 4  # times L2
@@ -39,11 +55,16 @@ _DEADLINE: Final = 60.0  # seconds for a request of the live replay
 
 
 def kept(
-    name: str, trace: RequestTrace, sizes: Sequence[int], processes: int, slabs: Sequence[int] = (0, SLAB)
+    name: str,
+    trace: RequestTrace,
+    sizes: Sequence[int],
+    processes: int,
+    slabs: Sequence[int] = (0, SLAB),
+    others: Sequence[str] = (),
 ) -> Iterator[Row]:
     """Shares of blocks found, in %, by each policy, through the pool, and through the pool and a slab.
 
-    `slabs`: times L2; 0 is none.
+    `slabs`: times L2; 0 is none. `others`: of `OTHERS`, beside the pool.
     """
     bare, told = without_hints(trace), spoiled(trace, WRONG)
     rooms = [(size, disk) for size in sizes for disk in (slab * size for slab in slabs)]
@@ -65,6 +86,10 @@ def kept(
         row["tail, hints %"] = with_hints[room]
         row["optimum %"] = 100 * optimum.share(sum(room))
         row["tail less lru"] = shares[room, "tail"] - shares[room, "lru"]
+        if others and not room[1]:
+            row |= {f"{each} %": 100 * share_of(OTHERS[each], trace, room[0]) for each in others}
+            best = max(row[f"{each} %"] for each in ("lru", "s3fifo", *others))
+            row["tail less the best"] = row["tail %"] - best
         progress(f"{name}, {room[0]} blocks, {through}: lru {row['lru %']:.1f}, tail {row['tail %']:.1f} %")
         yield row
 
@@ -121,7 +146,13 @@ def targets_of(rows: Sequence[Row]) -> list[Target]:
         where = f"{row['trace']}, {row['blocks']} blocks"
         if "tail less lru" in row:
             where += f", {row['through']}"
-            found.append(Target(f"{where}: tail less LRU, points", -1.0, row["tail less lru"], at_most=False))
+            found.append(Target(f"{where}: tail less LRU, points", -0.5, row["tail less lru"], at_most=False))
+            if "tail less the best" in row:
+                best = row["tail less the best"]
+                found.append(Target(f"{where}: tail less the best of others, points", -2.0, best, at_most=False))
+            if row["trace"].startswith(AGENTS) and row["blocks"] >= AGENT_SIZES[-1] and row["through"] == "pool":
+                share = 100 * row["tail less lru"] / (row["optimum %"] - row["lru %"])
+                found.append(Target(f"{where}: of the way from LRU to the optimum, %", 45.0, share, at_most=False))
             if (row["trace"], row["blocks"], row["through"]) == (PRODUCTION, GOAL_SIZE, "pool"):
                 hinted = f"{where}: found with hints, 9 of 10 right, %"
                 found.append(Target(f"{where}: found without hints, %", 15.0, row["tail %"], at_most=False))
@@ -135,13 +166,14 @@ def targets_of(rows: Sequence[Row]) -> list[Target]:
 
 def charts(rows: Sequence[Row]) -> list[Chart]:
     """Shares by size through the pool, of the traces that are most unlike each other."""
-    columns, made = (*(f"{policy} %" for policy in POLICIES), "tail, hints %", "optimum %"), []
-    for name in (PRODUCTION, "agents", "scans", "flips"):
+    columns, made = (*(f"{policy} %" for policy in (*POLICIES, *OTHERS)), "tail, hints %", "optimum %"), []
+    for name in (PRODUCTION, f"{AGENTS}, cut {CUTS[0]}", "sub-agents", "documents"):
         own = [row for row in rows if row["trace"] == name and row.get("through") == "pool"]
         sizes = [row["blocks"] for row in own]
         lines = [
             Line(each.removesuffix(" %"), sizes, [row[each] for row in own], each.startswith("optimum"))
             for each in columns
+            if own and each in own[0]
         ]
         if own:
             made.append(Chart(name, "blocks of L2", "% of blocks found", lines, log_x=True))
@@ -153,14 +185,21 @@ def main() -> int:
     options.add_argument("--processes", type=int, default=0, help="side by side; 0 for one a core")
     options.add_argument("--production", default=",".join(map(str, PRODUCTION_SIZES)), help="blocks of L2, for it")
     options.add_argument("--no-slab", action="store_true", help="through the pool alone")
+    options.add_argument("--no-others", action="store_true", help="without the orders that kvtier does not have")
     options.add_argument("--traces", default=",".join(TRACES), help="made-up ones, separated by commas")
     given = options.parse_args()
     names = [name for name in given.traces.split(",") if name][: 2 if given.quick else None]
     limit = 120 if given.quick else None
     rows: list[Row] = []
-    slabs, sizes = (0,) if given.no_slab else (0, SLAB), SIZES[:1] if given.quick else SIZES
+    slabs, others = (0,) if given.no_slab else (0, SLAB), () if given.no_others else tuple(OTHERS)
     for name in names:
-        rows += kept(name, made_up(name, limit=limit), sizes, given.processes or 1, slabs)
+        sizes = (AGENT_SIZES if name in AGENT_TRACES else SIZES)[: 1 if given.quick else None]
+        rows += kept(name, made_up(name, limit=limit), sizes, given.processes or 1, slabs, others)
+    if (agents := agent_sessions(limit)) is not None:
+        sizes = AGENT_SIZES[: 1 if given.quick else None]
+        rows += kept(AGENTS, agents, sizes, given.processes or 1, slabs)
+        for seed in () if given.quick else CUTS:
+            rows += kept(f"{AGENTS}, cut {seed}", cut(agents, seed), sizes, given.processes or 1, slabs, others)
     production, timed = production_trace(limit), production_trace(limit or _TIMED)
     timed_name, size = PRODUCTION, GOAL_SIZE
     if production is None or timed is None:
@@ -168,7 +207,7 @@ def main() -> int:
         timed_name, timed, size = "agents", made_up("agents", limit=limit or _TIMED), SIZES[0]
     else:
         production_sizes = (GOAL_SIZE,) if given.quick else tuple(map(int, given.production.split(",")))
-        rows += kept(PRODUCTION, production, production_sizes, 1 if given.quick else given.processes, slabs)
+        rows += kept(PRODUCTION, production, production_sizes, 1 if given.quick else given.processes, slabs, others)
     rows += through_a_hierarchy(40 if given.quick else 120)
     rows.append(costs(timed_name, timed, size, 1 if given.quick else 5))
     if given.save:

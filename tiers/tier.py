@@ -47,6 +47,7 @@ class Outcome(StrEnum):
     EPOCH = "epoch"  # admitted before the last reset
     CLOSED = "closed"  # the tier is shutting down
     UNSUPPORTED = "unsupported"  # of a call or a cache that blocks cannot hold
+    OUTRANKED = "outranked"  # by the learned order, what would have to go is needed sooner
 
 
 T = TypeVar("T")

@@ -121,8 +121,9 @@ class SimulatedTiers:
     def _store(self, names: Sequence[ChainHash], parent: ChainHash | None) -> list[Lease]:
         """Store computed blocks, or as many leading ones as fit."""
         count = self._seen_enough(names) if self._admit_after > 1 else len(names)
+        is_lowest = self.slab is None and self.redis is None  # as in `tiers/hierarchy/stores.py`
         while count:
-            if (reservation := self.pool.reserve(names[:count], parent)) is not None:
+            if (reservation := self.pool.reserve(names[:count], parent, if_worth=is_lowest)) is not None:
                 stored = list(reservation.hashes)
                 lease = self.pool.seal(reservation)
                 if stored and self.slab is not None:

@@ -5,6 +5,7 @@ no learned order. While LRU would have kept more (`LruShadow`), the order is by 
 slab's own reads would not do, as L2 answers requests, too.
 """
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash
-from kvtier.tiers.pool import Slots
+from kvtier.tiers.pool import Slots, tags_of
 from kvtier.tiers.reuse import NO_CLASS, ClassifiedEnd, LruShadow
 
 Extents = NDArray[np.int64]
@@ -59,10 +60,13 @@ class SlabRoom:
         if self._last is None:
             self._since[:] = end.ended_at
         self._last = end
-        if end.number:
-            were_here = self._slots_ended[slots] & (slots >= 0)
-            own = int(np.count_nonzero(were_here[: end.num_common if end.continued else end.num_prompt]))
-            self.rival.ended(end.number, len(slots), end.continued, end.num_common, end.num_prompt, own)
+        tags = tags_of(end.names)
+        sampled = self.rival.sampled(tags)
+        num_asked = bisect_left(sampled, end.num_prompt)
+        at = slots[list(sampled[:num_asked])]
+        were_here = self._slots_ended[at] & (at >= 0)
+        own = num_asked if were_here.all() else int(were_here.argmin())
+        self.rival.ended(tags[list(sampled)].tolist(), num_asked, own)
         depths = np.flatnonzero(slots >= 0)
         self._note(end, slots[depths], depths, live)
         if len(depths) < len(slots):
@@ -131,18 +135,20 @@ class SlabRoom:
         if not len(slots):
             return
         self._slots_ended[slots] = True
-        mine, deepest = slots, depths
+        mine, deepest, first = slots, depths, depths
         if self._per_extent > 1:
             extents, which, counts = np.unique(slots // self._per_extent, return_inverse=True, return_counts=True)
-            deepest = np.zeros(len(extents), np.int64)
+            deepest, first = np.zeros(len(extents), np.int64), np.full(len(extents), len(end.names))
             np.maximum.at(deepest, which, depths)
+            np.minimum.at(first, which, depths)
             is_its = 2 * counts >= np.array([live[extent] for extent in extents.tolist()])
             if not is_its.all():
                 places, kinds = end.order.places, self._kind[extents]
                 before = places(kinds, end.clock() - self._since[extents])
                 is_its |= (kinds == NO_CLASS) | (before <= places(np.array([end.kind]), np.zeros(1)))
-            mine, deepest = extents[is_its], deepest[is_its]
-        self._kind[mine], self._since[mine], self._depth[mine] = end.kind, end.ended_at, deepest
+            mine, deepest, first = extents[is_its], deepest[is_its], first[is_its]
+        self._kind[mine] = np.where(first < end.num_head, end.head_kind, end.kind)
+        self._since[mine], self._depth[mine] = end.ended_at, deepest
 
     def reset(self) -> None:
         """Every block was forgotten: forget the recorded ends, too."""

@@ -133,7 +133,11 @@ class StoreQueue:
             at = [i for i, head in enumerate(heads) if head or not wanted[i].hashes]
             chains = [(wanted[i].hashes[: heads[i]], wanted[i].parent) for i in at]
         none: list[Reservation | None] = [None] * len(chains)
-        made = none if self.closed else self._host.pool.reserve_each(chains)
+        # What goes on to lower tiers has to be here first.
+        made = none if self.closed else self._host.pool.reserve_each(chains, if_worth=not self._demoters)
+        for reservation, (hashes, _) in zip(made, chains, strict=True):
+            if reservation is not None and reservation.num_refused:
+                self._dropped(hashes[-reservation.num_refused :], Outcome.OUTRANKED)
         if None in made:  # reserve the heads that fit
             made = [
                 self._reserve_less(*chain) if each is None else each for each, chain in zip(made, chains, strict=True)

@@ -1,6 +1,7 @@
 from .changes import ChangeLog as ChangeLog
 from .changes import Slots as Slots
 from .changes import Words as Words
+from .changes import tags_of as tags_of
 from .changes import to_words as to_words
 from .core import ChildIndex as ChildIndex
 from .core import Lease as Lease

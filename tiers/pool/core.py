@@ -44,6 +44,7 @@ HOT = cython.declare(cython.int, 2)  # S3-FIFO: uses in the small queue that ear
 MOST_USES = cython.declare(cython.int, 3)
 
 LATE = cython.declare(cython.double, 60.0)  # seconds after a request's end in which its blocks still count as its own
+MOST_ENDS = cython.declare(cython.int, 255)
 GRAIN = cython.declare(cython.double, 1.0)  # seconds: blocks without a request's end that came within it are one row
 GOOD_FOR = cython.declare(cython.double, 2.0)  # seconds that rows stay as they were ranked, if few victims are taken
 NUM_AGES = cython.declare(cython.int, 22)  # of `eviction_log.NUM_AGES`
@@ -557,6 +558,12 @@ class LRU:
     def tick(self) -> cython.void:
         """A verb begins that moves slots in this order."""
 
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def spare(self, is_on: cython.bint) -> cython.bint:
+        """Whether `pop` spares blocks that are worth more than new ones. Returns whether it did since this was on."""
+        return False
+
     def ranks(self, slots):
         """Where each of these slots (an array) stands: lower goes earlier, the least of all is no victim now."""
         return np.where(np.asarray(self.lists.where)[slots] == FIRST, np.asarray(self.lists.stamps)[slots], _NEVER)
@@ -702,7 +709,7 @@ class Learned(LRU):
     _now: cython.double
     _num_slots: cython.longlong
     _row: cython.int[::1]  # of each slot, 0: none
-    _is_told: cython.uchar[::1]  # whether each slot's block was a request's that has ended
+    _num_ends: cython.uchar[::1]  # of requests that had each slot's block; up to 255
     _before: cython.int[::1]  # in the row's list; -2: in none
     _behind: cython.int[::1]
     _free_rows: list
@@ -719,6 +726,10 @@ class Learned(LRU):
     _plan_born: cython.longlong[::1]
     _plan_size: cython.longlong
     _cursor: cython.longlong
+    _plan_places: cython.longlong[::1]
+    _newcomer: cython.longlong  # the place of a block that is stored now
+    _is_sparing: cython.bint
+    _has_spared: cython.bint
     _planned_at: cython.double
     _num_taken: cython.longlong  # victims since then
 
@@ -727,7 +738,7 @@ class Learned(LRU):
         self.returns, self.rival, self.clock, self.untold = returns, rival, clock, untold
         self._num_slots = num_slots
         self._row = _view(np.zeros(self._num_slots + 1, np.int32))
-        self._is_told = _view(np.zeros(self._num_slots + 1, np.uint8))
+        self._num_ends = _view(np.zeros(self._num_slots + 1, np.uint8))
         self._before = _view(np.zeros(self._num_slots + 1, np.int32))
         self._behind = _view(np.zeros(self._num_slots + 1, np.int32))
         self._allot(64, ())
@@ -744,14 +755,16 @@ class Learned(LRU):
 
     def reset(self):
         np.asarray(self._row)[:] = 0
-        np.asarray(self._is_told)[:] = 0
+        np.asarray(self._num_ends)[:] = 0
         np.asarray(self._before)[:] = -2
         np.asarray(self._behind)[:] = -2
         self.num_rows, self._free_rows, self._num_born, self._untold_row = 1, [], 0, 0
         self.num_told = 0
-        self._plan = self._plan_born = _view(np.zeros(0, np.int64))
+        self._plan = self._plan_born = self._plan_places = _view(np.zeros(0, np.int64))
+        self._newcomer, self._is_sparing, self._has_spared = 0, False, False
         self._plan_size = self._cursor = self._num_taken = 0
         self._planned_at = 0.0
+        self.rival.forget()
         self._decide()
 
     @cython.cfunc
@@ -761,6 +774,13 @@ class Learned(LRU):
     @cython.cfunc
     def tick(self) -> cython.void:
         self._now = self.clock()
+
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def spare(self, is_on: cython.bint) -> cython.bint:
+        has_spared: cython.bint = self._has_spared
+        self._is_sparing, self._has_spared = is_on, False
+        return has_spared
 
     # --- rows ---------------------------------------------------------------------------------------------------
 
@@ -871,11 +891,14 @@ class Learned(LRU):
     @cython.cfunc
     def taken(self, slot: cython.longlong) -> cython.void:
         self._give(slot, 0)
-        self._is_told[slot] = 0
+        self._num_ends[slot] = 0
 
     @cython.cfunc
     def _planned(self) -> cython.longlong:
-        """The next victim, still where it was; rows are ranked anew when that has grown old. -1 where none is left."""
+        """The next victim, still where it was; rows are ranked anew when that has grown old.
+
+        -1: none is left, or the next is spared since a newcomer has no higher place.
+        """
         row: cython.longlong
         if self._now - self._planned_at > GOOD_FOR or self._num_taken >= max(256, self._num_slots // 32):
             self._rank()
@@ -883,6 +906,9 @@ class Learned(LRU):
             while self._cursor < self._plan_size:
                 row = self._plan[self._cursor]
                 if self._born[row] == self._plan_born[self._cursor] and self._begin[row] >= 0:
+                    if self._is_sparing and self._plan_places[self._cursor] >= self._newcomer:
+                        self._has_spared = True
+                        return -1
                     self._num_taken += 1
                     return self._begin[row]
                 self._cursor += 1
@@ -891,8 +917,10 @@ class Learned(LRU):
                 return -1
 
     def _rank(self):
-        rows, _ = self._ranked()
+        rows, places = self._ranked()
         self._plan, self._plan_born = _view(rows), _view(np.asarray(self._born)[rows])
+        self._plan_places = _view(places)
+        self._newcomer = self.returns.place_of_new
         self._plan_size, self._cursor, self._num_taken, self._planned_at = len(rows), 0, 0, self._now
 
     def _ranked(self):
@@ -922,25 +950,27 @@ class Learned(LRU):
 
     # --- what requests' ends report -----------------------------------------------------------------------------
 
-    def num_told_of(self, slots):
-        """How many of these slots (-1: none) have blocks of requests that have ended."""
+    def num_told_of(self, slots, least: cython.longlong = 1):
+        """How many leading slots of these (-1: none) have blocks that so many requests that have ended had, or more."""
         count: cython.longlong = 0
         slot: cython.longlong
         for slot in slots:
-            if 0 <= slot < self._num_slots and self._is_told[slot]:
-                count += 1
+            if not 0 <= slot < self._num_slots or self._num_ends[slot] < least:
+                break
+            count += 1
         return count
 
     @cython.locals(slot=cython.longlong, row=cython.longlong)
     def ended(self, slots, kind: cython.longlong):
-        """A request has ended. Its blocks, in chain order, are of this class; it used them until now. -1: no slot."""
+        """A request has ended. Blocks of it, in chain order, are of this class; it used them until now. -1: no slot."""
         self._now = self.clock()
         self.num_told += 1
         row = self._new_row(kind, False)
         for slot in reversed(slots):
             if not 0 <= slot < self._num_slots:
                 continue
-            self._is_told[slot] = 1
+            if self._num_ends[slot] < MOST_ENDS:
+                self._num_ends[slot] += 1
             if self.lists.where[slot] == SECOND:
                 self.leave(slot)
                 self._give(slot, row)
@@ -1209,7 +1239,7 @@ class SlotCore:
     @cython.locals(i=cython.Py_ssize_t, slot=cython.longlong)
     def allocate(self, count: cython.longlong):
         """Take slots, with one reference each, whether parents must go for them or not; None: no room."""
-        if count < 0 or not self._room(count, False):
+        if count < 0 or self._room(count, False, False) < 0:
             return None
         slots: list = []
         for i in range(count):
@@ -1219,11 +1249,12 @@ class SlotCore:
         return slots
 
     @cython.locals(i=cython.Py_ssize_t, slot=cython.longlong, before=cython.longlong)
-    def reserve(self, names: list, parent):
+    def reserve(self, names: list, parent, if_worth: cython.bint = False):
         """Take slots for the blocks of a chain that have none, name them and link them to it; None: no room.
 
-        Returns the blocks' positions in `names`, their slots and these slots' generations. ValueError if a name is
-        given twice.
+        Returns the blocks' positions in `names`, their slots, these slots' generations, and how many names were looked
+        at. `if_worth`: those behind a block for which a more valuable one would have to go are not. ValueError if a
+        name is given twice.
         """
         first: cython.longlong = -1 if parent is None else self.index.find(parent)
         num_new: cython.longlong = 0
@@ -1236,7 +1267,7 @@ class SlotCore:
         slots: list = []
         generations: list = []
         if num_new == 0:
-            return at, slots, generations
+            return at, slots, generations, len(names)
         if num_new > self.num_free:  # what new blocks hang on must not go to make room for them
             before = first
             for i in range(len(held)):
@@ -1245,7 +1276,8 @@ class SlotCore:
                     self.children[before] += 1
                     guarded.append(before)
                 before = slot
-        if not self._room(num_new, True):
+        num_new = self._room(num_new, True, if_worth)
+        if num_new < 0:
             self.unguard(guarded)
             return None
         before = self.num_slots if first < 0 else first
@@ -1257,6 +1289,9 @@ class SlotCore:
                     self._link(slot, before)
                 before = slot
                 continue
+            if num_named == num_new:
+                self.unguard(guarded)
+                return at, slots, generations, i
             slot = self._chosen[num_named]
             if not self.index.put(names[i], slot):
                 self._undo(num_named, num_new)
@@ -1269,7 +1304,7 @@ class SlotCore:
             generations.append(self.generation[slot])
             before = slot
         self.unguard(guarded)
-        return at, slots, generations
+        return at, slots, generations, len(names)
 
     @cython.cfunc
     @cython.locals(i=cython.Py_ssize_t, slot=cython.longlong)
@@ -1285,18 +1320,25 @@ class SlotCore:
 
     @cython.cfunc
     @cython.locals(i=cython.Py_ssize_t, slot=cython.longlong)
-    def _room(self, count: cython.longlong, spare_parents: cython.bint) -> cython.bint:
-        """Take so many slots (→ FILLING, next generation) into `_chosen`: victims, then free ones. False: no room."""
+    def _room(self, count: cython.longlong, spare_parents: cython.bint, if_worth: cython.bint) -> cython.longlong:
+        """Take so many slots (→ FILLING, next generation) into `_chosen`: victims, then free ones. -1: no room.
+
+        Returns how many; fewer only `if_worth`, where blocks worth more than new ones are spared.
+        """
         short: cython.longlong = count - self.num_free
+        num_found: cython.longlong
         if short > self.num_ready - self.num_leased:
-            return False
+            return -1
         now: cython.longlong = 0
         if self.eviction_log is not None:  # as `EvictionLog.now`
             now = min(int(self.eviction_log.clock()) - self.eviction_log.start + 1, (1 << 24) - 1)
         self.order.tick()
         if short > 0:
-            if not self._evict(short, spare_parents, now):
-                return False
+            num_found = self._evict(short, spare_parents, if_worth, now)
+            if num_found < 0:
+                return -1
+            count -= short - num_found
+            short = num_found
         else:
             short = 0
         for i in range(short, count):
@@ -1310,13 +1352,19 @@ class SlotCore:
             self.children[slot] = 0
             if now:
                 self._came_at[slot] = now
-        return True
+        return count
 
     @cython.cfunc
     @cython.locals(i=cython.Py_ssize_t, slot=cython.longlong, parent=cython.longlong, is_parent=cython.bint)
-    def _evict(self, count: cython.longlong, spare_parents: cython.bint, now: cython.longlong) -> cython.bint:
-        """Victims into `_chosen`, clean first, parents only unless `spare_parents`. False, and no change: too few."""
+    def _evict(
+        self, count: cython.longlong, spare_parents: cython.bint, if_worth: cython.bint, now: cython.longlong
+    ) -> cython.longlong:
+        """Victims into `_chosen`, clean first, parents only unless `spare_parents`. -1, and no change: too few.
+
+        Returns how many; fewer only `if_worth`.
+        """
         num_found: cython.longlong = 0
+        self.order.spare(if_worth)
         while num_found < count:
             slot, is_parent = self._next_victim(), False
             if slot < 0 and not spare_parents:
@@ -1329,13 +1377,17 @@ class SlotCore:
             self._chosen[num_found] = slot
             num_found += 1
             self._leave_parent(slot)
+        if self.order.spare(False):
+            count = num_found
         if num_found < count:
             for i in range(num_found - 1, -1, -1):
                 slot = self._chosen[i]
                 parent = self.parent_of(slot)
                 self.children[parent] += 1
                 self.order.give_back(slot)
-            return False
+            return -1
+        if not count:
+            return 0
         for i in range(count):
             slot = self._chosen[i]
             self.order.evicted(slot)
@@ -1343,7 +1395,7 @@ class SlotCore:
                 self._depart(slot, now)
         self.num_evicted += count
         self._forget([self._chosen[i] for i in range(count)] if self.changes is not None else None, count)
-        return True
+        return count
 
     @cython.cfunc
     def _next_victim(self) -> cython.longlong:

@@ -56,6 +56,7 @@ class Reservation:
     epoch: int = field(repr=False)  # the pool's count of resets when the slots were taken
     num_open: int = field(repr=False)  # slots still filling
     on_end: "Callable[[Reservation, bool], None]" = field(repr=False)  # (itself, whether it was dropped)
+    num_refused: int = field(default=0, init=False)  # last blocks of those hashes that are not worth a slot
     is_tail: bool = field(default=False, init=False)  # of one block that is a chain's unfinished last one
     is_given: bool = field(default=False, init=False, repr=False)  # to be sealed: whoever filled it has no say any more
 

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -10,7 +11,8 @@ from kvtier.tiers import ChainHash
 from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import compiled_setting
 from kvtier.tiers.pool import core as interpreted
-from kvtier.tiers.pool.changes import NAME_MIX, to_words
+from kvtier.tiers.pool.changes import tags_of
+from kvtier.tiers.pool.lease import picked
 from kvtier.tiers.reuse import MATCH_NAMES, NO_CLASS, ClassifiedEnd, LruShadow, RequestEnd, ReusePredictor
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ def make_core(
         made: LRU
         if policy == "tail":
             rival = LruShadow(num_slots, _UNTRIED * num_slots)
-            made = core.Learned(lists, num_slots, ReusePredictor(rival), rival, NO_CLASS, clock)
+            made = core.Learned(lists, num_slots, ReusePredictor(), rival, NO_CLASS, clock)
         else:
             made = core.LRU(lists) if policy == "lru" else core.S3FIFO(lists, index)
         return made
@@ -90,11 +92,18 @@ def ended(core: "SlotCore", order: "Learned", end: RequestEnd) -> ClassifiedEnd:
     """A request has ended: its blocks get a new place in the order. Returns what was found out about it."""
     now = order.clock()
     slots = core.find_named(list[ChainHash](end.names))
-    tags = to_words(end.names) @ NAME_MIX
+    tags = tags_of(end.names)
     prompt = tags[: end.num_prompt]
     found = order.returns.tails.find(prompt, now - end.seconds)
-    own = order.num_told_of(slots[: found.num_common if found.user else len(prompt)])
     last: Sequence[int] = (prompt if end.num_prompt else tags)[-MATCH_NAMES:].tolist()
-    told = order.returns.record(end, found, own, len(slots), len(prompt), last, now, order.clock)
-    order.ended(slots, told.kind)
+    told = order.returns.record(
+        end, found, lambda turn: order.num_told_of(slots[: len(prompt)], turn + 1), prompt, last, now, order.clock
+    )
+    sampled = order.rival.sampled(tags)
+    num_asked = bisect_left(sampled, len(prompt))
+    own = order.num_told_of(picked(slots, sampled)[:num_asked])
+    order.rival.ended((tags if len(sampled) == len(tags) else tags[sampled]).tolist(), num_asked, own)
+    order.ended(slots[told.num_head :], told.kind)
+    if told.num_head:
+        order.ended(slots[: told.num_head], told.head_kind)
     return told

@@ -127,16 +127,20 @@ class SlotPool:
 
     # --- two-phase store ----------------------------------------------------------------------------------------
 
-    def reserve(self, hashes: Sequence[ChainHash], parent: ChainHash | None = None) -> Reservation | None:
+    def reserve(
+        self, hashes: Sequence[ChainHash], parent: ChainHash | None = None, *, if_worth: bool = False
+    ) -> Reservation | None:
         """Take a slot for every block that is neither ready nor filling, evicting by policy; all or nothing.
 
         `hashes` are consecutive blocks of one chain and `parent` names the block before them. None means that leased,
         filling and quarantined slots leave too little room: the caller drops the store, nobody waits. Reserved slots
         stay invisible until `seal`. ValueError if a hash is given twice.
-        """
-        return self.reserve_each([(hashes, parent)])[0]
 
-    def reserve_each(self, chains: Chains) -> list[Reservation | None]:
+        `if_worth`: the learned order may refuse a chain's last blocks, if others' are likelier to be asked for again.
+        """
+        return self.reserve_each([(hashes, parent)], if_worth=if_worth)[0]
+
+    def reserve_each(self, chains: Chains, *, if_worth: bool = False) -> list[Reservation | None]:
         """`reserve` for each (hashes, parent). None takes another's parent, but as a last resort."""
         with self._lock:
             if self._dropped:
@@ -147,14 +151,16 @@ class SlotPool:
                 try:
                     for number, (hashes, parent) in enumerate(chains):
                         names = hashes if type(hashes) is list else list(hashes)
-                        if made[number] is None and (taken := self._core.reserve(names, parent)) is not None:
-                            at, slots, times = taken
+                        if made[number] is None and (taken := self._core.reserve(names, parent, if_worth)) is not None:
+                            at, slots, times, num_seen = taken
                             parents: list[ChainHash | None] = [parent, *names[:-1]]
+                            num_refused = len(names) - num_seen
                             if len(at) < len(names):
                                 names, parents = picked(names, at), picked(parents, at)
-                            made[number] = Reservation(
+                            made[number] = new = Reservation(
                                 names, at, slots, times, parents, self._epoch, len(at), self._on_end
                             )
+                            new.num_refused = num_refused
                 finally:
                     self._core.unguard(guarded)
                     guarded = []

@@ -61,17 +61,21 @@ class LearnedExpiries:
 
     def ended(self, end: ClassifiedEnd, are_stored: Sequence[bool]) -> None:
         """A request has ended. `are_stored`: which of its blocks are known to be stored."""
-        seconds = self._ttl - self._scale * (MOST_AHEAD - end.order.ahead(end.kind))
-        milliseconds = int(1000 * seconds)
+        tail = self._expiry(end, end.kind)
+        head = self._expiry(end, end.head_kind) if end.num_head else tail
         with self._lock:
             for depth, (name, is_stored) in enumerate(zip(end.names, are_stored, strict=True)):
                 waiting = self._due if is_stored else self._early
                 # A chain's end goes first: blocks without their parent cannot be reached.
-                waiting[name] = max(1, milliseconds - depth)
+                waiting[name] = max(1, (head if depth < end.num_head else tail) - depth)
                 waiting.move_to_end(name)
             for waiting in (self._due, self._early):
                 while len(waiting) > _MOST_WAITING:
                     waiting.popitem(last=False)
+
+    def _expiry(self, end: ClassifiedEnd, kind: int) -> int:
+        """Milliseconds that blocks of this class are kept."""
+        return int(1000 * (self._ttl - self._scale * (MOST_AHEAD - end.order.ahead(kind))))
 
     def stored(self, hashes: Iterable[ChainHash]) -> None:
         """These were just written, with the longest expiry."""

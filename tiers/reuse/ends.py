@@ -47,17 +47,16 @@ class ReturnOrder(Protocol):
 
 
 class ClassifiedEnd(NamedTuple):
-    """A request's end with its class and predecessor, for the tiers below."""
+    """A request's end with its class, for the tiers below."""
 
     names: Sequence[ChainHash]  # as of `RequestEnd`
     num_prompt: int
     kind: int  # its class
-    number: int  # of the request; 0: its next turn cannot be recognised, and it has none
-    continued: int  # the number of the request that it continues; 0 for none
-    num_common: int  # leading blocks that it has in common with that one
     ended_at: float  # by `clock`, seconds
     order: ReturnOrder
     clock: Callable[[], float]
+    num_head: int = 0  # leading blocks that others share
+    head_kind: int = 0  # their class
 
 
 def hint_of(word: str) -> Hint:

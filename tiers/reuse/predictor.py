@@ -8,19 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers.reuse.ends import ClassifiedEnd, Hint, RequestEnd
-from kvtier.tiers.reuse.lru_shadow import LruShadow
-from kvtier.tiers.reuse.recent_requests import NO_ROW, FoundRequest, RecentRequests
+from kvtier.tiers.reuse.recent_requests import NO_ROW, FoundRequest, RecentRequests, Tags
 
 # --- how likely each class of requests returns at each age -----------------------------------------------------------
 
 NUM_AGES: Final = 28
-NUM_TURNS: Final = 4  # first, second, third or fourth, later
+NUM_TURNS: Final = 6  # first, second, third or fourth, and three of later ones, by their gap
+NUM_HEADS: Final = 8  # of beginnings that requests share, by how many did
 NUM_ANSWERS: Final = 4  # by length
 NUM_HINTS: Final = 4  # none, and those of `Hint`
-NUM_CLASSES: Final = NUM_TURNS * NUM_ANSWERS * NUM_HINTS
+NUM_REQUEST_CLASSES: Final = NUM_TURNS * NUM_ANSWERS * NUM_HINTS
+NUM_CLASSES: Final = NUM_REQUEST_CLASSES + NUM_HEADS
 NO_CLASS: Final = NUM_CLASSES  # the row of blocks without a recorded end: as all requests are
 
 _ANSWER_TOKENS: Final = (48, 160, 512)
+_GAPS: Final = (14.0, 40.0)  # seconds since the turn before
 _HALF_LIFE: Final = 7200.0  # seconds after which an observation counts half
 _OLDEST: Final = 4000.0  # seconds that the last, open age counts as
 _BELIEF: Final = 3.0  # returns after which a class, a group or all requests weigh as much as their prior
@@ -33,11 +35,19 @@ _MIDDLES: Final[NDArray[np.float64]] = np.append((EDGES[:-1] + EDGES[1:]) / 2, E
 _PRIOR: Final[NDArray[np.float64]] = 0.25 / (_MIDDLES + 20.0)  # returns a second
 
 
-def class_of(turn: int, num_output_tokens: int, hint: int) -> int:
-    """The class of a request: `turn` from 0, the length of its answer, and its hint's number, 0 for none."""
-    turns = turn if turn < 2 else 2 if turn < 4 else 3
+def class_of(turn: int, num_output_tokens: int, hint: int, gap: float = 0.0) -> int:
+    """The class of a request: `turn` from 0, its answer's length, its hint's number (0: none), and its `gap`.
+
+    `gap`: seconds since the turn before. Who came back fast will do so again.
+    """
+    turns = turn if turn < 2 else 2 if turn < 4 else 3 + bisect_right(_GAPS, gap)
     answer = bisect_right(_ANSWER_TOKENS, num_output_tokens)
     return (turns * NUM_HINTS + hint) * NUM_ANSWERS + answer
+
+
+def class_of_head(num_requests: int) -> int:
+    """The class of a beginning that so many requests shared, one or more."""
+    return NUM_REQUEST_CLASSES + min(NUM_HEADS, num_requests.bit_length()) - 1
 
 
 def age_of(seconds: NDArray[np.float64]) -> NDArray[np.intp]:
@@ -86,7 +96,7 @@ class Hazards:
 
     def gaps(self) -> NDArray[np.float64]:
         """`[ages]`: returns seen at each age (`EDGES`), of all classes; those of long ago count less."""
-        seen: NDArray[np.float64] = self._returns.sum(0)
+        seen: NDArray[np.float64] = self._returns[:NUM_REQUEST_CLASSES].sum(0)
         return seen
 
     def ahead(self, kind: int) -> float:
@@ -113,14 +123,16 @@ class Hazards:
 
     def _shrunk(self) -> NDArray[np.float64]:
         """Each class's hazard `[classes, ages]`: a gamma-Poisson estimate around its group's, and that around all."""
-        seen, waited = self._returns, self._waited
+        heads = self._returns[NUM_REQUEST_CLASSES:], self._waited[NUM_REQUEST_CLASSES:]
+        seen, waited = self._returns[:NUM_REQUEST_CLASSES], self._waited[:NUM_REQUEST_CLASSES]
         self.all = (seen.sum(0) + _BELIEF) / (waited.sum(0) + _BELIEF / _PRIOR)
         plain = slice(0, None, NUM_HINTS)  # groups whose hint is none
         shape = (NUM_TURNS * NUM_HINTS, NUM_ANSWERS, NUM_AGES)
         of_groups = seen.reshape(shape).sum(1), waited.reshape(shape).sum(1)
         self.unhinted = _drawn_to(self.all, *(each[plain].sum(0, keepdims=True) for each in of_groups))[0]
         groups = _drawn_to(self.all, *of_groups)
-        return _drawn_to(np.repeat(groups, NUM_ANSWERS, 0), seen, waited)
+        of_heads = _drawn_to(_drawn_to(self.all, *(each.sum(0, keepdims=True) for each in heads)), *heads)
+        return np.vstack([_drawn_to(np.repeat(groups, NUM_ANSWERS, 0), seen, waited), of_heads])
 
 
 def _sums_by_age(
@@ -216,9 +228,7 @@ _LONGEST: Final = 3600.0  # seconds after which a request counts as finished
 class ReusePredictor:
     """What was learned of how requests return. Bounded memory, no object for each request. Takes no lock."""
 
-    def __init__(self, rival: LruShadow | None = None) -> None:
-        """`rival` gets every end, too."""
-        self._rival = rival
+    def __init__(self) -> None:
         self.tails = RecentRequests()
         self._hazards = Hazards()
         self._trust = HintTrust()
@@ -231,45 +241,52 @@ class ReusePredictor:
         self,
         end: RequestEnd,
         found: FoundRequest,
-        own: int,
-        num_blocks: int | None,
-        num_prompt: int,
+        num_shared: Callable[[int], int],
+        tags: Tags,
         last_tags: Sequence[int],
         now: float,
         clock: Callable[[], float],
     ) -> ClassifiedEnd:
-        """A request has ended whose prompt of `num_prompt` full blocks was recognised as `found`; `now` is by `clock`.
+        """A request has ended whose prompt of these tags was recognised as `found`; `now` is by `clock`.
 
-        `own`: its blocks that were here, as `LruShadow.ended` has them, of `num_blocks`; None: not known.
+        `num_shared`: the turn, from 0 → leading blocks here that more requests had than a conversation of that turn.
         `last_tags`: of the prompt's last MATCH_NAMES names, or the answer's if no block of the prompt is full.
         """
         if self._learned_at is None:
             self._learned_at = now
-        tails, turn, (row, user, num_common) = self.tails, 0, found
-        number = tails.next_number if last_tags else 0
-        if self._rival is not None and num_blocks is not None and number:
-            self._rival.ended(number, num_blocks, user, num_common, num_prompt, own)
+        tails, turn, gap, row = self.tails, 0, 0.0, found.continued
         if row != NO_ROW:
-            turn, is_next = tails.turn_of(row, now - end.seconds, last_tags)
+            arrived = now - end.seconds
+            turn, is_next = tails.turn_of(row, arrived, last_tags)
+            gap = arrived - tails.end_of(row)
             if is_next:
                 self._came_back(row, now)
+        num_head, num_sharing = self._head(found, turn, num_shared, tags, now)
+        head_kind = class_of_head(num_sharing) if num_head else 0
         hint, promises = end.hint, end.hint in _PROMISES
         account = account_of(end.client, is_derived=end.is_derived)
         if promises and not self._trust.is_trusted(account):
             hint = None
-        kind = class_of(turn, end.num_output_tokens, _HINTS[hint])
-        if number:
+        kind = class_of(turn, end.num_output_tokens, _HINTS[hint], gap)
+        if last_tags:
             judged = account + 1 if promises else 0  # 0: no account is judged for it
-            tails.add(last_tags, now, kind=kind, turn=turn, account=judged)
+            tails.add(last_tags, now, length=len(tags), kind=kind, turn=turn, account=judged)
+            if num_head:
+                tails.add_head(int(tags[num_head - 1]), num_head, num_sharing, head_kind)
         self._since += 1
         if self._since >= self._lesson:
             self._learn(now)
-        return ClassifiedEnd(end.names, end.num_prompt, kind, number, user, num_common, now, self, clock)
+        return ClassifiedEnd(end.names, end.num_prompt, kind, now, self, clock, num_head, head_kind)
 
     def places(self, kinds: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
         """Ranks of blocks of these classes (NO_CLASS is one) and ages in seconds: lower is evicted earlier."""
         places: NDArray[np.int64] = self._hazards.places[kinds, age_of(seconds)]
         return places
+
+    @property
+    def place_of_new(self) -> int:
+        """The rank of a block that is stored now, before its request's class is known."""
+        return int(self._hazards.places[NO_CLASS, 0])
 
     def ahead(self, kind: int) -> float:
         """As `ReturnOrder`."""
@@ -280,6 +297,21 @@ class ReusePredictor:
         lately = np.array([until - ended for _, ended, until, _ in list(self._back)])
         seen: NDArray[np.float64] = self._hazards.gaps() + np.bincount(age_of(lately), minlength=NUM_AGES)
         return seen
+
+    def _head(
+        self, found: FoundRequest, turn: int, num_shared: Callable[[int], int], tags: Tags, now: float
+    ) -> tuple[int, int]:
+        """The blocks of a prompt's shared beginning, and how many requests shared it so far; both 0 if it has none."""
+        num_head = self.tails.head_behind(found) or num_shared(turn)
+        if not num_head:
+            return 0, 0
+        known = self.tails.head_of(int(tags[num_head - 1]))
+        if known is None:
+            return num_head, 1
+        kind, ended_at, num_sharing = known
+        if kind:
+            self._back.append((kind, ended_at, now, 0))
+        return num_head, num_sharing + 1
 
     def _came_back(self, row: int, now: float) -> None:
         if (returned := self.tails.came_back(row)) is not None:
@@ -293,17 +325,19 @@ class ReusePredictor:
         seconds = max(0.0, now - self._learned_at)
         self._hazards.fade(seconds)
         self._trust.fade(seconds)
-        tails, rows = self.tails, self.tails.waiting()
+        tails = self.tails
+        rows, heads = tails.waiting(), tails.waiting_heads()
         kinds, ended, until, accounts = np.array(self._back, np.float64).reshape(-1, 4).T
         self._back.clear()
         self._hazards.returned(kinds.astype(np.int64), until - ended)
         self._waits(
-            np.append(kinds, tails.kind[rows]).astype(np.int64),
-            np.append(ended, tails.ended_at[rows]),
-            np.append(until, np.full(len(rows), now)),
-            np.append(accounts, tails.account[rows]).astype(np.int64),
+            np.concatenate([kinds, tails.kind[rows], tails.head_kind[heads]]).astype(np.int64),
+            np.concatenate([ended, tails.ended_at[rows], tails.ended_at[heads]]),
+            np.append(until, np.full(len(rows) + len(heads), now)),
+            np.concatenate([accounts, tails.account[rows], np.zeros(len(heads))]).astype(np.int64),
         )
         tails.is_open[rows[now - tails.ended_at[rows] > _LONGEST]] = False
+        tails.is_head_open[heads[now - tails.ended_at[heads] > _LONGEST]] = False
         self._learned_at = now
         self._hazards.learn()
         self._since, self._lesson = 0, min(2 * self._lesson, _LAST_LEARN)

@@ -20,11 +20,10 @@ class FoundRequest(NamedTuple):
     """The result of recognising a prompt."""
 
     continued: int  # the row of the newest request that it continues as a conversation, or NO_ROW
-    user: int  # the number of that request, or else of one whose blocks many begin with; 0 for none
-    num_common: int  # leading blocks that it has in common with `user`
+    num_common: int  # leading blocks that it has in common with that request, or else with many
 
 
-_UNKNOWN: Final = FoundRequest(NO_ROW, 0, 0)
+_UNKNOWN: Final = FoundRequest(NO_ROW, 0)
 
 
 class RecentRequests:
@@ -40,9 +39,15 @@ class RecentRequests:
         self.account = np.zeros(NUM_REQUESTS, np.int16)  # the promise's account, from 1; 0: no promise
         self.is_open = np.zeros(NUM_REQUESTS, np.bool_)  # it may still return
         self.turn = np.zeros(NUM_REQUESTS, np.int32)
+        self.length = np.zeros(NUM_REQUESTS, np.int32)  # of its prompt, in blocks
+        self.num_head = np.zeros(NUM_REQUESTS, np.int32)  # leading blocks that others share
+        self.num_sharing = np.zeros(NUM_REQUESTS, np.int32)  # requests that shared them by then
+        self.head_kind = np.zeros(NUM_REQUESTS, np.int16)
+        self.is_head_open = np.zeros(NUM_REQUESTS, np.bool_)
         self._uses = np.zeros(NUM_REQUESTS, np.uint8)
         self._last_tag = np.zeros(NUM_REQUESTS, np.uint64)
         self._tags = np.zeros(_NUM_PLACES, np.uint64)
+        self._is_head = np.zeros(_NUM_PLACES, np.bool_)  # the tag is that of a shared beginning's last block
         self._owner = np.full(_NUM_PLACES, NO_ROW, np.int32)
         self._serial = np.zeros(_NUM_PLACES, np.int64)  # of the request that wrote the place
         self._number = np.zeros(NUM_REQUESTS, np.int64)  # of the request in each row of the ring
@@ -52,13 +57,11 @@ class RecentRequests:
         self._number_of, self._use, self._tag = memoryview(self._number), memoryview(self._uses), memoryview(self._tags)
         self._end = memoryview(self.ended_at).cast("B").cast("d")
         self._turn, self._last = memoryview(self.turn), memoryview(self._last_tag)
+        self._length, self._num_head = memoryview(self.length), memoryview(self.num_head)
+        self._num_sharing, self._head_kind = memoryview(self.num_sharing), memoryview(self.head_kind)
+        self._head_open, self._heads = memoryview(self.is_head_open), memoryview(self._is_head)
         self._kind, self._account = memoryview(self.kind), memoryview(self.account)
         self._open = memoryview(self.is_open.view(np.uint8))
-
-    @property
-    def next_number(self) -> int:
-        """The number of the request that is added next; they count from 1."""
-        return self._next
 
     def find(self, tags: Tags, arrived: float) -> FoundRequest:
         """The newest request that a prompt of these tags, in chain order, continues.
@@ -67,18 +70,23 @@ class RecentRequests:
         """
         if self._next == 1:
             return _UNKNOWN
-        user, num_common = 0, 0
+        num_common = 0
         for known in np.flatnonzero(self._tags[tags & _MASK] == tags)[::-1].tolist():
             place = int(tags[known]) & (_NUM_PLACES - 1)
             row, serial = self._own[place], self._serial_of[place]
             if row < 0 or self._number_of[row] != serial:
                 continue
-            if not user:
-                user, num_common = serial, known + 1
+            num_common = num_common or known + 1
+            if self._heads[place]:
+                break
             if self._use[row] < _SHARED:
                 self._use[row] += bool(self.ended_at[row] <= arrived)
-                return FoundRequest(row, user, num_common)
-        return FoundRequest(NO_ROW, user, num_common)
+                return FoundRequest(row, num_common)
+        return FoundRequest(NO_ROW, num_common)
+
+    def end_of(self, row: int) -> float:
+        """Seconds at which that request ended."""
+        return self._end[row]
 
     def turn_of(self, row: int, arrived: float, last_tags: Sequence[int]) -> tuple[int, bool]:
         """The turn of a request that continues that one, and whether it came after its end.
@@ -98,7 +106,7 @@ class RecentRequests:
         self._open[row] = False
         return self._kind[row], self._end[row], self._account[row]
 
-    def add(self, last_tags: Sequence[int], now: float, *, kind: int, turn: int, account: int) -> None:
+    def add(self, last_tags: Sequence[int], now: float, *, length: int, kind: int, turn: int, account: int) -> None:
         """A request has ended that the next turn continues behind blocks of these tags, at most MATCH_NAMES."""
         row = self._next % NUM_REQUESTS
         self._end[row], self._kind[row], self._turn[row], self._account[row] = now, kind, turn, account
@@ -109,9 +117,47 @@ class RecentRequests:
             owner = self._own[place]
             is_known = owner >= 0 and self._tag[place] == tag and self._number_of[owner] == self._serial_of[place]
             if not is_known or self._use[owner] < _SHARED:
-                self._tag[place], self._own[place], self._serial_of[place] = tag, row, self._next
+                self._put(place, tag, row, self._next)
+        self._length[row], self._num_head[row], self._head_open[row] = length, 0, False
         self._next += 1
+
+    def _put(self, place: int, tag: int, row: int, number: int, *, is_head: bool = False) -> None:
+        self._tag[place], self._own[place], self._serial_of[place] = tag, row, number
+        self._heads[place] = is_head
+
+    def head_behind(self, found: FoundRequest) -> int:
+        """Leading blocks of a prompt, recognised as this, that others share; 0 if none are known."""
+        row = found.continued
+        has_left = row == NO_ROW or found.num_common < self._length[row]  # what it continues is not all in it
+        return found.num_common if has_left else self._num_head[row]
+
+    def add_head(self, tag: int, num_blocks: int, num_sharing: int, kind: int) -> None:
+        """The request added last begins with so many shared blocks, of which the last has this tag."""
+        number = self._next - 1
+        row = number % NUM_REQUESTS
+        self._num_head[row], self._num_sharing[row], self._head_kind[row] = num_blocks, num_sharing, kind
+        self._head_open[row] = True
+        self._put(tag & (_NUM_PLACES - 1), tag, row, number, is_head=True)
+
+    def head_of(self, tag: int) -> tuple[int, float, int] | None:
+        """Class, end and sharing requests of the last request whose head ends with this tag; None if none is known.
+
+        Its head counts as used again; the class is 0 if it was before.
+        """
+        place = tag & (_NUM_PLACES - 1)
+        row = self._own[place]
+        if row < 0 or self._tag[place] != tag or self._number_of[row] != self._serial_of[place]:
+            return None
+        if not self._heads[place]:
+            return 0, self._end[row], self._use[row]
+        kind = self._head_kind[row] if self._head_open[row] else 0
+        self._head_open[row] = False
+        return kind, self._end[row], self._num_sharing[row]
 
     def waiting(self) -> NDArray[np.intp]:
         """The rows of requests that may still return."""
         return np.flatnonzero(self.is_open[: min(self._next, NUM_REQUESTS)])
+
+    def waiting_heads(self) -> NDArray[np.intp]:
+        """The rows of requests whose shared beginnings no other has used since."""
+        return np.flatnonzero(self.is_head_open[: min(self._next, NUM_REQUESTS)])

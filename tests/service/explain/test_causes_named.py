@@ -308,6 +308,7 @@ def test_an_engine_says_what_its_fingerprint_is_made_from(monkeypatch: pytest.Mo
     ("reason", "line", "advice"),
     [
         (Outcome.NOT_ADMITTED, "it was not admitted to host memory 0 s ago", "Lower [cache] admit_after"),
+        (Outcome.OUTRANKED, "host memory kept blocks that are likelier to return, 0 s ago", "Give host memory more"),
         (Outcome.QUOTA, "its tenant's quota was used up 0 s ago", "Give this tenant a larger quota"),
         (
             Outcome.QUEUE_FULL,

@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from doubles import FakeClock, chain_of
 from fault_rig import over_slab, settle
+from numpy.typing import NDArray
 from slab_rig import SLOT, hash_of, put
 
 from kvtier.tiers.file.store import FileStore
@@ -137,6 +139,33 @@ def test_a_chain_goes_from_its_end_and_a_beginning_stays_whose_others_need_more(
     slab.ended(learned.end(chain(0)[:3], SHORT))  # another question needs less than half of the conversation's blocks
     scan(slab, learned, range(20, 60))
     assert held(slab, range(1)) == [0]
+
+
+class KeepsOneClass:
+    """An order in which one class outlives all others."""
+
+    KEPT = 3
+
+    def places(self, kinds: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
+        return np.where(kinds == self.KEPT, 1, 0)
+
+    def ahead(self, kind: int) -> float:
+        return 0.0
+
+
+def test_a_beginning_that_requests_share_goes_by_its_own_class(slab: FileStore, learned: Requests) -> None:
+    two_extents, order = range(90_000, 90_000 + 2 * PER), KeepsOneClass()
+
+    def end(keys: range, num_head: int) -> ClassifiedEnd:
+        told = learned.end(keys, SHORT)
+        return told._replace(order=order, kind=0, num_head=num_head, head_kind=order.KEPT)
+
+    put(slab, two_extents)
+    slab.ended(end(two_extents, PER))
+    for number in range(TALKS, TALKS + SCANS):
+        put(slab, chain(number))
+        slab.ended(end(chain(number), 0))
+    assert slab.lookup([hash_of(key) for key in two_extents]) == PER
 
 
 def test_while_the_order_by_age_would_keep_more_it_holds(slab: FileStore, learned: Requests) -> None:

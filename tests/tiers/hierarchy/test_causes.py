@@ -1,13 +1,19 @@
 """A miss says what became of the block: evicted from where, removed, reset, refused for a reason, or never seen."""
 
+from functools import partial
 from pathlib import Path
 
-from doubles import FakeClock, chain_of, hierarchy_of, store
+import doubles
+import numpy as np
+import pytest
+from doubles import FakeClock, MemoryTier, chain_of, hierarchy_of, store
 from fault_rig import ask, forget_l2, over_slab, settle
 
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy, evict_everywhere
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
+from kvtier.tiers.host.host import HostTier
 from kvtier.tiers.naming.chain import TokenChain
+from kvtier.tiers.reuse import RequestEnd
 from kvtier.tiers.tier import Outcome
 
 
@@ -43,6 +49,31 @@ def test_a_miss_says_which_blocks_were_evicted_and_which_were_never_stored() -> 
     assert stats['kvtier_evicted_age_seconds_count{tier="l2"}'] == 4
     assert stats['kvtier_evicted_age_seconds_sum{tier="l2"}'] == 120
     assert count_misses(hierarchy, other) == {}
+    settle(hierarchy)
+
+
+@pytest.mark.parametrize("has_lower", [False, True])
+def test_what_is_outranked_is_refused_unless_a_lower_tier_takes_it(
+    has_lower: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doubles, "HostTier", partial(HostTier, policy="tail"))
+    tier = MemoryTier() if has_lower else None
+    hierarchy = hierarchy_of(slots=8, tier=tier)
+    order = hierarchy.host.pool._learned
+    assert order is not None
+    monkeypatch.setattr(order.returns, "places", lambda kinds, seconds: np.full(len(kinds), 1 << 20))
+    chain, other = chain_of(6), chain_of(4, first_token=1000)
+    store(hierarchy, chain)
+    hierarchy.ended(RequestEnd(chain.hashes, 6, 100))
+    order.rival.leads = False  # as after the first requests
+    hierarchy.host.pool.lease(chain.hashes).release()
+    hierarchy.ended(RequestEnd(chain.hashes, 6, 100))
+    assert store(hierarchy, other) == (4 if has_lower else 2)  # two slots are free
+    assert hierarchy.drain(60)
+    assert tier is None or tier.lookup(other.hashes) == 4
+    assert count_misses(hierarchy, other) == ({} if has_lower else {("outranked", "l2"): 2})
+    dropped = hierarchy.stats().get('kvtier_store_dropped_total{tier="l2",reason="outranked"}', 0)
+    assert dropped == (0 if has_lower else 2)
     settle(hierarchy)
 
 

@@ -84,10 +84,10 @@ class Program:
         if verb in ("reserve", "store", "tail"):
             if verb == "tail":
                 hashes, parent = names[-1:], names[-2] if len(names) > 1 else None
-            reservation = pool.reserve(hashes, parent)
+            reservation = pool.reserve(hashes, parent, if_worth=number % 2 == 1)
             if reservation is None:
                 return None
-            taken = self._taken(reservation)
+            taken = *self._taken(reservation), reservation.num_refused
             reservation.is_tail = verb == "tail" and len(reservation) > 0
             if verb == "reserve":
                 self.open.append(reservation)
@@ -134,7 +134,7 @@ class Program:
             return None
         if verb == "ended":
             told = pool.ended(RequestEnd(names, len(names) - number % 2, 50 * number, seconds=0.05))
-            return told and told[2:7]
+            return told and (told.kind, told.num_head, told.head_kind)
         if verb == "look_up":
             return pool.lookup(hashes), pool.holds(hashes), pool.oldest_dirty(number)
         if verb == "reset":

@@ -6,17 +6,19 @@ import json
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from _eviction_traces import TRACES
+from _eviction_traces import TRACES, agent_sessions, without_hints
 from extent import brief
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kvtier.service.simulation import Capacity, TraceReplay
 from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.pool import SlotPool
 from kvtier.tiers.reuse import Hint, LruShadow, RequestEnd, ReusePredictor
@@ -54,7 +56,8 @@ class Served:
         """One request, from lookup to end. Returns how many blocks of its prompt were there."""
         lease = self.pool.lease(names)
         left = names[len(lease) : self.num_slots]
-        reservation = self.pool.reserve(left, names[len(lease) - 1] if len(lease) else None)
+        parent = names[len(lease) - 1] if len(lease) else None
+        reservation = self.pool.reserve(left, parent, if_worth=True)
         if reservation is not None and len(reservation):
             self.pool.seal(reservation).release()
         lease.release()
@@ -206,7 +209,7 @@ def test_the_order_is_that_of_a_slow_list(steps: list[tuple[str, int, int]]) -> 
     pool = SlotPool(32, policy="tail", clock=clock)
     order = pool._learned
     assert order is not None
-    order.returns = returns = MadeUpReturns(order.rival)
+    order.returns = returns = MadeUpReturns()
     order.rival.leads = False  # as after the first requests
 
     def use(names: list[ChainHash]) -> list[Lease]:
@@ -230,6 +233,7 @@ def test_the_order_is_that_of_a_slow_list(steps: list[tuple[str, int, int]]) -> 
         ended = pool.ended(RequestEnd(names, len(names), tokens))
         assert ended is not None
         slow.ended.update(dict.fromkeys(names, (ended.kind, clock.now)))
+        slow.ended.update(dict.fromkeys(names[: ended.num_head], (ended.head_kind, clock.now)))
 
     def evict(count: int) -> None:
         """Take all free slots, and so many more."""
@@ -281,30 +285,153 @@ def test_on_made_up_traces_it_is_no_more_than_a_point_below_lru(name: str) -> No
 
 def test_it_gives_way_while_lru_does_better() -> None:
     """A rival that has seen the learned order lose takes over, and gives the order back after its stay."""
-    rival = LruShadow(100)
-    for number in range(1, 400):  # each continues the one before, and finds nothing of it
-        rival.ended(number, 10, number - 1, 8 if number > 1 else 0, 10, 0)
+    rival, same = LruShadow(100), list(range(8))
+    for number in range(1, 400):  # each has the beginning of the one before, and finds nothing of it
+        rival.ended([*same, 10 * number, 10 * number + 1], 10, 0)
     has_led = rival.leads
     assert has_led
     assert rival.num_takeovers == 1
     for number in range(400, 4000):  # nothing is asked for again: neither loses
-        rival.ended(number, 10, 0, 0, 10, 0)
+        rival.ended(list(range(10 * number, 10 * number + 10)), 10, 0)
     assert not rival.leads
     assert rival.num_takeovers == 1
+
+
+def test_chance_does_not_hand_over() -> None:
+    """Long prompts, of which the learned order finds what LRU has not as often as the other way round."""
+    rival, dice = LruShadow(800), random.Random(3)
+    for number in range(4000):
+        start = 10_000_000 + 200 * number
+        lru_has = number and dice.random() < 0.5
+        tags = list(range(start - 200, start)) if lru_has else list(range(start, start + 200))
+        rival.ended(tags, 200, 0 if lru_has else 200)
+    assert rival.num_takeovers <= 1  # each prompt is more than a hundredth of a window
+    assert not rival.leads
 
 
 def test_lru_is_expected_to_hold_as_many_blocks_as_there_are_slots() -> None:
     """Requests of ten blocks, each continued after so many others: within the slots LRU has them, beyond it has not."""
     for others, expects in ((8, True), (12, False)):
-        rival, number = LruShadow(100), 1
+        rival, number = LruShadow(100), 0
         for _ in range(300):
-            first = number
-            for i in range(others + 1):
-                rival.ended(number + i, 10, 0, 0, 10, 0)
+            first = list(range(10 * number, 10 * number + 10))
+            rival.ended(first, 10, 0)
+            for i in range(others):
+                start = 10 * (number + 1 + i)
+                rival.ended(list(range(start, start + 10)), 10, 0)
             number += others + 1
-            rival.ended(number, 10, first, 10, 10, 0)
-            number += 1
+            rival.ended(first, 10, 0)
         assert (rival.num_takeovers > 0) is expects
+
+
+def test_a_sample_stands_for_all_blocks_and_is_the_same_in_equal_beginnings() -> None:
+    rival, rng = LruShadow(40_000), np.random.default_rng(1)
+    every, counts = 40_000 // 512, []
+    for _ in range(300):
+        tags = rng.integers(0, (1 << 64) - 1, 500, np.uint64)
+        sampled = list(rival.sampled(tags))
+        assert sampled == sorted({*sampled})
+        cut_off = int(rng.integers(0, 500))
+        assert rival.sampled(tags[:cut_off]) == [at for at in sampled if at < cut_off]
+        counts.append(len(sampled))
+    assert np.mean(counts) == pytest.approx(500 / every, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["chats", "shared", "compaction"])
+def test_the_shadow_counts_the_hits_that_lru_has(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of beginnings that many requests share, and of prompts of which LRU lost the end."""
+    leads: list[int] = []
+    monkeypatch.setattr(LruShadow, "_judge", lambda self, num_prompt, lead: leads.append(lead))
+    found = {}
+    for policy in ("tail", "lru"):
+        served = Served(500, policy)
+        for each in TRACES[name](1)[:600]:
+            served.clock.now = each.arrival
+            names = [(block + 1).to_bytes(32, "little") for block in each.blocks]
+            served.serve(names, each.num_prompt, tokens=each.num_output_tokens)
+        found[policy] = served.num_hits
+    assert found["tail"] - sum(leads) == pytest.approx(found["lru"], rel=0.01)
+
+
+def test_a_beginning_that_requests_share_outlives_what_they_have_alone() -> None:
+    """Questions about ten documents, behind each a page that never comes again; then only such pages."""
+    served, dice = Served(200), random.Random(2)
+    for number in range(600):
+        served.clock.now += 5.0
+        served.serve([*chain("document", dice.randrange(10), length=8), *chain("page", number, length=6)], 14)
+    assert all(all(served.pool.holds(chain("document", i, length=8))) for i in range(10))
+    for number in range(12):
+        served.clock.now += 1.0
+        served.serve(chain("lonely", number, length=10), 10)
+    assert sum(sum(served.pool.holds(chain("document", i, length=8))) for i in range(10)) >= 72
+    served.pool.check()
+
+
+def test_what_is_worth_less_than_all_that_is_here_is_refused() -> None:
+    """Long conversations go on every minute, more than fit. Those that are here stay, so some of them always hit."""
+    shares = {}
+    for policy in ("tail", "lru"):
+        served = Served(400, policy)
+        for turn in range(1, 60):
+            for who in range(6):
+                served.clock.now += 10.0
+                served.serve(chain(who, length=100 + turn), 100 + turn)
+        shares[policy] = served.num_hits / served.num_asked
+        served.pool.check()
+    assert shares["lru"] == 0.0
+    assert shares["tail"] > 0.3
+
+
+class FixedReturns(ReusePredictor):
+    """New blocks have the place 0, all others `value`."""
+
+    value = place_of_new = 0
+
+    def places(self, kinds: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
+        return np.full(len(kinds), self.value)
+
+
+def test_a_refusal_keeps_the_head_and_says_how_much_it_left() -> None:
+    pool = SlotPool(8, policy="tail")
+    order = pool._learned
+    assert order is not None
+    order.returns = returns = FixedReturns()
+    order.rival.leads = False
+    names = chain("first", length=6)
+    reservation = pool.reserve(names)
+    assert reservation is not None
+    pool.seal(reservation).release()
+    pool.ended(RequestEnd(names, 6, 100))
+    others = chain("second", length=5)
+    for is_above, num_taken in ((True, 2), (False, 5)):
+        value = 10 if is_above else -10
+        returns.value = value
+        order.clock = partial(float, 100.0 if is_above else 200.0)
+        reservation = pool.reserve(others, if_worth=True)
+        assert reservation is not None
+        assert (reservation.hashes, reservation.num_refused) == (others[:num_taken], 5 - num_taken)
+        pool.abandon(reservation)
+    assert pool.holds(names) == [True] * 3 + [False] * 3
+    pool.check()
+
+
+def test_after_a_reset_lru_would_have_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, leads = Served(64), list[int]()
+    served.serve(chain("talk", length=8), 8)
+    served.pool.reset()
+    monkeypatch.setattr(LruShadow, "_judge", lambda self, num_prompt, lead: leads.append(lead))
+    served.serve(chain("talk", length=8), 8)
+    served.serve(chain("talk", length=8), 8)
+    assert leads == [0, 0]
+
+
+@pytest.mark.skipif((agents := agent_sessions(1500)) is None, reason="the agents' trace is not here")
+@pytest.mark.parametrize(("num_slots", "lead"), [(680, 0.06), (1600, 0.05), (2720, 0.03)])
+def test_on_recorded_agents_it_beats_lru_by_far(num_slots: int, lead: float) -> None:
+    assert agents is not None
+    replay, asked = TraceReplay(without_hints(agents), 1), int(agents.num_prompt.sum())
+    lru, tail = (replay.run(Capacity(num_slots, policy=policy)).found.sum() / asked for policy in ("lru", "tail"))
+    assert tail >= lru + lead
 
 
 @pytest.mark.skipif(not TRACE.exists(), reason="the production trace is not here")
@@ -328,7 +455,7 @@ def recorded(returns: ReusePredictor, end: RequestEnd, tags: Tags, match_tags: T
     """The class of a request that ended, with its prompt's full blocks and those by which the next turn is known."""
     found = returns.tails.find(tags, now - end.seconds)
     last = match_tags[-MATCH_NAMES:].tolist()
-    return returns.record(end, found, 0, None, len(tags), last, now, time.monotonic).kind
+    return returns.record(end, found, lambda _: 0, tags, last, now, time.monotonic).kind
 
 
 def note(returns: ReusePredictor, now: float, tags: list[int], **told: Any) -> int:

@@ -28,7 +28,7 @@ class Learned(ReusePredictor):
 
 def told(chain: TokenChain, kind: int) -> ClassifiedEnd:
     """A request of these blocks ends, of this class."""
-    return ClassifiedEnd(chain.hashes, len(chain.hashes), kind, 1, 0, 0, 0.0, Learned(), lambda: 0.0)
+    return ClassifiedEnd(chain.hashes, len(chain.hashes), kind, 0.0, Learned(), lambda: 0.0)
 
 
 def expiries(server: RedisServer, store: RedisStore, chain: TokenChain) -> list[int]:
@@ -59,6 +59,14 @@ def test_what_is_needed_less_expires_earlier(server: RedisServer) -> None:
         written(store, chain_of(1, first_token=7000))
         assert store.stats()["expire_absent"] == 1
         assert store.lookup(CHAIN.hashes) == 0
+
+
+def test_a_beginning_that_requests_share_expires_by_its_own_class() -> None:
+    names, expiries = CHAIN.hashes, LearnedExpiries(DAY / 1000)
+    expiries.ended(told(CHAIN, FINISHED)._replace(num_head=3, head_kind=NEEDED), [True] * len(names))
+    due = expiries.take(len(names))
+    assert min(due[name] for name in names[:3]) > DAY - 1000
+    assert max(due[name] for name in names[3:]) <= LATEST
 
 
 def test_with_volatile_ttl_what_is_finished_makes_room(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:

@@ -305,7 +305,7 @@ def test_a_cluster_spreads_the_blocks_and_one_batch_finds_them_all() -> None:
         # Each server is told of its own blocks' expiries.
         with opened(nodes.url, mode="cluster", expiry="learned") as learning:
             assert learning.locate(CHAIN.hashes) == 8
-            learning.ended(ClassifiedEnd(CHAIN.hashes, 8, 0, 1, 0, 0, 0.0, NeverReturn(), time.monotonic))
+            learning.ended(ClassifiedEnd(CHAIN.hashes, 8, 0, 0.0, NeverReturn(), time.monotonic))
             written(learning, OTHER)
             assert learning.stats()["expire_ok"] == 8
         times = [int(master.cli("PTTL", key)) for master in nodes.masters for key in block_keys(master)]
