@@ -57,6 +57,13 @@ class ServerProcess:
     def cpu_seconds(self) -> float:
         return cpu_seconds(self.process.pid)
 
+    def settle(self) -> None:
+        """Wait until it computes nothing: a daemon prefaults its memory for a while. A minute at most."""
+        end, before = time.monotonic() + 60.0, -1.0
+        while (now := self.cpu_seconds()) - before > 0.005 and time.monotonic() < end:
+            before = now
+            time.sleep(0.5)
+
     def anonymous_bytes(self) -> int:
         """Memory of its own: a daemon's region is a shared file's."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()

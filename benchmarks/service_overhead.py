@@ -351,6 +351,7 @@ def main() -> int:
         opened(size) as own,
         opened(size, service={"socket": str(path)}) as remote,
     ):
+        daemon.settle()
         overhead = Overhead(daemon, {"in process": own, "daemon": remote}, rounds)
         overhead.steps()
         overhead.lookups()
