@@ -165,6 +165,7 @@ class LongPrompts:
     def _serve(self, request: LongRequest) -> None:
         scheduler = self._connector.scheduler
         found = scheduler.lookup(request, 0)
+        assert isinstance(found, int)
         assert found == len(self._tokens)
         scheduler.allocated("a", self._table, found)
         plan = scheduler.build_plan()

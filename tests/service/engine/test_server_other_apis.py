@@ -150,7 +150,8 @@ def test_a_tool_is_used_and_its_result_comes_back(
     assert turns[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": ARGUMENTS}
     assert turns[2] == {"role": "tool", "tool_call_id": used.id, "content": [{"type": "text", "text": "rain"}]}
     assert [end.hint for end in ends][-1] is Hint.GOES_ON  # by `cache_control`
-    for choice, expected in (({"type": "any"}, "required"), ({"type": "none"}, "none")):
+    choices: list[tuple[Any, str]] = [({"type": "any"}, "required"), ({"type": "none"}, "none")]
+    for choice, expected in choices:
         said.append(CALL if expected == "required" else "No.")
         anthropic.messages.create(**ask, messages=[question], tool_choice=choice)
         assert asked[-1]["tool_choice"] == expected
