@@ -38,14 +38,14 @@ lookup_latency:
   same, named before, next turn | ^whole way, Python.*(named before|next turn) | A long prompt
   a request of 1 block of 16 tokens, a hit: CPU µs | ^request of 1  | A short request
   same, 8 blocks | ^request of 8  | A short request
-  same, 64 blocks | ^request of 64  | A short request
+  same, 64 blocks | ^request of 64 
   same, 512 blocks | ^request of 512\b
   blocks hashed when a sequence grows by one | ^blocks hashed
 pool_throughput:
   pool, batches of 2,048, LRU and S3-FIFO: lookup, µs a block | ^lookup.*, us
   same, lease + release | ^lease.*, us
-  same, store with eviction | ^store.*, us
-  same, unkeyed allocate + free | ^allocate.*, us
+  same, store with eviction | ^store.*, us | A slower machine
+  same, unkeyed allocate + free | ^allocate.*, us | A slower machine
   these verbs, batches of 1 to 2,048 ÷ vLLM's BlockPool | BlockPool | Batches of one block
   interpreted core, batches of 1 to 64 ÷ the former Python way | of (1|4|16|64): of the former | The interpreted core
   same, batches of 2,048 | batches of 2048: of the former | The interpreted core
