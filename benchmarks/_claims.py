@@ -38,7 +38,7 @@ lookup_latency:
   same, named before, next turn | ^whole way, Python.*(named before|next turn) | A long prompt
   a request of 1 block of 16 tokens, a hit: CPU µs | ^request of 1  | A short request
   same, 8 blocks | ^request of 8  | A short request
-  same, 64 blocks | ^request of 64 
+  same, 64 blocks | ^request of 64\b
   same, 512 blocks | ^request of 512\b
   blocks hashed when a sequence grows by one | ^blocks hashed
 pool_throughput:
