@@ -298,9 +298,7 @@ class Message(Tolerant):
     @property
     def sent(self) -> Json:
         sent = {name: value for name in _READ if (value := getattr(self, name)) is not None}
-        if isinstance(self.content, list):
-            sent["content"] = [_sent_part(part) for part in self.content]
-        return sent
+        return sent if self.content is None else sent | {"content": sent_content(self.content)}
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
@@ -314,9 +312,12 @@ class Message(Tolerant):
 _READ: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking")
 
 
-def _sent_part(part: TextPart) -> Json:
-    mark: Json = {"kvtier": {"segment": True}} if part.is_segment else {}
-    return {"type": part.type, "text": part.text, **mark}
+def sent_content(content: str | Sequence[TextPart]) -> str | list[Json]:
+    """A content as a chat's body has it."""
+    if isinstance(content, str):
+        return content
+    marks = [{"kvtier": {"segment": True}} if part.is_segment else {} for part in content]
+    return [{"type": part.type, "text": part.text, **mark} for part, mark in zip(content, marks, strict=True)]
 
 
 Messages = Annotated[

@@ -1,7 +1,7 @@
 """`POST /v1/messages`, Anthropic's API, as a translation to a chat and back. https://docs.anthropic.com/en/api/messages"""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, Tag
@@ -22,6 +22,7 @@ from kvtier.service.openai.bodies import (
     few_fields,
     must_be,
     options,
+    sent_content,
 )
 from kvtier.service.openai.errors import OpenAIError
 
@@ -134,7 +135,7 @@ class CountBody(Tolerant):
     @property
     def prompt(self) -> Json:
         """The fields of a chat that decide its tokens."""
-        turns = [] if self.system is None else [{"role": "system", "content": _parts(self.system)}]
+        turns = [] if self.system is None else [{"role": "system", "content": sent_content(self.system)}]
         for message in self.messages:
             turns += _turns(message)
         chat: Json = {"model": self.model, "messages": turns}
@@ -294,13 +295,6 @@ def _tool(tool: _Tool) -> Json:
     return {"type": "function", "function": {"name": tool.name, **about, "parameters": tool.input_schema}}
 
 
-def _parts(content: str | Sequence[TextPart]) -> str | list[Json]:
-    if isinstance(content, str):
-        return content
-    marks = [{"kvtier": {"segment": True}} if part.is_segment else {} for part in content]
-    return [{"type": "text", "text": part.text, **mark} for part, mark in zip(content, marks, strict=True)]
-
-
 def _turns(message: _Message) -> list[Json]:
     """A message as turns of a chat: each tool's result is one."""
     if isinstance(message.content, str):
@@ -308,9 +302,10 @@ def _turns(message: _Message) -> list[Json]:
     texts = [block for block in message.content if isinstance(block, TextPart)]
     results = [block for block in message.content if isinstance(block, _ToolResult)]
     turns: list[Json] = [
-        {"role": "tool", "tool_call_id": each.tool_use_id, "content": _parts(each.content) or ""} for each in results
+        {"role": "tool", "tool_call_id": each.tool_use_id, "content": sent_content(each.content) or ""}
+        for each in results
     ]
-    turn: Json = {"role": message.role, **({"content": _parts(texts)} if texts else {})}
+    turn: Json = {"role": message.role, **({"content": sent_content(texts)} if texts else {})}
     if message.role == "assistant":
         thoughts = [block.thinking for block in message.content if isinstance(block, _Thinking)]
         used = [block for block in message.content if isinstance(block, _ToolUse)]

@@ -20,6 +20,7 @@ from kvtier.service.openai.bodies import (
     few_fields,
     must_be,
     options,
+    sent_content,
 )
 from kvtier.service.openai.errors import OpenAIError
 
@@ -339,9 +340,9 @@ def _add(turns: list[Json], item: Any) -> None:
     """Add an item to the turns of a chat. What an assistant said and called is one turn."""
     is_assistant = bool(turns) and turns[-1]["role"] == "assistant"
     if isinstance(item, _Output):
-        turns.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
+        turns.append({"role": "tool", "tool_call_id": item.call_id, "content": sent_content(item.output)})
     elif isinstance(item, _Said) and item.role != "assistant":
-        turns.append({"role": item.role, "content": _content(item.content)})
+        turns.append({"role": item.role, "content": sent_content(item.content)})
     else:
         if not is_assistant:
             turns.append({"role": "assistant"})
@@ -352,16 +353,9 @@ def _add(turns: list[Json], item: Any) -> None:
             call = {"id": item.call_id, "type": "function", "function": function}
             turns[-1]["tool_calls"] = [*turns[-1].get("tool_calls", ()), call]
         elif "content" in turns[-1] or "tool_calls" in turns[-1]:
-            turns.append({"role": "assistant", "content": _content(item.content)})
+            turns.append({"role": "assistant", "content": sent_content(item.content)})
         else:
-            turns[-1]["content"] = _content(item.content)
-
-
-def _content(content: Any) -> str | list[Json]:
-    if isinstance(content, str):
-        return content
-    marks = [{"kvtier": {"segment": True}} if part.is_segment else {} for part in content]
-    return [{"type": "text", "text": part.text, **mark} for part, mark in zip(content, marks, strict=True)]
+            turns[-1]["content"] = sent_content(item.content)
 
 
 def _function(tool: _Tool) -> Json:
