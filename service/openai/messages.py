@@ -30,6 +30,10 @@ _REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "to
 _EPHEMERAL: Final = {"type": "ephemeral"}
 
 
+def _text_kind(value: object) -> str | None:
+    return "=text" if isinstance(value, str) else "=parts" if isinstance(value, list) else None
+
+
 class _ToolUse(Tolerant):
     type: Literal["tool_use"]
     id: Text
@@ -56,14 +60,10 @@ class _ToolResult(Tolerant):
     tool_use_id: Text
     content: Annotated[
         Annotated[Text, Tag("=text")] | Annotated[_TextBlocks, Tag("=parts")],
-        by_kind("content", "not a tool's result; give a text, or blocks of type text", lambda value: _text_kind(value)),
+        by_kind("content", "not a tool's result; give a text, or blocks of type text", _text_kind),
     ] = ""
     is_error: Ignored = None
     cache_control: CacheMark = False
-
-
-def _text_kind(value: object) -> str | None:
-    return "=text" if isinstance(value, str) else "=parts" if isinstance(value, list) else None
 
 
 def _block_kind(value: object) -> str | None:

@@ -167,7 +167,7 @@ class RemoteMemory:
     def forked(self) -> None:
         """In a child: the agent's descriptors are the parent's. So it is never destroyed here, not even at the end."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
-        self._closed = True
+        self._closed, self._lock = True, Condition()  # another thread may have had it
 
     def _transfer(
         self, peer: Any, addresses: Sequence[int], sizes: Sequence[int], landing: memoryview, deadline: float
@@ -205,9 +205,8 @@ class RemoteMemory:
         """A registered buffer of so many bytes or more; counts the read. PeerFailed if too many are not to be used."""
         with self._lock, self._failing():
             for late in list(self._late):
-                if (state := self._agent.check_xfer_state(late[0])) != "PROC":
+                if (state := self._state_of(late[0])) != "PROC":
                     self._late.remove(late)
-                    late[0].release()
                     if state == "DONE":
                         self._free.append(late[1])
                     else:
@@ -223,6 +222,16 @@ class RemoteMemory:
                 landing = self._free.pop(at)
             self._num_reading += 1
         return landing
+
+    def _state_of(self, handle: Any) -> str:
+        """Of a late transfer, which is released once it is over."""
+        try:
+            state = str(self._agent.check_xfer_state(handle))
+            if state != "PROC":
+                handle.release()
+        except self._errors:  # one bad transfer ends no later read
+            return "ERR"
+        return state
 
     def _register(self, memory: Any) -> None:
         described = self._agent.get_reg_descs([(memory.ctypes.data, memory.nbytes, 0, "")], mem_type="DRAM")

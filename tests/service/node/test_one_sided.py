@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE
+from typing import Any
 
 import numpy as np
 import pytest
@@ -223,9 +224,21 @@ def test_bytes_that_come_after_the_deadline_reach_no_slot(monkeypatch: pytest.Mo
         assert bytes(into) == bytes(len(into))
         memory.read(peer, [address], [into], time.monotonic() + 60.0)
         assert (bytes(into), memory._late, memory._num_lost) == (b"7" * len(into), [], 0)
+        # One whose state NIXL cannot tell costs its buffer, and no later read.
+        state_of = memory._agent.check_xfer_state
+
+        def unsure(handle: Any) -> Any:
+            if handle is None:
+                raise RuntimeError("unknown")
+            return state_of(handle)
+
+        monkeypatch.setattr(memory._agent, "check_xfer_state", unsure)
+        memory._late.append((None, memoryview(bytearray(1))))
+        memory.read(peer, [address], [into], time.monotonic() + 60.0)
+        assert (memory._late, memory._num_lost) == ([], 1)
         # Of a process that stays silent some buffers are lost, not more and more.
         lender.send_signal(signal.SIGSTOP)
-        for expected in [*["timeout"] * 8, "nixl", "nixl"]:
+        for expected in [*["timeout"] * 7, "nixl", "nixl"]:
             with pytest.raises(PeerFailed, match=expected):
                 memory.read(peer, [address], [into], time.monotonic() + 0.01)
     memory.close()
