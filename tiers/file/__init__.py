@@ -1,5 +1,8 @@
 """The slab: a tier in one mmap'd file per model."""
 
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from kvtier.tiers.file import slab
+from kvtier.tiers.file.extents import BareSlab
+from kvtier.tiers.file.file_io import PAGE, FileIO, Mode, write_all
+from kvtier.tiers.file.slab_check import ReportProgress, SlabCheck, check_slab
+from kvtier.tiers.file.slab_file import SLAB_NAME, open_slab, release
+from kvtier.tiers.file.store import FileStore

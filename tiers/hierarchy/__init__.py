@@ -1,5 +1,39 @@
 """Joins the tiers: looks a prompt up in all of them, promotes and demotes its blocks."""
 
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from kvtier.tiers.hierarchy.cache_tiers import (
+    PENDING,
+    Attribution,
+    BlockClaims,
+    CacheTiers,
+    Claim,
+    Filled,
+    Overlap,
+    Pending,
+    SplitPoint,
+    Wanted,
+    load_and_lease,
+)
+from kvtier.tiers.hierarchy.hierarchy import (
+    Event,
+    EventSource,
+    HeldRun,
+    Hierarchy,
+    Removed,
+    Stored,
+    TierEvents,
+    events_of,
+    evict_everywhere,
+    held_runs,
+    in_runs,
+    lineages,
+)
+from kvtier.tiers.hierarchy.io_queue import IoQueue, JoinedJob, begun
+from kvtier.tiers.hierarchy.lower_tier import Rates, Span, TierPort
+from kvtier.tiers.hierarchy.opening import (
+    ProbedOpening,
+    check_tiers,
+    lower_modules,
+    open_hierarchy,
+    open_ports,
+    require_alike,
+)

@@ -1,5 +1,7 @@
 """The memory of L2: one pinned, shareable region of slots."""
 
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from kvtier.tiers.host import memory
+from kvtier.tiers.host.host import HostRegion, HostTier, slot_stride
+from kvtier.tiers.host.limits import Limits, available_bytes, limits, may_lock_all
+from kvtier.tiers.host.pinning import CudaDriver, cuda_driver
+from kvtier.tiers.host.records import BlockRecords

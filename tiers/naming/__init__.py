@@ -1,5 +1,35 @@
 """Names of blocks: chain hashes of their tokens, rooted in the model's fingerprint."""
 
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from kvtier.tiers.naming.chain import (
+    HashCache,
+    TokenChain,
+    Tokens,
+    chain_hashes,
+    is_named_by,
+    pack_tokens,
+    pool_name,
+    root_hash,
+    state_name,
+    token_array,
+    unpack_tokens,
+)
+from kvtier.tiers.naming.identity import (
+    DTYPE_BYTES,
+    FORMAT_VERSION,
+    FlatShape,
+    KVLayout,
+    KVShape,
+    Lossy,
+    ModelIdentity,
+    config_digest,
+    with_lossy,
+)
+from kvtier.tiers.naming.key_schemes import (
+    VllmKeys,
+    dynamo_block_hashes,
+    dynamo_local_hashes,
+    dynamo_seed,
+    dynamo_sequence_hashes,
+    sglang_hashes,
+)
+from kvtier.tiers.naming.kv_probe import PROBE_BYTES, TOLERANCES, KVProbe

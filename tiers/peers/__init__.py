@@ -1,5 +1,9 @@
 """The tier in other nodes' memory: blocks that their daemons send over TCP, under a key that all nodes share."""
 
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from kvtier.tiers.peers import wire
+from kvtier.tiers.peers.following import FEEDS, AnnouncedNames, NamesRoom
+from kvtier.tiers.peers.link import EventsAt
+from kvtier.tiers.peers.one_sided import METADATA_BYTES, RemoteMemory, load_nixl
+from kvtier.tiers.peers.peer import address_text
+from kvtier.tiers.peers.store import RESETS, PeersStore
+from kvtier.tiers.peers.stream import TAG_BYTES, PeerFailed, prepare, receive, receive_into, send

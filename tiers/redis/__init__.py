@@ -1,5 +1,3 @@
 """The tier that nodes share: blocks as records in Redis or Valkey, one server or a cluster."""
 
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from kvtier.tiers.redis.store import RedisStore

@@ -1,5 +1,6 @@
 """How requests return: the report of a request's end, and the order of eviction that is learned from it."""
 
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from kvtier.tiers.reuse.ends import ClassifiedEnd, Hint, RequestEnd, hint_of
+from kvtier.tiers.reuse.lru_shadow import LruShadow
+from kvtier.tiers.reuse.predictor import EDGES, MOST_AHEAD, NO_CLASS, ReusePredictor
+from kvtier.tiers.reuse.recent_requests import MATCH_NAMES

@@ -1,5 +1,5 @@
 """The common parts of tiers that nodes share: how records are written and verified, and which changes are reported."""
 
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from kvtier.tiers.shared.changes import MAX_NAMES, KnownNames
+from kvtier.tiers.shared.forms import ClearForm, RecordForm, form_of, format_epoch, parse_epoch
+from kvtier.tiers.shared.life import OutcomeCounts, SharedEpoch, SharedTier, StorageFailed, cut_off

@@ -1,2 +1,0 @@
-from .extensions import extension as extension
-from .extensions import status as status

@@ -1,1 +1,0 @@
-from .store import ObjectStore as ObjectStore
