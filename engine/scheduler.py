@@ -22,15 +22,12 @@ if TYPE_CHECKING:
 
 
 class HeldBlocks:
-    """Counts the copies of each block. True while there are any."""
+    """Counts the copies of each block."""
 
     def __init__(self, pool: "BlockPool") -> None:
         self._pool = pool
         self.copies: Counter[int] = Counter()  # under way, by block
         self.left: set[int] = set()  # blocks released by their request
-
-    def __bool__(self) -> bool:
-        return bool(self.copies)
 
     @property
     def are_draining(self) -> bool:
@@ -106,7 +103,7 @@ class Scheduler:
 
     @property
     def has_copies(self) -> bool:
-        return bool(self.loading or self._held or self.orphans)
+        return bool(self.loading or self._held.copies or self.orphans)
 
     def add(self, sequence: Sequence, *, is_segment: bool = False) -> None:
         """Queue it. `is_segment`: a segment by itself, not a user's request."""

@@ -195,7 +195,7 @@ class Metrics:
             self._drop.values[tier, reason] += num_blocks
             if _fix_of(tier, reason) is not None:
                 self.losses.count(tier, reason, num_blocks)
-        if reason == Outcome.NO_SLOT and tier == L2 and (num_lost := self.losses.to_tell(num_blocks)):
+        if reason == Outcome.NO_SLOT and tier == L2 and (num_lost := self.losses.to_log(num_blocks)):
             _log.warning(
                 "%d blocks found no slot in host memory and are not kept. A larger [host] size keeps them", num_lost
             )
@@ -406,7 +406,7 @@ def _fix_of(tier: str, reason: str) -> str | None:
             return "raise [file] size, or free some of its disk" if tier == "file" else f"give {tier} more room"
         case Outcome.TIMEOUT:
             return f"raise [{'service' if tier == L2 else tier}] deadline"
-    return None  # a quota and an admission are somebody's will; a breaker that opens is told as such
+    return None  # a quota and an admission are somebody's will; a breaker that opens is reported as such
 
 
 class Losses:
@@ -417,8 +417,8 @@ class Losses:
         self.lock = Lock()
         self._counts = defaultdict[tuple[str, str], int](int)  # of the minute under way
         self._minutes: deque[tuple[int, dict[tuple[str, str], int]]] = deque(maxlen=_MINUTES + 1)
-        self._next_minute = self._told_at = -math.inf
-        self._num_untold = 0
+        self._next_minute = self._logged_at = -math.inf
+        self._num_unlogged = 0
         self._counted_up_at = clock()
 
     def is_recent(self) -> bool:
@@ -437,14 +437,14 @@ class Losses:
             self._next_minute = now // 60 * 60 + 60
         self._counts[tier, what] += num_blocks
 
-    def to_tell(self, num_blocks: int) -> int:
-        """So many more found no slot: how many the log is to tell of now, once a minute."""
+    def to_log(self, num_blocks: int) -> int:
+        """So many more found no slot: how many the log says now, once a minute."""
         with self.lock:
-            self._num_untold += num_blocks
-            if self._clock() - self._told_at < 60.0:
+            self._num_unlogged += num_blocks
+            if self._clock() - self._logged_at < 60.0:
                 return 0
-            told, self._num_untold, self._told_at = self._num_untold, 0, self._clock()
-        return told
+            num_logged, self._num_unlogged, self._logged_at = self._num_unlogged, 0, self._clock()
+        return num_logged
 
     @property
     def wanting(self) -> dict[str, str]:

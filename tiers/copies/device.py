@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
 
 from kvtier.tiers import BlockRecord, ChainHash, Changes, ChildBlock
 from kvtier.tiers.host import BlockRecords, memory
@@ -82,11 +81,12 @@ class BlockPool:
         if n < 0:
             raise ValueError(f"allocate: {n} blocks; ask for 0 or more")
         with self._lock:
-            return None if n + leaving > self.num_free_blocks else self._core.allocate(n)
+            core = self._core
+            return None if n + leaving > core.num_free + core.num_ready - core.num_leased else core.allocate(n)
 
     def publish(
         self,
-        block_ids: ArrayLike,
+        block_ids: Sequence[int],
         hashes: Sequence[ChainHash],
         parent: ChainHash | None,
         records: Sequence[BlockRecord] = (),
@@ -99,7 +99,7 @@ class BlockPool:
         `records` describe the blocks, if `wants_records`. ValueError if a block has no
         reference, a record is another block's, or the numbers of blocks, hashes and records wanted differ.
         """
-        slots = _listed(block_ids)
+        slots, names = list(block_ids), list(hashes)
         if len(slots) != len(hashes) or (self._records is not None and len(records) != len(hashes)):
             raise ValueError(f"publish: {len(slots)} blocks, {len(hashes)} hashes and {len(records)} records")
         if not self.enable_prefix_caching:
@@ -108,14 +108,16 @@ class BlockPool:
             core = self._core
             if lacking := [slot for slot, refs in zip(slots, core.references(slots), strict=True) if not refs]:
                 raise ValueError(f"publish: blocks {lacking} have no reference")
-            new, parents = core.name(slots, list(hashes), parent)
+            new, parents = core.name(slots, names, parent)
             named = [slots[i] for i in new]
             if self._records is not None:
                 try:
-                    self._describe(self._records, named, [records[i] for i in new])
+                    self._records.put(named, [records[i] for i in new])
                 except ValueError:  # a record is another block's: none has a name then
                     core.unname(named)
                     raise
+                if self._child_index is not None:
+                    self._child_index.enter([records[i].parent for i in new], named)
             core.publish(named, is_tail, 0)
             core.link(named, parents)
 
@@ -133,18 +135,18 @@ class BlockPool:
         for source, target in pairs:
             self.tensor[target].copy_(self.tensor[source])
 
-    def free(self, block_ids: ArrayLike) -> None:
+    def free(self, block_ids: Sequence[int]) -> None:
         """Return one reference to each block, a chain's head last. ValueError, and no change, if one has none."""
-        slots = _listed(block_ids)
+        slots = list(block_ids)
         with self._lock:
             self._core.unref(slots)
             if self._core.partial:
                 self._core.retire(slots)
 
-    def hold(self, block_ids: ArrayLike) -> None:
+    def hold(self, block_ids: Sequence[int]) -> None:
         """Add a reference to each block, for a copy in flight. ValueError, and no change, if a block has none."""
         with self._lock:
-            self._core.hold(_listed(block_ids))
+            self._core.hold(list(block_ids))
 
     def reset(self) -> None:
         """Forget every name. Blocks in use stay in use, unnamed."""
@@ -209,15 +211,6 @@ class BlockPool:
     def _new_records(self) -> BlockRecords:
         names, generations = memoryview(self._core.index.names), memoryview(np.asarray(self._core.generation))
         return BlockRecords(names, generations, self.shape.block_size)
-
-    def _describe(self, known: BlockRecords, slots: list[int], records: Sequence[BlockRecord]) -> None:
-        known.put(slots, records)
-        if self._child_index is not None:
-            self._child_index.enter([record.parent for record in records], slots)
-
-
-def _listed(block_ids: ArrayLike) -> list[int]:
-    return block_ids if isinstance(block_ids, list) else np.asarray(block_ids, np.int64).tolist()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:

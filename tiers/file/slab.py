@@ -171,6 +171,10 @@ class Superblock:
         extent, position = divmod(slot, self.slots_per_extent)
         return self.table_offsets[extent] + position * self.entry_bytes
 
+    def row_offsets(self, slots: Sequence[int]) -> list[int]:
+        tables, size, per_extent = self.table_offsets, self.entry_bytes, self.slots_per_extent
+        return [tables[slot // per_extent] + slot % per_extent * size for slot in slots]
+
     def payload_offset(self, slot: int) -> int:
         extent, position = divmod(slot, self.slots_per_extent)
         return self.payload_offsets[extent] + position * self.stride
@@ -480,14 +484,6 @@ class Codec:
             found[at] = entry
         return found
 
-    def tokens(self, row: bytes) -> bytes:
-        """The tokens of one row as it lies in memory; none if the entry is not authentic."""
-        fields = self._superblock.row_dtype.fields
-        assert fields is not None
-        count_at, tokens_at = fields["num_tokens"][1], fields["tokens"][1]
-        num_tokens = int.from_bytes(row[count_at : count_at + 4], "little")
-        return row[tokens_at : tokens_at + 4 * num_tokens]
-
     def stamps(self, rows: Rows) -> list[bytes]:
         """The stamps that `hide` returned for the rows' payloads."""
         return [b""] * len(rows)
@@ -560,10 +556,6 @@ class SealedCodec(Codec):
 
     def entries(self, rows: Rows, slots: Sequence[int]) -> list[SlabEntry | None]:
         return self._entries_at_once(rows, slots)
-
-    def tokens(self, row: bytes) -> bytes:
-        (record,) = self._opened(np.frombuffer(row, self._superblock.row_dtype))
-        return record.tokens
 
     def stamps(self, rows: Rows) -> list[bytes]:
         """Nonce and tag of each payload."""

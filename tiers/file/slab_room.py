@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash
-from kvtier.tiers.pool import Slots, tags_of
+from kvtier.tiers.pool import Slots
 from kvtier.tiers.reuse import NO_CLASS, ClassifiedEnd, LruShadow
 
 Extents = NDArray[np.int64]
@@ -60,13 +60,12 @@ class SlabRoom:
         if self._last is None:
             self._since[:] = end.ended_at
         self._last = end
-        tags = tags_of(end.names)
-        sampled = self.rival.sampled(tags)
-        num_asked = bisect_left(sampled, end.num_prompt)
-        at = slots[list(sampled[:num_asked])]
+        sampled = self.rival.sampled(end.tags)
+        num_looked_up = bisect_left(sampled, end.num_prompt)
+        at = slots[list(sampled[:num_looked_up])]
         were_here = self._slots_ended[at] & (at >= 0)
-        own = num_asked if were_here.all() else int(were_here.argmin())
-        self.rival.ended(tags[list(sampled)].tolist(), num_asked, own)
+        own = num_looked_up if were_here.all() else int(were_here.argmin())
+        self.rival.ended(end.tags[list(sampled)].tolist(), num_looked_up, own)
         depths = np.flatnonzero(slots >= 0)
         self._note(end, slots[depths], depths, live)
         if len(depths) < len(slots):

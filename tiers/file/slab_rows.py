@@ -7,6 +7,7 @@ needed only when the block's payload is read or written, too.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -78,7 +79,7 @@ class SlabRows:
         """The entries in these slots' rows; IO_ERROR if one cannot be read, CHECKSUM if it is not whole."""
         superblock = self._file.superblock
         rows = np.empty(len(slots), superblock.row_dtype)
-        offsets = [superblock.row_offset(slot) for slot in slots]
+        offsets = superblock.row_offsets(slots)
         came = self._io.read_rows(self._file.fd, offsets, superblock.entry_bytes, slab.byte_view(rows))
         is_read = np.ones(len(slots), np.bool_)
         if came is None or 0 in came:
@@ -137,13 +138,10 @@ class SlabRows:
             if not is_open or not likely:
                 return []
             rows, whole = self.peek(likely)
-            names, parents = (rows[field].tolist() for field in ("chain_hash", "parent"))
-            children = [
-                ChildBlock(names[at], self._codec.tokens(rows[at].tobytes()))
-                for at in range(len(likely))
-                if whole[at] and parents[at] == parent
-            ]
-        return [child for child in children if child.tokens and child.tokens.startswith(start)][:limit]
+            mine = whole & np.array([each == parent for each in rows["parent"].tolist()])
+            children = self._codec.to_records(rows[mine])
+        found = (each for each in children if each.tokens and each.tokens.startswith(start))
+        return [ChildBlock(each.chain_hash, each.tokens) for each in islice(found, limit)]
 
     def listen(self) -> None:
         """Keep a log from now on. Blocks stored before come first, in that order."""
@@ -241,7 +239,7 @@ class SlabRows:
         superblock, fd = self._file.superblock, self._file.fd
         rows, is_read = np.empty(len(slots), superblock.row_dtype), np.ones(len(slots), np.bool_)
         view, size = slab.byte_view(rows), superblock.entry_bytes
-        offsets, first = [superblock.row_offset(slot) for slot in slots], 0
+        offsets, first = superblock.row_offsets(slots), 0
         for end in range(1, len(slots) + 1):
             if end < len(slots) and offsets[end] == offsets[end - 1] + size:
                 continue

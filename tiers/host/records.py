@@ -115,17 +115,13 @@ class BlockRecords:
     ) -> list[ChildBlock]:
         """The blocks in these slots that are ready, have this parent and begin with these tokens."""
         found: list[ChildBlock] = []
-        for slot in self.following(slots, parent, start):
+        rows, stride, most = self._rows, self._row.size, len(parent)
+        tokens, end = _HEAD.size, _HEAD.size + len(start)
+        for slot in slots:
+            at = slot * stride
+            if rows[at : at + most] != parent or rows[at + tokens : at + end] != start:  # quick, and no proof
+                continue
             record = self[slot]  # may be of a block that was evicted, or is not sealed yet
             if record is not None and record.parent == parent and record.tokens.startswith(start) and is_ready(slot):
                 found.append(ChildBlock(record.chain_hash, record.tokens))
         return found
-
-    def following(self, slots: Sequence[int], parent: ChainHash, start: bytes) -> list[int]:
-        """Those of the slots whose record may have this parent and begin with these tokens, by a quick comparison."""
-        rows, stride, name_at, most = self._rows, self._row.size, _NAME.unpack_from, len(parent)
-        found = [slot for slot in slots if name_at(rows, slot * stride)[0][:most] == parent]
-        if not (start and found):
-            return found
-        tokens, end = _HEAD.size, _HEAD.size + len(start)
-        return [slot for slot in found if rows[slot * stride + tokens : slot * stride + end] == start]

@@ -41,8 +41,10 @@ class ChangeLog:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._known = np.zeros(num_slots, np.bool_)  # slots whose block the reader was told of
-        self._ticket = np.full(num_slots, -1, np.int64)  # a slot's place in the line of those to be told
+        self._known = np.zeros(num_slots, np.bool_)  # slots whose block the reader knows
+        self._ticket = np.full(
+            num_slots, -1, np.int64
+        )  # a slot's place in the line of those the reader does not know yet
         self._line: deque[tuple[Slots, Slots]] = deque()  # (slots, tickets); a slot whose ticket differs is stale
         self._num_in_line = 0
         self._next_ticket = 0
@@ -86,7 +88,7 @@ class ChangeLog:
         self._cleared |= bool(self._gone)
 
     def take(self, limit: int) -> tuple[list[ChainHash], Slots, bool]:
-        """What the reader is told now: names gone, up to `limit` slots with blocks new to it, whether `gone` is all."""
+        """What the reader learns now: names gone, up to `limit` slots with blocks new to it, whether `gone` is all."""
         joined = b"".join(words.tobytes() for words in self._gone)
         gone = [joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES)]
         was_cleared, self._cleared = self._cleared, False
@@ -108,6 +110,6 @@ class ChangeLog:
         """Raise AssertionError unless every block in `held`, and no other, is known to the reader or waits for it."""
         due = np.concatenate([slots[self._ticket[slots] == tickets] for slots, tickets in self._line] or [held[:0]])
         assert self._num_in_line == sum(len(slots) for slots, _ in self._line), "line count"
-        assert not self._known[due].any(), "a block would be told twice"
-        told = np.concatenate([np.flatnonzero(self._known), due])
-        assert np.array_equal(np.sort(told), np.sort(held)), "what the reader knows and is due is not what is held"
+        assert not self._known[due].any(), "a block would be reported twice"
+        reported = np.concatenate([np.flatnonzero(self._known), due])
+        assert np.array_equal(np.sort(reported), np.sort(held)), "what the reader knows and is due is not what is held"

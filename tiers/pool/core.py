@@ -702,8 +702,8 @@ class Learned(LRU):
     returns = cython.declare(object, visibility="public")
     rival = cython.declare(object, visibility="readonly")
     clock = cython.declare(object, visibility="public")
-    num_told = cython.declare(cython.longlong, visibility="readonly")
-    untold = cython.declare(cython.longlong, visibility="readonly")  # the class of blocks without a request's end
+    num_requests = cython.declare(cython.longlong, visibility="readonly")
+    no_class = cython.declare(cython.longlong, visibility="readonly")  # the class of blocks without a request's end
     num_rows = cython.declare(cython.longlong, visibility="readonly")  # those there is room for; row 0 is nobody's
     _is_lru: cython.bint
     _now: cython.double
@@ -721,7 +721,7 @@ class Learned(LRU):
     _is_late: cython.uchar[::1]  # some of its slots are still to become idle
     _born: cython.longlong[::1]  # numbers of rows' uses: a row is used again when no slot carries it
     _num_born: cython.longlong
-    _untold_row: cython.longlong
+    _unended_row: cython.longlong
     _plan: cython.longlong[::1]  # rows as they were ranked last
     _plan_born: cython.longlong[::1]
     _plan_size: cython.longlong
@@ -733,9 +733,9 @@ class Learned(LRU):
     _planned_at: cython.double
     _num_taken: cython.longlong  # victims since then
 
-    def __init__(self, lists: SlotLists, num_slots: cython.longlong, returns, rival, untold: cython.longlong, clock):
+    def __init__(self, lists: SlotLists, num_slots: cython.longlong, returns, rival, no_class: cython.longlong, clock):
         LRU.__init__(self, lists)
-        self.returns, self.rival, self.clock, self.untold = returns, rival, clock, untold
+        self.returns, self.rival, self.clock, self.no_class = returns, rival, clock, no_class
         self._num_slots = num_slots
         self._row = _view(np.zeros(self._num_slots + 1, np.int32))
         self._num_ends = _view(np.zeros(self._num_slots + 1, np.uint8))
@@ -758,8 +758,8 @@ class Learned(LRU):
         np.asarray(self._num_ends)[:] = 0
         np.asarray(self._before)[:] = -2
         np.asarray(self._behind)[:] = -2
-        self.num_rows, self._free_rows, self._num_born, self._untold_row = 1, [], 0, 0
-        self.num_told = 0
+        self.num_rows, self._free_rows, self._num_born, self._unended_row = 1, [], 0, 0
+        self.num_requests = 0
         self._plan = self._plan_born = self._plan_places = _view(np.zeros(0, np.int64))
         self._newcomer, self._is_sparing, self._has_spared = 0, False, False
         self._plan_size = self._cursor = self._num_taken = 0
@@ -769,7 +769,7 @@ class Learned(LRU):
 
     @cython.cfunc
     def _decide(self) -> cython.void:
-        self._is_lru = self.num_told == 0 or self.rival.leads
+        self._is_lru = self.num_requests == 0 or self.rival.leads
 
     @cython.cfunc
     def tick(self) -> cython.void:
@@ -815,7 +815,7 @@ class Learned(LRU):
             self._members[row] += 1
         if old:
             self._members[old] -= 1
-            if self._members[old] == 0 and old != self._untold_row:
+            if self._members[old] == 0 and old != self._unended_row:
                 self._born[old] = 0
                 self._free_rows.append(old)
 
@@ -859,13 +859,13 @@ class Learned(LRU):
         row: cython.longlong = self._row[slot]
         self.lists.append(SECOND, slot)
         if not (row and self._is_late[row] and self._now - self._since[row] < LATE):
-            row = self._untold_row
+            row = self._unended_row
             if not row or self._now - self._since[row] >= GRAIN:
-                self._untold_row = self._new_row(self.untold, False)
+                self._unended_row = self._new_row(self.no_class, False)
                 if row and self._members[row] == 0:
                     self._born[row] = 0
                     self._free_rows.append(row)
-            self._give(slot, self._untold_row)
+            self._give(slot, self._unended_row)
         self._line_up(slot)
 
     @cython.cfunc
@@ -950,7 +950,7 @@ class Learned(LRU):
 
     # --- what requests' ends report -----------------------------------------------------------------------------
 
-    def num_told_of(self, slots, least: cython.longlong = 1):
+    def num_ended(self, slots, least: cython.longlong = 1):
         """How many leading slots of these (-1: none) have blocks that so many requests that have ended had, or more."""
         count: cython.longlong = 0
         slot: cython.longlong
@@ -964,7 +964,7 @@ class Learned(LRU):
     def ended(self, slots, kind: cython.longlong):
         """A request has ended. Blocks of it, in chain order, are of this class; it used them until now. -1: no slot."""
         self._now = self.clock()
-        self.num_told += 1
+        self.num_requests += 1
         row = self._new_row(kind, False)
         for slot in reversed(slots):
             if not 0 <= slot < self._num_slots:
@@ -1479,7 +1479,7 @@ class SlotCore:
             self.refs[self._checked(slot)] += 1
 
     def close(self, slots: list, is_named: cython.bint):
-        """Take filling slots out of their chains and the index; what becomes of them is told next."""
+        """Take filling slots out of their chains and the index; the next call says what becomes of them."""
         slot: cython.longlong
         for slot in slots:
             self._checked(slot)

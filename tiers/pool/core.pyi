@@ -63,8 +63,8 @@ class Learned(LRU):
     returns: ReusePredictor
     rival: LruShadow
     clock: Callable[[], float]
-    num_told: int
-    untold: int
+    num_requests: int
+    no_class: int
     num_rows: int
     def __init__(
         self,
@@ -72,10 +72,10 @@ class Learned(LRU):
         num_slots: int,
         returns: ReusePredictor,
         rival: LruShadow,
-        untold: int,
+        no_class: int,
         clock: Callable[[], float],
     ) -> None: ...
-    def num_told_of(self, slots: Sequence[int], least: int = 1) -> int: ...
+    def num_ended(self, slots: Sequence[int], least: int = 1) -> int: ...
     def ended(self, slots: Sequence[int], kind: int) -> None: ...
 
 class SlotCore:

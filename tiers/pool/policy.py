@@ -1,9 +1,9 @@
-"""Eviction policies by name: which order of `core.py` a pool has, and what the learned one is told."""
+"""Eviction policies by name: which order of `core.py` a pool has, and what the learned one learns from."""
 
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -13,7 +13,7 @@ from kvtier.tiers.config import compiled_setting
 from kvtier.tiers.pool import core as interpreted
 from kvtier.tiers.pool.changes import tags_of
 from kvtier.tiers.pool.lease import picked
-from kvtier.tiers.reuse import MATCH_NAMES, NO_CLASS, ClassifiedEnd, LruShadow, RequestEnd, ReusePredictor
+from kvtier.tiers.reuse import NO_CLASS, ClassifiedEnd, LruShadow, RequestEnd, ReusePredictor
 
 if TYPE_CHECKING:
     from kvtier.tiers.pool.core import LRU, ChildIndex, Index, Learned, Lease, SlotCore, SlotCounts, SlotLists
@@ -90,20 +90,16 @@ def learned(core: "SlotCore") -> "Learned | None":
 
 def ended(core: "SlotCore", order: "Learned", end: RequestEnd) -> ClassifiedEnd:
     """A request has ended: its blocks get a new place in the order. Returns what was found out about it."""
-    now = order.clock()
     slots = core.find_named(list[ChainHash](end.names))
     tags = tags_of(end.names)
-    prompt = tags[: end.num_prompt]
-    found = order.returns.tails.find(prompt, now - end.seconds)
-    last: Sequence[int] = (prompt if end.num_prompt else tags)[-MATCH_NAMES:].tolist()
-    told = order.returns.record(
-        end, found, lambda turn: order.num_told_of(slots[: len(prompt)], turn + 1), prompt, last, now, order.clock
+    found = order.returns.record(
+        end, tags, lambda turn: order.num_ended(slots[: end.num_prompt], turn + 1), order.clock
     )
     sampled = order.rival.sampled(tags)
-    num_asked = bisect_left(sampled, len(prompt))
-    own = order.num_told_of(picked(slots, sampled)[:num_asked])
-    order.rival.ended((tags if len(sampled) == len(tags) else tags[sampled]).tolist(), num_asked, own)
-    order.ended(slots[told.num_head :], told.kind)
-    if told.num_head:
-        order.ended(slots[: told.num_head], told.head_kind)
-    return told
+    num_looked_up = bisect_left(sampled, end.num_prompt)
+    own = order.num_ended(picked(slots, sampled)[:num_looked_up])
+    order.rival.ended((tags if len(sampled) == len(tags) else tags[sampled]).tolist(), num_looked_up, own)
+    order.ended(slots[found.num_head :], found.kind)
+    if found.num_head:
+        order.ended(slots[: found.num_head], found.head_kind)
+    return found

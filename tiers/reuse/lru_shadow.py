@@ -51,8 +51,8 @@ class LruShadow:
             del chosen[-1]
         return chosen
 
-    def ended(self, tags: Sequence[int], num_asked: int, own: int) -> None:
-        """A request has ended, with these sampled blocks: `num_asked` of its prompt, the first `own` of them hits."""
+    def ended(self, tags: Sequence[int], num_looked_up: int, own: int) -> None:
+        """A request with these sampled blocks has ended: `num_looked_up` of its prompt, the first `own` are hits."""
         used = self._used
         found = 0  # LRU loses a chain's end first: behind these it has none
         while found < len(tags) and tags[found] in used:
@@ -63,7 +63,7 @@ class LruShadow:
             used.move_to_end(tag)
         for _ in range(len(used) - self._room):
             used.popitem(last=False)
-        self._judge(num_asked * self._every, (own - min(found, num_asked)) * self._every)
+        self._judge(num_looked_up * self._every, (own - min(found, num_looked_up)) * self._every)
 
     def forget(self) -> None:
         """No block is there any more."""

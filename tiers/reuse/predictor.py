@@ -1,14 +1,14 @@
 """ReusePredictor: records the ends of requests, and ranks idle blocks by how likely they are needed again."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers.reuse.ends import ClassifiedEnd, Hint, RequestEnd
-from kvtier.tiers.reuse.recent_requests import NO_ROW, FoundRequest, RecentRequests, Tags
+from kvtier.tiers.reuse.recent_requests import MATCH_NAMES, NO_ROW, FoundRequest, RecentRequests, Tags
 
 # --- how likely each class of requests returns at each age -----------------------------------------------------------
 
@@ -238,20 +238,16 @@ class ReusePredictor:
         self._learned_at: float | None = None
 
     def record(
-        self,
-        end: RequestEnd,
-        found: FoundRequest,
-        num_shared: Callable[[int], int],
-        tags: Tags,
-        last_tags: Sequence[int],
-        now: float,
-        clock: Callable[[], float],
+        self, end: RequestEnd, tags: Tags, num_shared: Callable[[int], int], clock: Callable[[], float]
     ) -> ClassifiedEnd:
-        """A request has ended whose prompt of these tags was recognised as `found`; `now` is by `clock`.
+        """A request has ended, whose names have these tags.
 
         `num_shared`: the turn, from 0 → leading blocks here that more requests had than a conversation of that turn.
-        `last_tags`: of the prompt's last MATCH_NAMES names, or the answer's if no block of the prompt is full.
         """
+        now, prompt = clock(), tags[: end.num_prompt]
+        # It is recognised by its prompt's last names, or by its answer's if no block of the prompt is full.
+        last_tags: list[int] = (prompt if len(prompt) else tags)[-MATCH_NAMES:].tolist()
+        found = self.tails.find(prompt, now - end.seconds)
         if self._learned_at is None:
             self._learned_at = now
         tails, turn, gap, row = self.tails, 0, 0.0, found.continued
@@ -261,7 +257,7 @@ class ReusePredictor:
             gap = arrived - tails.end_of(row)
             if is_next:
                 self._came_back(row, now)
-        num_head, num_sharing = self._head(found, turn, num_shared, tags, now)
+        num_head, num_sharing = self._head(found, turn, num_shared, prompt, now)
         head_kind = class_of_head(num_sharing) if num_head else 0
         hint, promises = end.hint, end.hint in _PROMISES
         account = account_of(end.client, is_derived=end.is_derived)
@@ -270,13 +266,13 @@ class ReusePredictor:
         kind = class_of(turn, end.num_output_tokens, _HINTS[hint], gap)
         if last_tags:
             judged = account + 1 if promises else 0  # 0: no account is judged for it
-            tails.add(last_tags, now, length=len(tags), kind=kind, turn=turn, account=judged)
+            tails.add(last_tags, now, length=len(prompt), kind=kind, turn=turn, account=judged)
             if num_head:
-                tails.add_head(int(tags[num_head - 1]), num_head, num_sharing, head_kind)
+                tails.add_head(int(prompt[num_head - 1]), num_head, num_sharing, head_kind)
         self._since += 1
         if self._since >= self._lesson:
             self._learn(now)
-        return ClassifiedEnd(end.names, end.num_prompt, kind, now, self, clock, num_head, head_kind)
+        return ClassifiedEnd(end.names, tags, end.num_prompt, kind, now, self, clock, num_head, head_kind)
 
     def places(self, kinds: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
         """Ranks of blocks of these classes (NO_CLASS is one) and ages in seconds: lower is evicted earlier."""

@@ -276,7 +276,7 @@ def test_a_name_of_another_length_changes_nothing(form: str, verb: str, wrong: l
 
 
 @each_form
-@pytest.mark.parametrize("given", [[3], [0, 1, 3], np.array([3]), np.arange(20)])
+@pytest.mark.parametrize("given", [[3], [0, 1, 3], list(range(20))])
 def test_a_block_without_a_reference_cannot_be_given_back(form: str, given: Any) -> None:
     pool = made(form, BlockPool, SHAPE, 50)
     assert pool.allocate(3) == [0, 1, 2]
@@ -292,7 +292,7 @@ def test_a_block_without_a_reference_cannot_be_given_back(form: str, given: Any)
 
 
 @each_form
-@pytest.mark.parametrize("given", [[0, 0], [1, 2, 1], np.array([0, 0]), np.arange(20) // 10])
+@pytest.mark.parametrize("given", [[0, 0], [1, 2, 1], [0] * 10 + [1] * 10])
 def test_a_block_given_back_twice_at_once_is_a_mistake(form: str, given: Any) -> None:
     """With less than no reference to it a later lease would not keep it, and free slots would be handed out twice."""
     pool = made(form, BlockPool, SHAPE, 50)

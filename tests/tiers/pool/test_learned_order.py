@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import json
 import random
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,6 @@ from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.pool import SlotPool
 from kvtier.tiers.reuse import Hint, LruShadow, RequestEnd, ReusePredictor
 from kvtier.tiers.reuse.predictor import NUM_ANSWERS, NUM_HINTS, class_of
-from kvtier.tiers.reuse.recent_requests import MATCH_NAMES, Tags
 from kvtier.tiers.tier import ChainHash
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -451,18 +449,11 @@ def test_on_the_production_trace_it_beats_lru_by_far() -> None:
     assert shares["tail"] >= shares["lru"] + 0.02
 
 
-def recorded(returns: ReusePredictor, end: RequestEnd, tags: Tags, match_tags: Tags, now: float) -> int:
-    """The class of a request that ended, with its prompt's full blocks and those by which the next turn is known."""
-    found = returns.tails.find(tags, now - end.seconds)
-    last = match_tags[-MATCH_NAMES:].tolist()
-    return returns.record(end, found, lambda _: 0, tags, last, now, time.monotonic).kind
-
-
 def note(returns: ReusePredictor, now: float, tags: list[int], **told: Any) -> int:
     """One end at this time; returns its turn, from 0: 2 stands for third and fourth."""
     end = RequestEnd((), len(tags), 100, **told)
-    words = np.array(tags, np.uint64)
-    return recorded(returns, end, words, words, now) // (NUM_HINTS * NUM_ANSWERS)
+    found = returns.record(end, np.array(tags, np.uint64), lambda _: 0, lambda: now)
+    return found.kind // (NUM_HINTS * NUM_ANSWERS)
 
 
 def test_requests_of_one_prompt_at_once_are_one_turn_of_one_conversation() -> None:
@@ -484,7 +475,9 @@ def test_what_is_said_and_what_is_derived_are_judged_apart() -> None:
         note(returns, now, [2 * 10**6 + number // 2], hint=None if odd else Hint.TOOL, is_derived=True, client=5)
         note(returns, now, [3 * 10**6 + number], hint=Hint.GOES_ON, client=5)
     promises = {
-        is_derived: recorded(returns, RequestEnd((), 0, 100, hint, 5, is_derived), NO_TAGS, NO_TAGS, 20000.0)
+        is_derived: returns.record(
+            RequestEnd((), 0, 100, hint, 5, is_derived), NO_TAGS, lambda _: 0, lambda: 20000.0
+        ).kind
         for is_derived, hint in ((False, Hint.GOES_ON), (True, Hint.TOOL))
     }
     assert promises[False] == class_of(0, 100, 0)  # not heard
@@ -494,5 +487,5 @@ def test_what_is_said_and_what_is_derived_are_judged_apart() -> None:
 def test_a_conversation_that_began_shorter_than_a_block_is_known_by_its_answer() -> None:
     returns = ReusePredictor()
     answer = np.array([1, 2], np.uint64)
-    assert recorded(returns, RequestEnd((), 0, 100), NO_TAGS, answer, 1.0) == class_of(0, 100, 0)
+    assert returns.record(RequestEnd((), 0, 100), answer, lambda _: 0, lambda: 1.0).kind == class_of(0, 100, 0)
     assert note(returns, 50.0, [1, 2, 3]) == 1
