@@ -56,6 +56,7 @@ RULES: Final = (
     Rule(deploy_files.systemd, "units"),
     Rule(deploy_files.kubernetes, "objects", 15),
     Rule(deploy_files.overlays, "objects", 100),
+    Rule(deploy_files.chart, "objects", 15),
     Rule(deploy_files.prometheus, "rules"),
     Rule(deploy_files.alerts, "alerts"),
     Rule(deploy_files.panels, "questions", 10),

@@ -27,6 +27,7 @@ PROFILES: Final = ("core", "cluster", "observability", "bench")
 KUBERNETES: Final = "deploy/kubernetes"
 VERSIONS: Final = ("1.30", "1.34")  # of its API
 TOGETHER: Final = ("model-claim gpu monitoring peers", "vllm monitoring peers")  # components of one cluster
+CHART: Final = "deploy/helm/kvtier"
 PROMETHEUS: Final = "deploy/prometheus"
 GRAFANA: Final = "deploy/grafana"
 UNIT: Final = "deploy/systemd/kvtier.service"
@@ -141,6 +142,24 @@ def overlays(tree: Tree) -> Iterator[str]:
                 continue
             objects = [each for each in yaml.safe_load_all(done.stdout) if "coreos" not in each["apiVersion"]]
             yield from _not_allowed(f"{KUBERNETES}, {name}", tree.each(objects))
+
+
+def chart(tree: Tree) -> Iterator[str]:
+    """The same of the chart's objects, with everything on that Kubernetes itself knows."""
+    switches = ("engine", "router"), ("monitoring", "peers")
+    given = {name: {"autoscaling": {"enabled": True}} for name in switches[0]} | {
+        n: {"enabled": True} for n in switches[1]
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as values:
+        yaml.safe_dump(given, values)
+        values.flush()
+        done = tree.run(str(Path(sys.executable).with_name("helm")), "template", "kv", CHART, "--values", values.name)
+    if done.returncode:
+        yield f"{CHART}: {done.stderr.strip()}"
+        return
+    objects = [each for each in yaml.safe_load_all(done.stdout) if each]
+    own = [each for each in objects if not re.search(r"coreos|keda", each["apiVersion"])]
+    yield from _not_allowed(CHART, tree.each(own))
 
 
 def _not_allowed(where: str, objects: Iterable[Object]) -> Iterator[str]:
