@@ -182,7 +182,7 @@ def test_blocks_evicted_from_l1_return_from_l2_bit_for_bit(make: Make, family: s
     }
     assert len(found) == 5
     assert found <= stored
-    engine.pool.free(np.flatnonzero(np.asarray(engine.pool._core.refs)[:64]))
+    engine.pool.free(np.flatnonzero(np.asarray(engine.pool._core.refs)[:64]).tolist())
     # And L1 has them again.
     [hot] = engine.generate([tokens], KEEP)
     assert hot.num_l1_tokens == 80

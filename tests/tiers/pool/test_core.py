@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 from extent import brief
 from hypothesis import given, settings
@@ -244,7 +243,7 @@ def test_blocks_of_l1_end_alike_in_both_forms(steps: list[tuple[str, tuple[int, 
             pool.free(tables.pop(number % len(tables)))
         elif verb == "hold":
             pool.hold(table)
-            pool.free(np.array(table))
+            pool.free(table)
         else:
             count = min(len(names), len(table))
             pool.publish(table[:count], names[:count], None)
