@@ -189,6 +189,13 @@ PLANTED: Final[dict[str, tuple[Mapping[str, str], str]]] = {
         {"deploy/prometheus/prometheus.yml": "{}\n", "deploy/prometheus/rules.yml": WATCHED.replace("(up)", "((up)")},
         "promtool check rules rules.yml",
     ),
+    "chart": (
+        {
+            "deploy/helm/kvtier/Chart.yaml": "{apiVersion: v2, name: kvtier, version: 0.1.0}\n",
+            "deploy/helm/kvtier/templates/a.yaml": "{apiVersion: v1, kind: Service, metadata: {name: a}, spec: {p: 1}}",
+        },
+        "deploy/helm/kvtier: Service a: API 1.34: ",
+    ),
     "alerts": (
         {
             "deploy/prometheus/rules.yml": WATCHED,
@@ -208,7 +215,7 @@ PLANTED: Final[dict[str, tuple[Mapping[str, str], str]]] = {
             "deploy/grafana/provisioning/dashboards/kvtier.yml": "providers: "
             "[{options: {path: /etc/grafana/dashboards}}]\n",
         },
-        "deploy/grafana: 3: it lies over another panel, or beyond the 24 columns",
+        "deploy/grafana/dashboards/kvtier.json: 3: it lies over another panel, or beyond the 24 columns",
     ),
 }
 

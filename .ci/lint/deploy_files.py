@@ -207,7 +207,7 @@ def panels(tree: Tree) -> Iterator[str]:
     """Prometheus understands what every panel of Grafana asks."""
     asked = [target["expr"] for panel in _panels(tree) for target in panel.get("targets", ())]
     rules = [
-        {"record": f"panel:{i}", "expr": each.replace("$__rate_interval", "1m").replace("$node", ".*")}
+        {"record": f"panel:{i}", "expr": re.sub(r"\$\w+", ".*", each.replace("$__rate_interval", "1m"))}
         for i, each in enumerate(tree.each(asked))
     ]
     with tempfile.TemporaryDirectory() as home:
@@ -227,17 +227,30 @@ def _rules(tree: Tree) -> list[Object]:
 
 
 def _panels(tree: Tree) -> list[Object]:
-    panels: list[Object] = json.loads(tree.text(f"{GRAFANA}/dashboards/kvtier.json"))["panels"]
-    return panels
+    return [panel for path in tree.paths(f"{GRAFANA}/dashboards/*") for panel in json.loads(tree.text(path))["panels"]]
 
 
 def grafana(tree: Tree) -> Iterator[str]:
     """Panels lie side by side, ask the source that is chosen, have legends of their labels, and Grafana finds them."""
-    found, taken = _panels(tree), set[tuple[int, int]]()
+    for path in tree.paths(f"{GRAFANA}/dashboards/*"):
+        yield from _dashboard(tree, path)
+    folder = f"{GRAFANA}/provisioning"
+    (source,) = yaml.safe_load(tree.text(f"{folder}/datasources/prometheus.yml"))["datasources"]
+    (provider,) = yaml.safe_load(tree.text(f"{folder}/dashboards/kvtier.yml"))["providers"]
+    if (source["type"], source["url"]) != ("prometheus", "http://prometheus:9090"):
+        yield f"{folder}/datasources: it is not the cluster's Prometheus"
+    if provider["options"]["path"] != "/etc/grafana/dashboards":
+        yield f"{folder}/dashboards: the path is not where docker-compose.yml mounts the dashboards"
+
+
+def _dashboard(tree: Tree, path: str) -> Iterator[str]:
+    read, taken = json.loads(tree.text(path)), set[tuple[int, int]]()
+    found = read["panels"]
     if not len({panel["id"] for panel in found}) == len({panel["title"] for panel in found}) == len(found):
-        yield f"{GRAFANA}: two panels have one id or one title"
+        yield f"{path}: two panels have one id or one title"
+    variables = {each["name"] for each in read.get("templating", {}).get("list", ())}
     for panel in tree.each(found):
-        where, at = f"{GRAFANA}: {panel['title']}", panel["gridPos"]
+        where, at = f"{path}: {panel['title']}", panel["gridPos"]
         area = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
         if area & taken or max(x for x, _ in area) >= 24:
             yield f"{where}: it lies over another panel, or beyond the 24 columns"
@@ -251,10 +264,5 @@ def grafana(tree: Tree) -> Iterator[str]:
                 yield f"{where}: its legend names {sorted(shown - by)}, which the sum has not"
             if target["datasource"]["uid"] != "${datasource}":
                 yield f"{where}: it asks another source than the one that is chosen"
-    folder = f"{GRAFANA}/provisioning"
-    (source,) = yaml.safe_load(tree.text(f"{folder}/datasources/prometheus.yml"))["datasources"]
-    (provider,) = yaml.safe_load(tree.text(f"{folder}/dashboards/kvtier.yml"))["providers"]
-    if (source["type"], source["url"]) != ("prometheus", "http://prometheus:9090"):
-        yield f"{folder}/datasources: it is not the cluster's Prometheus"
-    if provider["options"]["path"] != "/etc/grafana/dashboards":
-        yield f"{folder}/dashboards: the path is not where docker-compose.yml mounts the dashboards"
+            if unknown := set(re.findall(r"\$(\w+)", target["expr"])) - variables - {"__rate_interval"}:
+                yield f"{where}: no variables of the dashboard: {sorted(unknown)}"

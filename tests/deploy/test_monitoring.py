@@ -1,9 +1,8 @@
 """Prometheus's rules and Grafana's panels: all they name is really told. `make lint` asks whether they are valid."""
 
-import json
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,8 +10,8 @@ from unittest.mock import patch
 import yaml
 from doubles import chain_of
 from http_rig import ServedDaemon
+from monitoring_rig import asked, labels_of, strays_in, words_in
 from node_rig import free_port
-from prometheus_client.parser import text_string_to_metric_families
 from router_rig import replicas, routed, until
 from server_rig import MODEL, save_checkpoint, serving
 from service_rig import attach, load, store
@@ -27,7 +26,6 @@ DEPLOY = Path(__file__).resolve().parent.parent.parent / "deploy"
 PROMETHEUS = DEPLOY / "prometheus"
 # What is not ours: Prometheus's own, and what it adds to every series.
 GIVEN = {"up": {"job", "instance"}}
-ADDED = {"job", "instance", "le"}
 
 
 def rules() -> list[dict[str, Any]]:
@@ -36,21 +34,14 @@ def rules() -> list[dict[str, Any]]:
     ]
 
 
-def dashboard() -> dict[str, Any]:
-    read: dict[str, Any] = json.loads((DEPLOY / "grafana" / "dashboards" / "kvtier.json").read_text())
-    return read
-
-
 def expressions() -> list[str]:
-    """Of all rules, and of all panels as Prometheus gets them from Grafana."""
-    asked = [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", ())]
-    panels = [expression.replace("$__rate_interval", "1m").replace("$node", ".*") for expression in asked]
-    return [*(rule["expr"] for rule in rules()), *panels]
+    """Of all rules, and of all panels of daemons, routers and engines."""
+    return [*(rule["expr"] for rule in rules()), *asked("kvtier")]
 
 
 def told(home: Path) -> dict[str, set[str]]:
     """Labels by series of a daemon, an engine and a router to whom everything has happened."""
-    return _labels([_daemon_page(), _engine_page(home), _router_page()])
+    return labels_of([_daemon_page(), _engine_page(home), _router_page()])
 
 
 def _daemon_page() -> str:
@@ -107,17 +98,6 @@ def _router_page() -> str:
         publisher.close()
 
 
-def _labels(pages: Iterable[str]) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
-    for page in pages:
-        for family in text_string_to_metric_families(page):
-            name = f"{family.name}_total" if family.type == "counter" else family.name
-            found.setdefault(name, set())
-            for sample in family.samples:
-                found.setdefault(sample.name, set()).update(sample.labels)
-    return found
-
-
 def recorded(known: Mapping[str, set[str]]) -> dict[str, set[str]]:
     """Labels of what rules record: those they are summed by, or all of what they are made of."""
     found: dict[str, set[str]] = {}
@@ -125,32 +105,15 @@ def recorded(known: Mapping[str, set[str]]) -> dict[str, set[str]]:
         if "record" in rule:
             by = re.search(r"by \(([^)]*)\)", rule["expr"])
             names = re.findall(r"\bkvtier_\w+", rule["expr"])
-            found[rule["record"]] = set(_words(by[1])) if by else set().union(*(known[name] for name in names))
+            found[rule["record"]] = set(words_in(by[1])) if by else set().union(*(known[name] for name in names))
     return found
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text)
-
-
-def _strays(expression: str, known: Mapping[str, set[str]]) -> Iterator[str]:
-    """Names and labels in an expression that nobody tells."""
-    names = re.findall(r"\b(?:kvtier[_:][\w:]+|up)\b", expression)
-    assert names, expression
-    yield from (name for name in names if name not in known)
-    for name, selector in re.findall(r"(kvtier[_:][\w:]+|up)\{([^}]*)\}", expression):
-        wanted = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", re.sub(r'"[^"]*"', '""', selector)))
-        yield from (f"{name}{{{label}}}" for label in wanted - known.get(name, set()) - ADDED)
-    here = set().union(*(known.get(name, set()) for name in names)) | ADDED
-    for labels in re.findall(r"by \(([^)]*)\)", expression):
-        yield from (f"by ({label})" for label in _words(labels) if label not in here)
 
 
 def test_what_they_name_is_told(tmp_path: Path) -> None:
     series = told(tmp_path)
     known = {**series, **GIVEN, **recorded(series)}
-    strays = {stray: expression for expression in expressions() for stray in _strays(expression, known)}
+    strays = {stray: expression for expression in expressions() for stray in strays_in(expression, known)}
     assert not strays
     # The test can fail: a name, a selector's label and a sum's label that nobody tells.
     for wrong in ("kvtier_lookups", 'kvtier_miss_total{tier="l2"}', "sum by (why) (kvtier_miss_total)"):
-        assert list(_strays(wrong, known)), wrong
+        assert list(strays_in(wrong, known)), wrong

@@ -4,15 +4,19 @@ import json
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
+from monitoring_rig import asked, labels_of, strays_in
 from node_rig import free_port, node
 from pair_rig import Server, pair
 from redis_rig import NO_REDIS, standalone
 from test_vllm_processes import chat_model
 from vllm_rig import BLOCK, engine, prompt
+
+from kvtier.tiers.metrics import Metrics
 
 __all__ = ["chat_model"]  # a fixture
 
@@ -23,6 +27,7 @@ pytestmark = [
 ]
 
 PROMPTS = [prompt(1, 200), prompt(2, 330), prompt(3, 170), prompt(4, 230), prompt(5, 130), prompt(6, 290)]
+LOOKED_UP = "vllm:kvtier_lookup_blocks_total"
 WHOLE = [len(tokens) // BLOCK * BLOCK for tokens in PROMPTS]
 
 
@@ -59,6 +64,22 @@ def test_over_redis_the_decode_server_finds_what_the_prefill_server_just_stored(
             answer, _ = servers.decode.ask(PROMPTS[4], 16, handed)
             assert answer == (expected[4], 0)
             assert servers.decode.ask(PROMPTS[1], 16)[0].tokens == expected[1]
+            shows_what_the_dashboard_asks(servers.decode)
+
+
+def shows_what_the_dashboard_asks(server: Server) -> None:
+    """The page has series of what has happened to the server; the others are those that kvtier's metrics can have."""
+    ours = {
+        f"vllm:{each.name}_total" if each.is_counter else f"vllm:{each.name}": {*each.labels, "engine", "model_name"}
+        for each in Metrics().families()
+    }
+    end = time.monotonic() + 30
+    while LOOKED_UP not in (page := labels_of([httpx.get(f"{server.url}/metrics").text])):
+        assert time.monotonic() < end, page  # vLLM hears of kvtier's counters once a second, in its steps
+        server.ask(PROMPTS[3], 4)
+    shown = {name: labels for name, labels in page.items() if name in ours and labels}
+    assert shown == {name: ours[name] for name in shown}
+    assert not [stray for expression in asked("kvtier-vllm") for stray in strays_in(expression, {**page, **ours})]
 
 
 @pytest.mark.exhaustive  # test_vllm_daemon.py has a second engine over it
