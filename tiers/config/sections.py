@@ -81,18 +81,16 @@ class CacheConfig(Section):
         "copy blocks down: write_through at seal, write_back before eviction",
     )
     admit_after: Sightings = option(
-        1, "sightings before a block is stored; auto: one, or two in a lower tier while that falls behind"
+        1, "sightings before a block is stored; auto: two in a lower tier that falls behind, else one"
     )
     policy: Literal["tail", "lru", "s3fifo"] = option(
         "tail",
         "what is evicted first: tail learns it from how requests return",
     )
-    store_queue: ByteSize | None = option(
-        None, "bytes of L2 that wait leased for L3, at most a quarter of L2; none = a quarter"
-    )
+    store_queue: ByteSize | None = option(None, "bytes of L2 that wait leased for L3; none = a quarter, the most")
     prefetch_deadline: Time = option("2s", "longest a request waits for L3; then it takes what has arrived")
     load_or_recompute: Literal["auto", "load", "recompute"] = option(
-        "auto", "load a stored block, recompute it, or auto: the faster one, or both at once"
+        "auto", "load or recompute a stored block; auto: the faster one, or both at once"
     )
     partial_blocks: bool = option(True, "reuse the leading tokens that a prompt shares with a stored block")
     store_generated: StoredAnswers = option(True, "store answers, too; answers: without reasoning, by kvtier engine")
@@ -118,7 +116,7 @@ class ChatConfig(Section):
         (), "list of how system messages' lines begin that are dropped; billing = Claude Code's header"
     )
     move_lines: LineStarts = option(
-        (), "list of how lines begin that move to the end of their system message; date = a date or time"
+        (), "list of how lines begin that move to their system message's end; date = a date or time"
     )
 
 
@@ -260,7 +258,7 @@ class ServiceConfig(HttpSection):
     http: Address = option("127.0.0.1:9400", "address of the daemon's pages")
     token: Secret | None = option(
         None,
-        "token of admin requests; none = a new one at each start, in a file beside the socket",
+        "token of admin requests; none = a new one at each start, beside the socket",
     )
     archives: Directory | None = option(None, "directory of exports, imports, traces; none = archives in [file] path")
     default_quota: ByteSize | None = option(
@@ -273,14 +271,12 @@ class ServiceConfig(HttpSection):
         le=1 << 24,
     )
     gpu_hour: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = option(
-        None, "hourly price of an engine's GPUs together; none = the page shows no money"
+        None, "hourly price of an engine's GPUs together; none = no prices"
     )
     prefill_rate: Annotated[WholeNumber, Field(ge=1, le=10**9)] | None = option(
-        None, "tokens a second that an engine prefills, if none reports its own"
+        None, "tokens a second that an engine prefills, if none reports it"
     )
-    request_log: FileName | None = option(
-        None, "file for a JSON line about each request of the daemon's engines; none = off"
-    )
+    request_log: FileName | None = option(None, "file for a JSON line about each request; none = off")
 
 
 class ServerConfig(HttpSection):
@@ -303,7 +299,7 @@ class ServerConfig(HttpSection):
     )
     request_log: FileName | None = option(None, "file for a JSON line about each request; none = off")
     tool_parser: Literal["auto", "hermes", "llama", "none"] = option(
-        "auto", "how answers call tools; auto = by the model's template and vocabulary, none = all is text"
+        "auto", "how answers call tools; auto = by the model's template and vocabulary"
     )
 
     @property
