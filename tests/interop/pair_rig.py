@@ -1,7 +1,9 @@
 """A prefill and a decode vLLM server side by side, started as docs/vllm.md prints it, and what a proxy does between."""
 
 import contextlib
+import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -118,22 +120,27 @@ class Pair(NamedTuple):
         return self.prefill.ask(prompt, 1, ASKED)[1]
 
 
-def printed_commands(number: int) -> list[list[str]]:
-    """The `vllm serve …` of one code block of the section, by the block's number."""
+def printed_commands(over_daemon: bool) -> list[list[str]]:
+    """The section's two `vllm serve …`, or the same with the extra config that it gives for one node's daemon."""
     section = (ROOT / "docs" / "vllm.md").read_text().split(SECTION)[1].split("\n## ")[0]
-    block = [part for part in section.split("```")[1::2] if "vllm serve" in part][number]
+    block = next(part for part in section.split("```")[1::2] if "vllm serve" in part)
     commands = [shlex.split(f"vllm serve {part}") for part in block.split("vllm serve")[1:]]
     assert len(commands) == 2
+    if over_daemon:
+        [extra] = re.findall(r"`(\{\"service\".*?\}\})`", section, re.DOTALL)
+        for command in commands:
+            config = json.loads(command[-1])
+            command[-1] = json.dumps({**config, "kv_connector_extra_config": json.loads(extra)})
     return commands
 
 
 @contextlib.contextmanager
-def pair(number: int, changes: Mapping[str, str], logs: Path) -> Iterator[Pair]:
-    """Both servers of a printed code block; `changes`: what is printed → what it is here. Ports are free ones."""
+def pair(over_daemon: bool, changes: Mapping[str, str], logs: Path) -> Iterator[Pair]:
+    """Both servers as printed; `changes`: what is printed → what it is here. Ports are free ones."""
     servers: list[Server] = []
     ports = {printed: str(free_port()) for printed in ("8100", "8200")}
     try:
-        for command, name in zip(printed_commands(number), ("prefill", "decode"), strict=True):
+        for command, name in zip(printed_commands(over_daemon), ("prefill", "decode"), strict=True):
             for printed, here in changes.items():
                 assert any(printed in word for word in command), printed
                 command = [word.replace(printed, here) for word in command]

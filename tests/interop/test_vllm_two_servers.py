@@ -43,7 +43,7 @@ def test_over_redis_the_decode_server_finds_what_the_prefill_server_just_stored(
 ) -> None:
     with standalone() as redis:
         changes = {"path/to/checkpoint": str(chat_model), "redis://redis.example:6379": redis.url, "16GiB": "32MiB"}
-        with pair(0, changes, tmp_path) as servers:
+        with pair(False, changes, tmp_path) as servers:
             for number in (0, 1):
                 assert servers.ask(PROMPTS[number]) == (expected[number], WHOLE[number])
             # again, and nothing is in vLLM's own caches: the prefill server loads, the decode server loads
@@ -88,7 +88,7 @@ def test_over_one_daemon_the_decode_server_finds_it_in_the_same_memory(
 ) -> None:
     with node() as daemon:
         changes = {"path/to/checkpoint": str(chat_model), "/run/kvtier.sock": str(daemon.socket), "16GiB": "16MiB"}
-        with pair(1, changes, tmp_path) as servers:
+        with pair(True, changes, tmp_path) as servers:
             for number in (0, 1):
                 assert servers.ask(PROMPTS[number]) == (expected[number], WHOLE[number])
             # the daemon dies and comes back between prefill and decode

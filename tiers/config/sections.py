@@ -48,89 +48,75 @@ _SHORTEST_SECRET: Final = 16  # characters: an attacker who reads stored data ca
 
 class HostConfig(Section):
     size: StorageSize = option("1GiB", "memory for L2")
-    shared: bool = option(False, "memfd other processes can map, instead of anonymous memory")
+    shared: bool = option(False, "memfd that other processes can map")
     huge_pages: bool = option(True, "ask the kernel for huge pages")
-    pin: bool = option(True, "pin the memory for the GPU that copies from it: piece by piece, in the background")
+    pin: bool = option(True, "pin the memory for the GPU, piece by piece in the background")
     batch_copies_from: ByteSize | None = option(
-        None, "mean size of pieces from which CUDA's driver copies them, not a kernel; none = measured on the device"
+        None, "mean size of pieces from which the driver copies, not a kernel; none = measured"
     )
     copy_grid: Annotated[WholeNumber, Field(ge=1, le=32)] | None = option(
-        None, "blocks of threads of the copy kernel, 1 to 32; none = measured on the device"
+        None, "blocks of threads of the copy kernel, 1 to 32; none = measured"
     )
-    verify: Literal["always", "never"] = option(
-        "never", "always: hash every block in L2 again before it is promised; never: trust all who share it"
-    )
+    verify: Literal["always", "never"] = option("never", "always: hash every block in L2 again before it is promised")
 
 
 class FileConfig(Section):
     path: Directory | None = option(None, "directory of the slabs; none = tier off")
-    size: StorageSize = option("4GiB", "hard bound on the directory's slabs together")
+    size: StorageSize = option("4GiB", "hard bound on all slabs of the directory")
     mode: Literal["auto", "direct", "buffered", "mmap"] = option(
-        "auto", "how payloads are read and written: direct, buffered, mmap, or auto"
+        "auto", "how payloads are read and written: direct, buffered, mmap or auto"
     )
-    durable: bool = option(False, "fdatasync, so that blocks survive a power cut as well")
+    durable: bool = option(False, "fdatasync: blocks survive a power cut, too")
     key_file: FileName | None = option(
-        None, "key that encrypts slabs and archives; none = a reader of a slab can reconstruct prompts"
+        None, "key that encrypts slabs and archives; none = readers of a slab can reconstruct prompts"
     )
-    deadline: Time = option("2s", "longest one operation may take before it counts as a miss")
+    deadline: Time = option("2s", "longest operation; a longer one is a miss")
 
 
 class CacheConfig(Section):
     block_size: WholeNumber = option(64, "tokens in a block", ge=1, le=4096)
-    hash: Literal["sha256", "xxh3"] = option("sha256", "chain hash: sha256, or xxh3 for a single trusted tenant")
+    hash: Literal["sha256", "xxh3"] = option("sha256", "chain hash: sha256, or xxh3 for one trusted tenant")
     write_policy: Literal["write_through", "write_back"] = option(
         "write_through",
-        "write_through: copy a block down when it is sealed; write_back: when it is about to be evicted",
+        "copy blocks down: write_through at seal, write_back before eviction",
     )
     admit_after: Sightings = option(
-        1, "sightings before a block is stored; auto: one, or two in a tier below while that falls behind"
+        1, "sightings before a block is stored; auto: two in a lower tier that falls behind, else one"
     )
     policy: Literal["tail", "lru", "s3fifo"] = option(
         "tail",
-        "what is evicted first: tail learns it from how requests return; without reports of their ends it is lru",
+        "what is evicted first: tail learns it from how requests return",
     )
-    store_queue: ByteSize | None = option(
-        None, "bytes of L2 that wait for L3 and cannot be evicted, at most a quarter of it; none = a quarter"
-    )
-    prefetch_deadline: Time = option("2s", "longest a request waits for L3; then it takes what is there")
+    store_queue: ByteSize | None = option(None, "bytes of L2 that wait leased for L3; none = a quarter, the most")
+    prefetch_deadline: Time = option("2s", "longest a request waits for L3; then it takes what has arrived")
     load_or_recompute: Literal["auto", "load", "recompute"] = option(
-        "auto", "load a held block, recompute it, or auto: whichever measures faster, or both at once"
+        "auto", "load or recompute a stored block; auto: the faster one, or both at once"
     )
-    partial_blocks: bool = option(
-        True, "reuse the leading tokens that a prompt shares with a held block; off: whole blocks only"
-    )
-    store_generated: StoredAnswers = option(
-        True, "store answers too, for the next turn; answers: without reasoning that it lacks, by kvtier engine"
-    )
+    partial_blocks: bool = option(True, "reuse the leading tokens that a prompt shares with a stored block")
+    store_generated: StoredAnswers = option(True, "store answers, too; answers: without reasoning, by kvtier engine")
     segments: Literal["off", "on"] = option(
         "off",
-        "on: requests may name segments, whose KV is reused elsewhere: approximate; kvtier's engine and transformers",
+        "on: reuse KV of segments at other places: approximate; kvtier's engine and transformers",
     )
-    segment_min_tokens: WholeNumber = option(
-        32, "tokens of the shortest segment that is reused, at least a block", ge=1, lt=2**31
-    )
-    repair_share: float = option(0.15, "share of reused tokens that are computed anew", ge=0, le=1)
+    segment_min_tokens: WholeNumber = option(32, "shortest reused segment, in tokens; at least a block", ge=1, lt=2**31)
+    repair_share: float = option(0.15, "share of reused tokens that are recomputed", ge=0, le=1)
     repair_rule: Literal["deviation", "question", "first", "borders", "random"] = option(
-        "deviation", "which reused tokens are computed anew"
+        "deviation", "which reused tokens are recomputed"
     )
-    lossy: Literal["none", "fp8"] = option(
-        "none", "fp8: Redis and object store keep K and V as fp8, with loss; exact engines never find these blocks"
-    )
+    lossy: Literal["none", "fp8"] = option("none", "fp8: Redis and object store keep K and V as fp8, with loss")
     cache_salt: CacheSalt | None = option(None, "isolates a tenant: other salt, no hit")
-    epoch: WholeNumber = option(0, "raise it to invalidate everything stored before", ge=0, lt=2**63)
+    epoch: WholeNumber = option(0, "raise it to invalidate all stored blocks", ge=0, lt=2**63)
 
 
 class ChatConfig(Section):
     """Chats whose prompts should begin alike: of kvtier's engine, the router, and `KVTier.chat`."""
 
-    sort_tools: bool = option(
-        False, "keys of tools' schemas in one order, whoever wrote them; off, because the model reads that order"
-    )
+    sort_tools: bool = option(False, "put the keys of tools' schemas in one order, which the model reads")
     drop_lines: LineStarts = option(
-        (), "list of how system messages' lines begin that are left out; billing = the billing header of Claude Code"
+        (), "list of how system messages' lines begin that are dropped; billing = Claude Code's header"
     )
     move_lines: LineStarts = option(
-        (), "list of how lines begin that move to their system message's end; date = lines with a date or time"
+        (), "list of how lines begin that move to their system message's end; date = a date or time"
     )
 
 
@@ -151,34 +137,29 @@ class L1Config(Section):
 class PeersConfig(Section):
     """Other nodes' memory: where their daemons lend blocks, and where this one does."""
 
-    listen: Address | None = option(
-        None, "address where this node's daemon lends other daemons the blocks in its memory; none = it lends none"
-    )
+    listen: Address | None = option(None, "address where this node's daemon lends blocks; none = it lends none")
     nodes: NodeAddresses = option(
-        (), "list of HOST:PORT where daemons lend blocks; a name stands for all its addresses; none = tier off"
+        (), "list of HOST:PORT where daemons lend blocks; a name means all its addresses; none = tier off"
     )
-    key_file: FileName | None = option(
-        None, "file with the key that all nodes share: a block is trusted only with it; needed by listen and nodes"
-    )
+    key_file: FileName | None = option(None, "file with the key of all nodes; needed by listen and nodes")
     events: bool = option(
         True,
-        "know by other nodes' KV events which blocks they hold, if they publish and replay them at tcp:// addresses; "
-        "off: always ask",
+        "know other nodes' blocks by their KV events, if published and replayed at tcp://",
     )
     max_blocks: WholeNumber = option(
         1_000_000,
-        "blocks of other nodes known by their events, of each model; a node with more is asked by names",
+        "blocks of other nodes known by events, for each model; nodes with more are queried by name",
         ge=1,
         le=100_000_000,
     )
     transport: Literal["tcp", "nixl"] = option(
         "tcp",
-        "nixl: read blocks from the other node's memory by NIXL (RDMA), over tcp if it has none; in a closed network",
+        "nixl: read other nodes' memory by NIXL (RDMA), over tcp if one has none; in a closed network",
     )
-    connect_timeout: Time = option("100ms", "longest a connection may take to open")
-    deadline: Time = option("250ms", "longest a batch may take, besides its size over bandwidth")
-    bandwidth: ByteSize = option("50MB", "bytes per second a batch is given time for")
-    in_flight: ByteSize = option("64MiB", "bytes of blocks lent at once, to all other nodes together")
+    connect_timeout: Time = option("100ms", "longest opening of a connection")
+    deadline: Time = option("250ms", "longest batch, plus its size ÷ bandwidth")
+    bandwidth: ByteSize = option("50MB", "slowest rate, in bytes a second")
+    in_flight: ByteSize = option("64MiB", "bytes of blocks lent at once, to all nodes")
 
     @model_validator(mode="after")
     def _keyed(self) -> Self:
@@ -194,33 +175,28 @@ class PeersConfig(Section):
 class RedisConfig(Section):
     url: SecretStr | None = option(
         None,
-        "redis://, rediss:// or unix://; several, separated by commas, for a cluster's nodes or Sentinels; "
-        "none = tier off",
+        "redis://, rediss:// or unix://; commas between a cluster's nodes or Sentinels; none = tier off",
     )
-    mode: Literal["standalone", "cluster", "sentinel"] = option(
-        "standalone", "what url names: standalone, sentinel or cluster"
-    )
-    sentinel_name: str = option("mymaster", "the name Sentinels know the master by")
+    mode: Literal["standalone", "cluster", "sentinel"] = option("standalone", "standalone, sentinel or cluster")
+    sentinel_name: str = option("mymaster", "the master's name for Sentinels")
     username: str | None = option(None, "ACL user")
-    password: Secret | None = option(None, "its password; never logged")
+    password: Secret | None = option(None, "its password")
     ca: FileName | None = option(None, "certificate authority of rediss:// servers; none = the system's")
-    secret: SecretStr | None = option(None, "seals what is stored: only records written with it are read; never logged")
-    key_file: FileName | None = option(
-        None, "file with the key that encrypts what is stored, AES-256-GCM; instead of secret"
-    )
+    secret: SecretStr | None = option(None, "authenticates records: only those written with it are read")
+    key_file: FileName | None = option(None, "file with the key that encrypts records (AES-256-GCM), instead of secret")
     compression: Literal["none", "zstd"] = option(
         "none",
-        "zstd: values are shorter, without loss; pays where the way to the servers is slow, or their memory dear",
+        "zstd: shorter values without loss, for slow servers or dear memory",
     )
     prefix: KeyPrefix = option("kvtier", "what every key begins with")
-    ttl: Lifetime = option("24h", "how long a block is kept without reads")
+    ttl: Lifetime = option("24h", "time that a block is kept without reads")
     expiry: Literal["fixed", "learned"] = option(
-        "fixed", "learned: what is needed less expires earlier, up to half of ttl; for servers with volatile-ttl"
+        "fixed", "learned: less needed blocks expire earlier, up to half of ttl; needs volatile-ttl"
     )
-    connect_timeout: Time = option("100ms", "longest a connection may take to open")
-    deadline: Time = option("250ms", "longest a batch may take, besides its size over bandwidth")
-    bandwidth: ByteSize = option("50MB", "bytes per second a batch is given time for")
-    in_flight: ByteSize = option("64MiB", "bytes of requests and replies under way at once")
+    connect_timeout: Time = option("100ms", "longest opening of a connection")
+    deadline: Time = option("250ms", "longest batch, plus its size ÷ bandwidth")
+    bandwidth: ByteSize = option("50MB", "slowest rate, in bytes a second")
+    in_flight: ByteSize = option("64MiB", "bytes of requests and replies under way")
 
     @model_validator(mode="after")
     def _one_seal(self) -> Self:
@@ -229,32 +205,26 @@ class RedisConfig(Section):
 
 
 class ObjectsConfig(Section):
-    bucket: BucketName | None = option(None, "bucket of an S3-compatible object store; none = tier off")
-    endpoint: HttpEndpoint | None = option(None, "the store's address, as in https://HOST:PORT; none = AWS")
-    region: RegionName = option("us-east-1", "the bucket's region; most stores but AWS take any")
-    access_key_id: AccessKeyId | None = option(
-        None, "key id of requests; none = from AWS's variables or the machine's role"
-    )
-    secret_access_key: SecretStr | None = option(None, "its key; never logged")
-    session_token: SecretStr | None = option(
-        None, "of temporary credentials; none = they are not temporary; never logged"
-    )
-    virtual_hosted: bool = option(False, "the bucket's name stands in the host's, not in the path")
-    ca: FileName | None = option(None, "certificate authority of an https endpoint; none = the system's")
-    secret: SecretStr | None = option(None, "seals what is stored: only records written with it are read; never logged")
-    key_file: FileName | None = option(
-        None, "file with the key that encrypts what is stored, AES-256-GCM; instead of secret"
-    )
+    bucket: BucketName | None = option(None, "bucket of an S3-compatible store; none = tier off")
+    endpoint: HttpEndpoint | None = option(None, "https://HOST:PORT of the store; none = AWS")
+    region: RegionName = option("us-east-1", "the bucket's region; most other stores take any")
+    access_key_id: AccessKeyId | None = option(None, "key id; none = from AWS's variables or the machine's role")
+    secret_access_key: SecretStr | None = option(None, "its key")
+    session_token: SecretStr | None = option(None, "token of temporary credentials")
+    virtual_hosted: bool = option(False, "the bucket's name is in the host's, not in the path")
+    ca: FileName | None = option(None, "certificate authority of https endpoints; none = the system's")
+    secret: SecretStr | None = option(None, "authenticates records: only those written with it are read")
+    key_file: FileName | None = option(None, "file with the key that encrypts records (AES-256-GCM), instead of secret")
     compression: Literal["none", "zstd"] = option(
-        "none", "zstd: objects are shorter, without loss; pays where the way to the store is slow, or its room dear"
+        "none", "zstd: shorter objects without loss, for a slow or dear store"
     )
     prefix: ObjectPrefix = option("kvtier", "what every object's key begins with")
-    ttl: Lifetime = option("7d", "age at which the bucket's lifecycle rule removes an object")
-    connect_timeout: Time = option("1s", "longest a connection may take to open")
-    deadline: Time = option("2s", "longest a batch may take, besides its size over bandwidth")
-    bandwidth: ByteSize = option("25MB", "bytes per second a batch is given time for", ge=1)
-    connections: WholeNumber = option(16, "requests of reads under way at once", ge=1, le=256)
-    part_size: ByteSize = option("16MiB", "a longer read is requested in parts of this, all at once", ge=1 << 16)
+    ttl: Lifetime = option("7d", "age at which the bucket's lifecycle rule removes objects")
+    connect_timeout: Time = option("1s", "longest opening of a connection")
+    deadline: Time = option("2s", "longest batch, plus its size ÷ bandwidth")
+    bandwidth: ByteSize = option("25MB", "slowest rate, in bytes a second", ge=1)
+    connections: WholeNumber = option(16, "read requests under way", ge=1, le=256)
+    part_size: ByteSize = option("16MiB", "size of a long read's parts, all requested at once", ge=1 << 16)
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -282,58 +252,54 @@ class ServiceConfig(HttpSection):
     """The node's daemon: where it listens, and where engines find it."""
 
     socket: SocketPath | None = option(
-        None, "Unix socket of `kvtier serve`; an engine given it uses that daemon's tiers"
+        None, "Unix socket of `kvtier serve`; an engine with it uses that daemon's tiers"
     )
     deadline: Time = option("250ms", "longest an engine's step waits for the daemon; then it stores nothing")
-    http: Address = option("127.0.0.1:9400", "address of the daemon's metrics, health and admin pages")
+    http: Address = option("127.0.0.1:9400", "address of the daemon's pages")
     token: Secret | None = option(
         None,
-        "what admin requests must carry; none = a new one at each start, in a file beside the socket; never logged",
+        "token of admin requests; none = a new one at each start, beside the socket",
     )
-    archives: Directory | None = option(
-        None, "directory of exports, imports and traces; none = archives in [file] path"
-    )
+    archives: Directory | None = option(None, "directory of exports, imports, traces; none = archives in [file] path")
     default_quota: ByteSize | None = option(
-        None, "host memory of each model for a cache_salt without a quota of its own; none = no bound"
+        None, "host memory of each model for a cache_salt without its own quota; none = no bound"
     )
     kept_lookups: WholeNumber = option(
         1 << 18,
-        "blocks of the last hour's lookups kept, to compute what the best policy would have found; 0 = none",
+        "blocks of the last hour's lookups kept to compute the best policy's hits; 0 = none",
         ge=0,
         le=1 << 24,
     )
     gpu_hour: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = option(
-        None, "price of an hour of an engine's GPUs together, in your currency; none = the page shows no money"
+        None, "hourly price of an engine's GPUs together; none = no prices"
     )
     prefill_rate: Annotated[WholeNumber, Field(ge=1, le=10**9)] | None = option(
-        None, "tokens a second that an engine prefills, if no engine reports its own"
+        None, "tokens a second that an engine prefills, if none reports it"
     )
-    request_log: FileName | None = option(
-        None, "file that gets a line of JSON for each request of the daemon's engines; none = off"
-    )
+    request_log: FileName | None = option(None, "file for a JSON line about each request; none = off")
 
 
 class ServerConfig(HttpSection):
     """`kvtier engine`: where it listens, and how many requests it takes at once."""
 
     http: Address = option("127.0.0.1:8000", "address of the OpenAI API of `kvtier engine`")
-    token: Secret | None = option(None, "the API key requests must carry; never logged")
+    token: Secret | None = option(None, "API key of requests")
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = option(
         None, "the model's name for clients; none = its directory's"
     )
-    max_waiting: WholeNumber = option(64, "requests that may wait for a seat; further ones get 429", ge=0, le=65536)
-    request_timeout: Time = option("120s", "longest a request may take, then it ends")
-    drain: Time | None = option(None, "longest that answers may go on after the signal to stop; none = request_timeout")
+    max_waiting: WholeNumber = option(64, "requests that may wait; further ones get 429", ge=0, le=65536)
+    request_timeout: Time = option("120s", "longest a request may take")
+    drain: Time | None = option(None, "longest that answers go on after the signal to stop; none = request_timeout")
     max_num_seqs: WholeNumber = option(16, "requests computed at once", ge=1, le=4096)
     max_num_batched_tokens: WholeNumber = option(
-        512, "tokens of a step; longer prompts are computed in pieces of this", ge=1, le=2**20
+        512, "tokens of a step; longer prompts are computed in pieces", ge=1, le=2**20
     )
     max_model_len: Annotated[WholeNumber, Field(ge=1, lt=2**31)] | None = option(
         None, "tokens of prompt and answer together; none = the model's"
     )
-    request_log: FileName | None = option(None, "file that gets a line of JSON for each request; none = off")
+    request_log: FileName | None = option(None, "file for a JSON line about each request; none = off")
     tool_parser: Literal["auto", "hermes", "llama", "none"] = option(
-        "auto", "how answers call tools; auto = as the model's template and vocabulary show, none = all is text"
+        "auto", "how answers call tools; auto = by the model's template and vocabulary"
     )
 
     @property
@@ -347,29 +313,22 @@ class EventsConfig(Section):
 
     publish: ZmqEndpoint | None = option(
         None,
-        "ZMQ address for KV events, as ipc:///run/kvtier/events in a directory of mode 0700: "
-        "they hold prompts' tokens; none = off",
+        "ZMQ address of KV events, such as ipc:///run/kvtier/events, mode 0700: they have prompts' tokens; none = off",
     )
     replay: ZmqEndpoint | None = option(
-        None, "ZMQ address that repeats what a subscriber has missed, as ipc:///run/kvtier/events-replay"
+        None, "ZMQ address that repeats missed events, such as ipc:///run/kvtier/events-replay"
     )
-    allow_remote: bool = option(
-        False, "let these be addresses other machines reach, or a socket other users do: they read prompts"
-    )
+    allow_remote: bool = option(False, "let other machines or users reach these addresses, and so read prompts")
     curve_key_file: FileName | None = option(
-        None, "the publisher's CURVE key pair, for tcp:// addresses; none = subscribers need no key"
+        None, "the publisher's CURVE key pair, for tcp://; none = subscribers need no key"
     )
-    curve_reader_file: FileName | None = option(None, "the public key of those who may subscribe")
-    node: ZmqEndpoint | None = option(
-        None, "an engine's: where its daemon publishes, as routers reach it; the engine passes it on"
-    )
-    node_replay: ZmqEndpoint | None = option(None, "likewise, where its daemon repeats what was missed")
+    curve_reader_file: FileName | None = option(None, "the public key of subscribers")
+    node: ZmqEndpoint | None = option(None, "for an engine: where routers reach its daemon's events; it announces this")
+    node_replay: ZmqEndpoint | None = option(None, "likewise, its daemon's replay")
     buffer: WholeNumber = option(10_000, "batches kept for replay", ge=1, le=1_000_000)
-    topic: Topic | None = option(None, "topic of every event; none = one for each model, kv@ and its fingerprint")
-    form: Literal["maps", "arrays"] = option(
-        "maps", "maps, as vLLM publishes them; or arrays, as it did before, for llm-d"
-    )
-    strict: bool = option(False, "log events that contradict earlier ones as errors, not as warnings")
+    topic: Topic | None = option(None, "topic of every event; none = kv@ and the model's fingerprint")
+    form: Literal["maps", "arrays"] = option("maps", "maps, as in vLLM; or arrays, for llm-d")
+    strict: bool = option(False, "log impossible events as errors, not as warnings")
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -416,51 +375,39 @@ class RouterConfig(HttpSection):
     """`kvtier route`: where it listens, its replicas, and its time limits."""
 
     http: Address = option("127.0.0.1:8080", "address of the OpenAI API of `kvtier route`")
-    token: Secret | None = option(None, "the API key clients must send; never logged")
-    model: FileName | None = option(
-        None, "directory of the tokenizer and chat template for prompts; none = ask replicas"
-    )
-    tokenize_timeout: Time = option("200ms", "longest a replica may take to say a prompt's tokens, if model is none")
+    token: Secret | None = option(None, "API key of clients")
+    model: FileName | None = option(None, "directory of the tokenizer and chat template; none = query replicas")
+    tokenize_timeout: Time = option("200ms", "longest a replica may take to tokenise, if model is none")
     replicas: _Replicas = option(
         (),
         "list of `http[s]://HOST:PORT[,events=…][,replay=…][,node=…][,node_replay=…][,block_size=N][,addresses=all]`",
     )
-    replicas_file: FileName | None = option(
-        None, "file with one more replica a line; a change is followed while running"
-    )
-    resolve_interval: Time = option("10s", "time between two look-ups of names with addresses=all")
-    replica_token: Secret | None = option(None, "the API key replicas want; never logged")
-    replica_ca: FileName | None = option(
-        None, "file of the certificates https replicas are verified by; none = the system's"
-    )
-    curve_key_file: FileName | None = option(
-        None, "the router's own CURVE key pair, for events at tcp:// addresses; none = without"
-    )
-    curve_publisher_file: FileName | None = option(
-        None, "the public key of all publishers of events at tcp:// addresses"
-    )
+    replicas_file: FileName | None = option(None, "file with one more replica a line; changes are followed")
+    resolve_interval: Time = option("10s", "time between lookups of names with addresses=all")
+    replica_token: Secret | None = option(None, "API key that replicas want")
+    replica_ca: FileName | None = option(None, "certificates that verify https replicas; none = the system's")
+    curve_key_file: FileName | None = option(None, "the router's CURVE key pair, for events at tcp://; none = without")
+    curve_publisher_file: FileName | None = option(None, "the public key of all publishers of events at tcp://")
     weight_cpu: _Share = option(TIERS[L2].weight, "what host memory saves of computing a block, of 1")
     weight_storage: _Share = option(TIERS["file"].weight, "what a slab saves of it")
     weight_external: _Share = option(TIERS["redis"].weight, "what Redis saves of it")
     weight_object: _Share = option(TIERS["objects"].weight, "what an object store saves of it")
     max_requests: WholeNumber = option(256, "requests at one replica at a time; further ones get 429", ge=1, le=65536)
-    processes: WholeNumber = option(
-        1, "processes behind the address, each with its own index; a core each", ge=1, le=64
-    )
+    processes: WholeNumber = option(1, "processes behind the address, each with its own index and core", ge=1, le=64)
     max_blocks: WholeNumber = option(
         MAX_BLOCKS,
-        "blocks of all replicas that are known, of 70 bytes; beyond them the oldest are forgotten",
+        "known blocks of all replicas, 70 bytes each; beyond them the oldest are forgotten",
         ge=1,
         lt=2**31,
     )
-    probe_interval: Time = option("250ms", "between two looks at a replica")
-    probe_timeout: Time = option("700ms", "longest a look may take; more is late")
-    probe_failures: WholeNumber = option(3, "late looks in a row that mean it is down", ge=1, le=100)
-    connect_timeout: Time = option("500ms", "longest a connection may take to open")
-    first_byte_timeout: Time = option("120s", "longest an answer may take to begin")
-    stall_timeout: Time = option("60s", "longest a begun answer may pause")
+    probe_interval: Time = option("250ms", "time between probes of a replica")
+    probe_timeout: Time = option("700ms", "longest a probe may take; more is late")
+    probe_failures: WholeNumber = option(3, "late probes in a row that mean `down`", ge=1, le=100)
+    connect_timeout: Time = option("500ms", "longest opening of a connection")
+    first_byte_timeout: Time = option("120s", "longest until an answer begins")
+    stall_timeout: Time = option("60s", "longest pause in an answer")
     request_timeout: Time = option("600s", "longest a request may take in all")
-    drain: Time | None = option(None, "longest that answers may go on after the signal to stop; none = request_timeout")
+    drain: Time | None = option(None, "longest that answers go on after the signal to stop; none = request_timeout")
 
     @property
     def patience(self) -> float:

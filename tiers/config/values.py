@@ -270,8 +270,8 @@ class HttpSection(Section):
 
     http: Address
     token: Secret | None = None
-    allow_remote: bool = option(False, "let http be an address other machines reach; needs a token")
-    allowed_hosts: AllowedHosts = option((), "list of host names that its pages accept, besides its addresses; * = any")
+    allow_remote: bool = option(False, "let other machines reach http; needs a token")
+    allowed_hosts: AllowedHosts = option((), "list of further host names that its pages accept; * = any")
 
     @model_validator(mode="after")
     def _guarded(self) -> Self:
