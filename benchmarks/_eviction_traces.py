@@ -33,8 +33,6 @@ Blocks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class SyntheticRequest:
-    """One request, by the blocks of its prompt and of its answer."""
-
     arrival: float  # seconds since the trace's start
     blocks: Blocks  # full blocks in chain order, the prompt's and then the answer's
     num_prompt: int  # so many of `blocks` are the prompt's
@@ -44,8 +42,6 @@ class SyntheticRequest:
 
 
 class _NextTurn(NamedTuple):
-    """A conversation's next request, in the queue of what is to come."""
-
     arrival: float
     number: int  # breaks ties
     history: Blocks
@@ -54,8 +50,6 @@ class _NextTurn(NamedTuple):
 
 
 class _ChatManner(NamedTuple):
-    """How one kind of conversation goes."""
-
     num_turns: Callable[[random.Random, float], int]  # given the time of its start
     gap: Callable[[random.Random], float]  # seconds between two turns
     asks: int  # blocks a turn adds before its answer
@@ -65,23 +59,18 @@ class _ChatManner(NamedTuple):
 
 
 class _TraceMaker:
-    """Makes the requests of conversations in the order of their arrival."""
-
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
         self._blocks, self._numbers = count(), count()
         self._turns: list[_NextTurn] = []
 
     def new(self, number: int) -> Blocks:
-        """So many blocks that nobody has yet."""
         return tuple(next(self._blocks) for _ in range(number))
 
     def push(self, arrival: float, beginning: Blocks, num_turns: int, kind: int) -> None:
-        """A conversation starts, or goes on."""
         heapq.heappush(self._turns, _NextTurn(arrival, next(self._numbers), beginning, num_turns, kind))
 
     def until(self, arrival: float, manners: list[_ChatManner]) -> Iterator[SyntheticRequest]:
-        """The turns that come up to then."""
         while self._turns and self._turns[0].arrival <= arrival:
             turn = heapq.heappop(self._turns)
             manner, goes_on = manners[turn.kind], turn.turns_left > 1
@@ -188,8 +177,6 @@ _STEP_TOKENS: Final = (0.0, 98.0, 151.0, 245.0, 452.0, 909.0, 1389.0, 3255.0)
 
 
 class _AgentStep(NamedTuple):
-    """A session's next request, in the queue of what is to come."""
-
     arrival: float
     number: int  # breaks ties
     context: Blocks
@@ -338,7 +325,6 @@ def without_hints(trace: RequestTrace) -> RequestTrace:
 
 
 def spoiled(trace: RequestTrace, share: float, seed: int = 0) -> RequestTrace:
-    """So many of its hints say the opposite."""
     wrong = np.random.default_rng(seed).random(len(trace)) < share
     opposite = np.where(trace.hints == _FINISHED, _GOES_ON, _FINISHED)
     return replace(trace, hints=np.where(wrong, opposite, trace.hints).astype(np.int8))

@@ -135,8 +135,6 @@ class Hardware:
 
 @dataclass(eq=False, slots=True)
 class SimulatedRequest:
-    """What becomes of a prompt in one replay."""
-
     prompt: TracePrompt
     cached: dict[str, int] = field(default_factory=dict)  # blocks, by tier
     first_token: float | None = None
@@ -182,7 +180,6 @@ class SimulatedReplica:
             self.wake_at = self._begun + self._num_steps * self._pace
 
     def advance(self, now: float) -> None:
-        """The step under way ends, and the next begins."""
         for request, num_tokens in self._chunks:
             request.to_prefill -= num_tokens
             self.num_computed += num_tokens

@@ -14,20 +14,12 @@ from typing import Any, Final
 import _report
 import numpy as np
 import torch
-from _loads import Row
+from _report import Row
 from numpy.typing import NDArray
 
 from kvtier.tiers.config import Config
-from kvtier.tiers.copies import (
-    BlockCopies,
-    BlockPart,
-    CopyEvent,
-    CopyStream,
-    CopyWays,
-    CudaCopyStream,
-    EngineBlocks,
-    HostCopyStream,
-)
+from kvtier.tiers.copies import BlockCopies, BlockPart, CopyEvent, CopyStream, CopyWays, CudaCopyStream, EngineBlocks
+from kvtier.tiers.copies import HostCopyStream as CpuCopyStream
 from kvtier.tiers.host import HostRegion, cuda_driver
 
 KIB: Final = 1 << 10
@@ -138,7 +130,7 @@ def copying(
                 _report.progress("the ways of copying are not measured yet: published figures count")
             yield on_device
         return
-    stream = HostCopyStream(l1, region)
+    stream = CpuCopyStream(l1, region)
     try:
         yield stream
     finally:
@@ -249,12 +241,8 @@ def interleaved(
     return {name: np.array(seconds[1:]) for name, seconds in wall.items()}
 
 
-def mid(values: Iterable[float], digits: int = 3) -> float:
-    return round(float(np.median(list(values))), digits)
-
-
-def tail(values: Iterable[float]) -> float:
-    return round(float(np.quantile(list(values), 0.99)), 3)
+def mid(values: Iterable[float], digits: int = 3, quantile: float = 0.5) -> float:
+    return round(float(np.quantile(list(values), quantile)), digits)
 
 
 def told(rows: Iterable[Row]) -> Iterator[Row]:
@@ -265,5 +253,4 @@ def told(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def setup_of(options: argparse.Namespace) -> dict[str, object]:
-    """What a reader has to know of a run that proves no figure."""
     return {"dry": "this CPU, in small: no figure of a GPU"} if options.dry else {}

@@ -36,7 +36,6 @@ class Exchange:
     num_continued: int = 0  # tokens of the exchange that this is the next turn of: held before it, whatever its symbols
 
     def tokens(self) -> NDArray[np.uint32]:
-        """The text whose KV is there afterwards, token by token."""
         numbers = np.asarray(self.symbols, np.uint32)[:, None] * np.uint32(self.unit)
         told = (numbers + np.arange(self.unit, dtype=np.uint32)).reshape(-1)[: self.num_told]
         return np.concatenate([told, np.zeros(max(0, self.num_held - self.num_told), np.uint32)])
@@ -140,7 +139,6 @@ class PrefixTree:
         self._held = [0]  # tokens
 
     def longest(self, exchange: Exchange) -> int:
-        """How many leading tokens of the text the held text has that agrees longest."""
         node = most = tokens = 0
         for symbol in exchange.symbols:
             found = self._next.get((node, symbol))
@@ -151,7 +149,6 @@ class PrefixTree:
         return most
 
     def add(self, exchange: Exchange, num_tokens: int) -> None:
-        """The first `num_tokens` tokens of the text are held."""
         node = tokens = 0
         for symbol in exchange.symbols:
             if tokens >= num_tokens:
@@ -178,7 +175,6 @@ class RememberedChildren:
         return max((agree(wanted, child) for child in known), default=0)
 
     def add(self, symbols: Sequence[int], block: int, count: int) -> None:
-        """Block `block` of the text, of so many tokens, was stored."""
         known = self._behind.setdefault(self._name(symbols, block), [])
         known.append(symbols[block * self._size : block * self._size + count])
         del known[:-CHILDREN]
@@ -189,7 +185,6 @@ class RememberedChildren:
 
 
 def replay(exchanges: Sequence[Exchange], block_size: int, reuse: PrefixReuse) -> Replayed:
-    """Ask for every prompt, one after another, and store what it computes."""
     whole, any_length, done = PrefixTree(), PrefixTree(), Replayed()
     children = RememberedChildren(block_size) if all(one.unit == 1 for one in exchanges) else None
     for exchange in exchanges:

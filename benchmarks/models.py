@@ -74,7 +74,6 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 
 def versions(engine: str) -> Mapping[str, str]:
-    """What the engine's environment has of the libraries that decide."""
     code = (
         "import json; from importlib import metadata as m;"
         "names = {d.metadata['Name'].lower(): d.version for d in m.distributions()};"

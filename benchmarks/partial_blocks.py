@@ -113,7 +113,6 @@ def replayed(workload: str, exchanges: Sequence[Exchange]) -> list[Row]:
 
 
 def bounded(exchanges: Sequence[Exchange], held_tokens: int) -> list[Row]:
-    """Chats over an L2 with room for a part of all that they come to, with tails and without."""
     rows: list[Row] = []
     for percent in ROOM:
         progress(f"chat, room for {percent} %")
@@ -226,7 +225,6 @@ def targets(rows: Sequence[Row], timings: Sequence[Row]) -> list[Target]:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Cached share and copies over the block size, a column for each workload."""
     workloads = list(dict.fromkeys(row["workload"] for row in rows))
     size: Row = {"figsize": (4.4 * len(workloads), 5), "squeeze": False}
     styles = {PrefixReuse.WHOLE: "o:", PrefixReuse.PARTIAL: "s--", PrefixReuse.TAILS: "D-"}

@@ -24,9 +24,9 @@ from statistics import median
 from typing import Final
 
 from _blocks import Shape, key_file
-from _process import forked, free_port
-from _races import Row, in_turns, took
-from _report import parser, progress, report
+from _process import forked, free_port, wait_until
+from _races import in_turns, took
+from _report import Row, parser, progress, report
 from peers_bandwidth import FINGERPRINT, configured, holding, put
 
 from kvtier.service.events import Publisher
@@ -74,27 +74,20 @@ def be_a_node(config: Config, told: int, asked: int) -> None:
         feed.pump()
 
 
-def wait_until(holds: Callable[[], object], pause: float = 0.01) -> None:
-    deadline = time.monotonic() + FOREVER
-    while not holds():
-        assert time.monotonic() < deadline, "it never came to pass"
-        time.sleep(pause)
-
-
 @contextmanager
 def tier_over(config: Config, *, by_events: bool) -> Iterator[PeersStore]:
     """The tier in other nodes' memory, once all of them answer; `by_events`: once nobody needs to be asked."""
     FEEDS.open = PeerFeeds(EventsConfig()).open if by_events else None
     store = PeersStore.open(config, FINGERPRINT, slot_bytes=BLOCKS.block_bytes, block_size=BLOCKS.block_size)
     try:
-        wait_until(lambda: store.stats()["sure" if by_events else "answering"] == len(config.peers.nodes))
+        column = "sure" if by_events else "answering"
+        wait_until(lambda: store.stats()[column] == len(config.peers.nodes), "answers of all nodes")
         yield store
     finally:
         store.close()
 
 
 def row_of(told: PeersStore, asked: PeersStore, num_blocks: int, *, held: bool, rounds: int) -> Row:
-    """One prompt, both ways."""
     names = names_of(num_blocks, 0 if held else 500_000_000)
     ways = {"by events": (told, told.lookup), "by names": (asked, asked.locate)}
     for _, lookup in ways.values():
@@ -123,7 +116,7 @@ def known_after(told: PeersStore, ask: int) -> float:
         names = names_of(1, 1_000_000 * number)
         start = time.perf_counter()
         os.write(ask, b"1")
-        wait_until(partial(told.lookup, names), 0.0002)
+        wait_until(partial(told.lookup, names), "news of a block", pause=0.0002)
         seconds.append(time.perf_counter() - start)
     return 1e3 * median(seconds)
 

@@ -48,8 +48,6 @@ _WORDS: Final = ("the", "cache", "holds", "a", "block", "of", "keys", "and", "va
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the clients do: in each round every conversation has a turn, in an order of its own."""
-
     talks: int
     turns: int
     documents: int
@@ -78,7 +76,6 @@ class AnsweredTurn:
 
 
 def held(app: Any, load: Load) -> Iterator[AnsweredTurn]:
-    """All conversations, round by round; of each round the turns as they end."""
     talks = [[load.opening(talk)] for talk in range(load.talks)]
 
     def ask(talk: int) -> AnsweredTurn:

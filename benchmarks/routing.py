@@ -90,7 +90,6 @@ class SimulatedRouter:
         self._given: dict[str, list[tuple[SimulatedRequest, float]]] = {name: [] for name in names}
 
     def choose(self, request: SimulatedRequest) -> str:
-        """The replica of a request, which counts as its work from now on."""
         prefixes = self.index.matches(request.prompt.sequence)
         candidates = []
         for name, given in self._given.items():
@@ -104,7 +103,6 @@ class SimulatedRouter:
         return choice.name
 
     def finished(self, name: str) -> None:
-        """Some of a replica's requests may be done."""
         self._given[name] = [(request, blocks) for request, blocks in self._given[name] if not request.done]
 
 
@@ -223,7 +221,6 @@ def targets(runs: Mapping[str, Figures]) -> list[Target]:
 
 
 def plot(runs: Mapping[str, Figures], path: Path) -> None:
-    """The share of requests by time to the first token, and the cached shares."""
     with picture(path, 1, 2, figsize=(9.5, 3.6)) as (_, (left, right)):
         for name, each in runs.items():
             times = np.sort(each.ttft)

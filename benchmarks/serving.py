@@ -41,8 +41,6 @@ TIMEOUT: Final = 120.0
 
 @dataclass(frozen=True, slots=True)
 class OfferedLoad:
-    """What is asked of every arm."""
-
     clients: int
     prefixes: int
     prefix_tokens: int
@@ -57,7 +55,6 @@ class OfferedLoad:
 
     @property
     def l1_blocks(self) -> int:
-        """Room for all that run at once."""
         return self.clients * ((self.prefix_tokens + self.tail_tokens + self.answer_tokens) // BLOCK_SIZE + 2)
 
     def mebibytes(self, num_prefixes: float) -> str:
@@ -92,7 +89,6 @@ class ServedArm:
         return median(answer.first for answer in self.answers[of_round])
 
     def row(self, off: "ServedArm") -> Row:
-        """Its figures over all rounds, ratios within each."""
         answers = [answer for each in self.answers for answer in each]
         p50, p99 = (float(np.percentile([each.first for each in answers], q)) * 1e3 for q in (50, 99))
         row: Row = {"arm": self.name, "requests/s": median(self.rates), "TTFT p50 ms": p50, "TTFT p99 ms": p99}

@@ -36,8 +36,6 @@ PromptTokens = list[list[int]]
 
 
 class BackendAnswers(NamedTuple):
-    """What became of all prompts, asked one by one."""
-
     texts: PromptTokens
     seconds: list[float]  # to the first token of each
     cached: float  # share of tokens that came from the storage
@@ -51,7 +49,6 @@ class Storage:
         self._directory.mkdir()
 
     def engine(self) -> Sglang:
-        """An engine over it."""
         options: dict[str, Any] = {"max_total_tokens": 8192}
         if self.backend == "none":
             options["hicache_storage_backend"] = None
@@ -111,7 +108,6 @@ def ask(engine: Sglang, prompts: PromptTokens) -> BackendAnswers:
 
 
 def trial(storage: Storage, prompts: PromptTokens, warm_up: PromptTokens) -> dict[str, Any]:
-    """Cold, after a restart, and after a byte was changed."""
     with storage.engine() as engine:
         ask(engine, warm_up)
         cold = ask(engine, prompts)
