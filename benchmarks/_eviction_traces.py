@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
+from _report import SHARED
 from numpy.typing import NDArray
 
 from kvtier.service.traces import HINTS, RequestTrace, load_trace
@@ -23,7 +23,7 @@ from kvtier.tiers.reuse import Hint
 
 PRODUCTION: Final = "production conversations"
 AGENTS: Final = "agent sessions"
-_FILES: Final = Path(__file__).resolve().parents[2] / "shared" / "traces"
+_FILES: Final = SHARED / "traces"
 BLOCK_SIZE: Final = 512  # tokens
 _GOES_ON, _FINISHED = (1 + HINTS.index(name) for name in ("goes_on", "finished"))
 _HINTS: Final = {1 + HINTS.index(hint.value): hint for hint in Hint}
@@ -293,19 +293,12 @@ def cut(trace: RequestTrace, seed: int, share: float = 0.5) -> RequestTrace:
     span = share * float(begun[-1] - begun[0])
     shifts = [dice.uniform(0.0, span) - float(begun[each[0]]) for each in chosen]
     times = {request: float(begun[request]) + by for each, by in zip(chosen, shifts, strict=True) for request in each}
-    requests = sorted(times, key=times.__getitem__)
-    return _as_trace(
-        [
-            SyntheticRequest(
-                times[request],
-                tuple(trace.chain(request).tolist()),
-                int(trace.num_prompt[request]),
-                int(trace.num_output[request]),
-                _HINTS[int(trace.hints[request])],
-            )
-            for request in requests
-        ]
-    )
+    made = []
+    for request in sorted(times, key=times.__getitem__):
+        num_prompt, num_output = int(trace.num_prompt[request]), int(trace.num_output[request])
+        blocks, hint = tuple(trace.chain(request).tolist()), _HINTS[int(trace.hints[request])]
+        made.append(SyntheticRequest(times[request], blocks, num_prompt, num_output, hint))
+    return _as_trace(made)
 
 
 def _recorded(name: str, limit: int | None) -> RequestTrace | None:
@@ -343,19 +336,10 @@ def _goes_on(trace: RequestTrace) -> NDArray[np.int8]:
 
 
 def _as_trace(requests: Sequence[SyntheticRequest]) -> RequestTrace:
-    lengths, num_prompt, num_output, clients = (
-        np.array(each, np.int64)
-        for each in zip(*((len(r.blocks), r.num_prompt, r.num_output_tokens, r.client) for r in requests), strict=True)
-    )
+    columns = [(len(r.blocks), r.num_prompt, r.num_output_tokens, r.client) for r in requests]
+    lengths, num_prompt, num_output, clients = np.array(columns, np.int64).T.copy()
     _, blocks = np.unique([block for each in requests for block in each.blocks], return_inverse=True)
-    return RequestTrace(
-        BLOCK_SIZE,
-        blocks.astype(np.int64),
-        np.concatenate([[0], np.cumsum(lengths)]),
-        num_prompt,
-        BLOCK_SIZE * num_prompt,
-        num_output,
-        np.array([each.arrival for each in requests]),
-        np.array([1 + HINTS.index(Hint(each.hint).value) for each in requests], np.int8),
-        clients,
-    )
+    starts, begun = np.concatenate([[0], np.cumsum(lengths)]), np.array([each.arrival for each in requests])
+    hints = np.array([1 + HINTS.index(Hint(each.hint).value) for each in requests], np.int8)
+    tokens = num_prompt, BLOCK_SIZE * num_prompt, num_output
+    return RequestTrace(BLOCK_SIZE, blocks.astype(np.int64), starts, *tokens, begun, hints, clients)

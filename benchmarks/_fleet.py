@@ -55,7 +55,7 @@ def read_prompts(path: Path, block_size: int, limit: int | None) -> list[TracePr
         if not 0 <= len(line.hash_ids) * block_size - line.input_length + block_size < 2 * block_size:
             raise FormatError(
                 f"{path}:{number}: hash_ids: {len(line.hash_ids)} blocks for an input_length of {line.input_length}: "
-                f"not blocks of {block_size}; say of how many tokens they are, by --block-size"
+                f"not blocks of {block_size}; give a trace whose blocks are"
             )
     return prompts_of(lines, block_size)
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 import _report
 import numpy as np
 import torch
+from _races import in_turns, took
 from _report import Row
 from numpy.typing import NDArray
 
@@ -228,17 +229,9 @@ def synchronize(device: torch.device) -> None:
 def interleaved(
     variants: Mapping[str, Callable[[], Callable[[], None]]], rounds: int
 ) -> dict[str, NDArray[np.float64]]:
-    """Seconds of each variant in each round; a round before them warms up.
-
-    A variant is prepared, and what that returns is timed.
-    """
-    wall: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds + 1):
-        for name, prepare in variants.items():
-            act, started = prepare(), time.perf_counter()
-            act()
-            wall[name].append(time.perf_counter() - started)
-    return {name: np.array(seconds[1:]) for name, seconds in wall.items()}
+    """Seconds of each variant in each round. A variant is prepared, and what that returns is timed."""
+    turns = {name: lambda prepare=prepare: took(prepare()) for name, prepare in variants.items()}
+    return {name: np.array(seconds) for name, seconds in in_turns(turns, rounds, warm_up=1).items()}
 
 
 def mid(values: Iterable[float], digits: int = 3, quantile: float = 0.5) -> float:

@@ -1,18 +1,15 @@
 """A block's way through kvtier: calls of kvtier's functions, the files they are in, and moves between files.
 
-One request of one block, three ways: "cold store" (no tier holds the block; it is computed, copied to L2, sealed and
-written to the file tier), "L2 hit" and "L3 hit" (only the file tier holds it). Each way is measured twice. "engine" is
-a request of kvtier's own engine (tiny random model, one token generated), from `generate` to its answer. "connector"
-is the same request at the connector alone, from `lookup` to `finished`, with no engine in the figures. Both run in
-this process and through the daemon, whose loop and threads count too (here the daemon is a thread).
+One request of one block, three ways: "cold store" (no tier holds it; it is computed, copied to L2, sealed and written
+to the file tier), "L2 hit" and "L3 hit" (only the file tier holds it). "engine" is a request of kvtier's own engine
+(tiny random model, one token), from `generate` to its answer; "connector" is the same at the connector alone, from
+`lookup` to `finished`. Both run in this process and through the daemon (here a thread, whose calls count too).
 
-A call is the start of a function or method whose file is in kvtier's packages, on any thread. Comprehensions and
-generator expressions belong to their function; libraries are not counted. "files" are those in which a call starts.
-A move is a call whose caller is in another file; the caller is the innermost kvtier function below it on the thread's
-stack, and the first call on a thread is a move. Waiting for the background stores to end is not counted, the stores
-are. The first round is not counted (caches fill). Of the other rounds the one with the fewest calls is reported,
-because a thread that happens to wake up once more adds calls. The counts depend on no clock, but on Python's version.
-With `--save` the table of docs/architecture.md is written anew, and its drawing (`_block_drawing.py`).
+A call is the start of a function whose file is in kvtier's packages, on any thread; comprehensions belong to their
+function. A move is a call whose caller, the innermost kvtier function below it on the thread's stack, is in another
+file, or that has none. Waiting for background stores to end is not counted, the stores are. Of all rounds but the first
+(caches fill) the one with the fewest calls is reported: a thread that wakes up once more adds some. The counts depend
+on Python's version. `--save` also writes the table of docs/architecture.md and its drawing (`_block_drawing.py`).
 """
 
 import sys

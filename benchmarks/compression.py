@@ -1,29 +1,26 @@
 """What compressing blocks saves and costs: ratio and rates of one core by dtype, and below which rate it pays.
 
 KV is real: of the recall model that was trained (`shared/fixture`, if it is there), and of a Llama with random weights,
-in each dtype; `fp8` is what a cast of it to e4m3 keeps. It is cut into blocks in the canonical layout. "plain" is zstd
-of the same level over the same bytes, not split by their place. Rates are of CPU time, in GB of payload; medians over
-blocks. A store slower than "reads below" brings a compressed block sooner: it takes 1/(ratio × rate) to come and
-1/restore to be restored, one after the other. "writes below" is the same of a write.
+in each dtype (`fp8`: cast to e4m3), as blocks in the canonical layout. "plain" is zstd of the same level over the same
+bytes, not split by their place. Rates are of CPU time, in GB of payload, medians over blocks. A store slower than
+"reads below" brings a compressed block sooner: it takes 1/(ratio × rate) to come, and 1/restore to be restored then.
 
 The same blocks as fp8 (`[cache] lossy`), with a scale for each head and token. "error" is the norm of what is lost over
-that of the block, "largest error" the largest single one over the block's largest number, of all blocks. "with zstd" is
-the ratio with compression after it. Loops are compiled where that is built; "Python" is the way without.
+that of the block, "largest error" the largest single one over the block's largest number. "Python" is without the
+compiled loops. Then what a batch of such blocks takes in a Redis on this machine, with and without, and what an object
+store has to keep of them (rates of moto's server would tell nothing of others).
 
-Then the Redis tier itself, over a server on this machine: what a batch of such blocks takes there, with and without.
-And what an object store has to keep of them, tables included: rates of moto's server would tell nothing of others.
-
-Last, what loss does to answers: the trained model reads documents and is asked about them. The question is computed
-over the documents' KV as it was, as fp8 with scales, or cast to e4m3 without. "as exact" is the share of answers that
-are those of exact KV, "KL" is in nats, of the answer's distribution from that of exact KV.
+Last, what loss does to answers: the trained model is asked about documents over their KV as it was, as fp8 with scales,
+or cast to e4m3 without. "as exact" is the share of answers that are those of exact KV, "KL" (nats) of the answer's
+distribution from that of exact KV.
 """
 
-import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -35,9 +32,10 @@ import zstandard
 from _blocks import key_file
 from _loads import llama
 from _races import took
-from _report import SHARED, Row, parser, progress, report
+from _report import Row, parser, progress, report
 from numpy.typing import NDArray
 from object_rig import NO_OBJECTS, ObjectServer, object_server, options
+from recall import FIXTURE, Asked, asked
 from redis_rig import NO_REDIS, RedisServer, standalone
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel
 
@@ -49,7 +47,6 @@ from kvtier.tiers.hierarchy import open_hierarchy
 from kvtier.tiers.naming import KVShape, TokenChain, root_hash
 from kvtier.tiers.objects import ObjectStore
 
-FIXTURE: Final = SHARED / "fixture"
 FINGERPRINT: Final = b"compression".ljust(32, b".")
 BLOCK_SIZE: Final = 64  # tokens, the default
 LEVEL: Final = 1
@@ -60,7 +57,6 @@ DTYPES: Final[Mapping[str, torch.dtype]] = dict(
 )
 ROUNDS: Final = 3
 SAMPLES: Final = 100  # of four documents, each with four questions
-DOCUMENTS: Final = 4
 
 T = TypeVar("T")
 Loss = Callable[[torch.Tensor], torch.Tensor]
@@ -70,11 +66,6 @@ HEAD_DIMS: Final = {"the recall model, trained": 32, "a Llama with random weight
 def trained() -> Any:
     auto: Any = AutoModelForCausalLM
     return auto.from_pretrained(FIXTURE / "recall-llama-bf16", dtype=torch.bfloat16).eval()
-
-
-def task() -> Any:
-    sys.path.append(str(FIXTURE))
-    return importlib.import_module("task")
 
 
 def blocks_of(model: PreTrainedModel, tokens: list[int], dtype: torch.dtype) -> NDArray[np.uint8]:
@@ -94,9 +85,9 @@ def kinds(num_tokens: int) -> Iterator[tuple[str, str, NDArray[np.uint8]]]:
     draw = np.random.default_rng(0)
     if FIXTURE.exists():
         model = trained()
-        told = list(task().gen(MOST, 4, 24, 4, np.random.default_rng(5))["docs"])
+        told = [text_of(each) for each in asked(MOST)[::4]]
         for dtype in ("bf16", "fp16", "fp8"):
-            each = [blocks_of(model, documents.reshape(-1).tolist(), DTYPES[dtype]) for documents in told]
+            each = [blocks_of(model, documents, DTYPES[dtype]) for documents in told]
             yield "the recall model, trained", dtype, np.concatenate(each)[:MOST]
     shape = llama(1024, 8, heads=16, kv_heads=8, intermediate_size=2048, head_dim=128, vocab_size=32_000)
     tokens = draw.integers(0, 32_000, num_tokens).tolist()
@@ -219,12 +210,11 @@ def packed(whose: str, short: str, blocks: NDArray[np.uint8], group: int) -> Row
 
 def answers(quick: bool) -> Iterator[Row]:
     """A row for each way in which the KV of documents may come back to a trained model."""
-    made = task().gen(8 if quick else SAMPLES, DOCUMENTS, 24, 4, np.random.default_rng(5))
-    model = trained()
-    expected = torch.tensor(made["qv"]).flatten()
-    exact = _logits(model, made, lambda kv: kv)
+    questions, model = asked(8 if quick else SAMPLES), trained()
+    expected = torch.tensor([each.answer for each in questions])
+    exact = _logits(model, questions, lambda kv: kv)
     for name, loss in (("exact", lambda kv: kv), ("as fp8, with scales", _scaled), ("cast to e4m3", _cast)):
-        logits = exact if name == "exact" else _logits(model, made, loss)
+        logits = exact if name == "exact" else _logits(model, questions, loss)
         said, meant = logits.log_softmax(-1), exact.log_softmax(-1)
         apart = (meant.exp() * (meant - said)).sum(-1)
         row: Row = {"KV of the documents": name, "questions": len(expected)}
@@ -234,19 +224,24 @@ def answers(quick: bool) -> Iterator[Row]:
         yield row | {"logits apart, most": round(float((logits - exact).abs().max()), 3)}
 
 
-def _logits(model: Any, made: Any, loss: Loss) -> torch.Tensor:
+def text_of(one: Asked) -> list[int]:
+    """Its documents."""
+    return one.prompt[: -len(one.question)]
+
+
+def _logits(model: Any, questions: list[Asked], loss: Loss) -> torch.Tensor:
     """Of the answer to each question, `[questions, vocabulary]`: computed over the documents' KV, which lost that."""
     found = []
     with torch.inference_mode():
-        for documents, tail in zip(made["docs"], made["tail"], strict=True):
-            cache = model(torch.tensor(documents.reshape(1, -1)), use_cache=True).past_key_values
+        for documents, several in groupby(questions, text_of):
+            cache = model(torch.tensor([documents]), use_cache=True).past_key_values
             kept = [(loss(layer.keys), loss(layer.values)) for layer in cache.layers]
-            for number in range(made["qv"].shape[1]):
+            for each in several:
                 again = DynamicCache()
                 for index, (keys, values) in enumerate(kept):
                     again.update(keys.clone(), values.clone(), index)
-                asked = torch.tensor(tail[3 * number : 3 * number + 2].reshape(1, -1))
-                found.append(model(asked, use_cache=True, **cache_option(model, again)).logits[0, -1].double())
+                options = cache_option(model, again)
+                found.append(model(torch.tensor([each.question]), use_cache=True, **options).logits[0, -1].double())
     return torch.stack(found)
 
 

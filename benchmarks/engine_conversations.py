@@ -4,12 +4,11 @@ none · native: vLLM's offloading to host memory · native files: its tiering, o
 host memory and files · kvtier · kvtier below native: kvtier's file tier in the place of vLLM's. Every way answers the
 same prompts, written once by the engine itself: each turn's prompt is all that was said and a question, and between two
 turns of one conversation all others have theirs. Four clients ask at a time. Host memory holds everything. Then all
-processes end, new ones find what the storage kept, and the same is asked again ("restart"). One engine runs at a time,
-a fork of a process that has imported vLLM; within a repetition the ways come in a random order. A token's time is when
-the engine's step hands it out. CPU: of all processes, from the first prompt until the engine is shut down. LMCache lies
-in a folder of its own (benchmarks/requirements-lmcache.txt). "Over" is the ratio of kvtier's figure to another's in one
-repetition, turned so that below 1 is better; intervals are 95 %, from a bootstrap over repetitions. A way whose engine
-ends has a row with the reason, and is tried once more. `--save` writes a plot too.
+processes end, new ones find what the storage kept, and the same is asked again ("restart"). One engine runs at a time;
+within a repetition the ways come in a random order. A token's time is when the engine's step hands it out. CPU is of
+all processes, from the first prompt until the engine is shut down. "Over" is the ratio of kvtier's figure to another's
+in one repetition, turned so that below 1 is better; intervals are 95 %, from a bootstrap over repetitions. A way whose
+engine ends has a row with the reason, and is tried once more. `--save` writes a plot too.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 """Time to first token on a GPU, cold and from each tier: kvtier's engine, a Llama-8B's geometry, random weights.
 
 Prompts of 8,192 and 32,768 random tokens, each asked cold, from L1, from L2 (L1 emptied), and from the slab (L1 and L2
-emptied, page cache dropped where that is allowed). Every answer is checked to come from the tier it is named after, and
-its token against the cold one. With asynchronous loads (a request waits for its whole prefix) and with layerwise ones
-(each layer is computed as it arrives). Figures are medians over fresh prompts; a ratio is of one prompt's times.
-`--save` writes a plot too. `--dry` runs the same code on this CPU.
+emptied, page cache dropped where allowed). Every answer is checked to come from the tier it is named after, and its
+token against the cold one. With asynchronous loads (a request waits for its whole prefix) and with layerwise ones.
+Figures are medians over fresh prompts, ratios of one prompt's times. `--save` writes a plot too. `--dry` runs the same
+code on this CPU.
 """
 
 import sys

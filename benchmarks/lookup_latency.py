@@ -1,15 +1,13 @@
 """Naming the blocks of a long prompt and looking them all up, beside the least that any Python program must do.
 
 The prompt is a Python list of 131,072 token ids in blocks of 16, every block held by a full `SlotPool` of 65,536.
-The limit, timed in the same round: the list into an array of u32 (`array('I', list)`) and a bare `hashlib.sha256`
-loop over parent ‖ tokens, in its fastest spelling known to us. Medians over interleaved rounds, per-round ratios.
-"whole way" is what the scheduler's thread does for such a request, from the list to `finished`: names, lookup, blocks
-given and their load planned, end (CPU ms; the limit is the same bare loop). L2 holds every block, and each list has
-integers of its own. "named before": the process has named this prompt before. "next turn": it has 2,048 tokens more,
-which nobody has seen. It and the steps above are measured with extension modules, where all were built,
-and "Python alone". "request of" so many blocks, all hits, is what follows its names.
-"keys kvtier" is what naming blocks by our own chain adds to vLLM's scheduler for such a prompt, once a request, in
-blocks of 32; under vLLM's own hashes nothing is added.
+The limit, timed in the same round: the list into an array of u32 and a bare `hashlib.sha256` loop over parent ‖ tokens.
+Medians over interleaved rounds, per-round ratios. "whole way" is what the scheduler's thread does for such a request,
+from the list to `finished`: names, lookup, blocks given and their load planned, end (CPU ms). L2 holds every block, and
+each list has integers of its own. "named before": the process has named this prompt before. "next turn": it has 2,048
+tokens more. All is measured with extension modules, where all were built, and "Python alone". "request of" so many
+blocks, all hits, is what follows its names. "keys kvtier" is what naming blocks by our own chain adds to vLLM's
+scheduler for such a prompt, in blocks of 32; under vLLM's own hashes nothing is added.
 """
 
 import gc

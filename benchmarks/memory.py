@@ -3,7 +3,7 @@
 Blocks are stored as the hierarchy stores them (reserve, describe, seal, release), but of their bytes no page is
 touched. `bytes_a_block` is what the process grew by; tokens are 4 bytes each of that, and stand in a column of their
 own. `gc_pass_ms` is one full collection, of a process that holds nothing else. `gc_objects` and `python_blocks` are
-what the garbage collector and Python's allocator have more of. Times are CPU time, lookups by batches of 2,048 names.
+what the garbage collector and Python's allocator have more of. How fast lookups are: pool_throughput.py.
 """
 
 import gc
@@ -11,7 +11,6 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Sequence
 from itertools import product
 from typing import Final, NamedTuple
 
@@ -28,7 +27,6 @@ COUNTS: Final = (100_000, 1_000_000, 10_000_000)
 WARM_UP: Final = 4096  # blocks of a first tier in each process: what a process takes once is no block's
 BLOCK_SIZES: Final = (16, 64)  # tokens
 BATCH: Final = 2048  # blocks of one chain
-LOOKUPS: Final = 100
 MAP_NORESERVE: Final = 0x4000  # Linux's, which Python 3.11 has no name for
 GC_MS: Final = 5.0  # that a pass may take longer than of an empty process
 
@@ -68,16 +66,6 @@ def fill(host: HostTier, block_size: int) -> None:
         host.pool.seal(reservation).release()
 
 
-def lookup_us(host: HostTier, batches: Sequence[Sequence[ChainHash]], num_found: int) -> float:
-    def ask() -> None:
-        for names in batches:
-            if host.pool.lookup(names) != min(num_found, len(names)):
-                raise RuntimeError("a lookup found something else than was stored")
-
-    ask()
-    return took(ask, time.process_time) / sum(map(len, batches)) * 1e6
-
-
 def measure(num_blocks: int, block_size: int) -> Row:
     """A tier of so many blocks, full."""
     if num_blocks > WARM_UP:
@@ -85,19 +73,15 @@ def measure(num_blocks: int, block_size: int) -> Row:
     region, before = unbacked_region(num_blocks), Footprint.now()
     host = HostTier(region, block_size=block_size)
     fill_seconds = took(lambda: fill(host, block_size), time.process_time)
-    after, num_full = Footprint.now(), num_blocks // BATCH
-    held = [names_of(number)[0] for number in range(0, num_full, max(1, num_full // LOOKUPS))]
-    gone = [names_of(num_full + 1 + number)[0] for number in range(LOOKUPS)]
-    hits, misses = lookup_us(host, held, BATCH), lookup_us(host, gone, 0)
-    one = lookup_us(host, [[name] for names in held for name in names[:: BATCH // 16]], 1)
+    after = Footprint.now()
+    assert host.pool.lookup(names_of(0)[0]) == BATCH
     total = (after.resident - before.resident) / num_blocks
     host.close()
     row = {"blocks": num_blocks, "block_tokens": block_size, "bytes_a_block": round(total, 1)}
     row |= {"of_tokens": 4 * block_size, "besides": round(total - 4 * block_size, 1)}
     row |= {"gc_pass_ms": round(after.gc_ms, 2), "gc_pass_ms_empty": round(before.gc_ms, 2)}
     row |= {"gc_objects": after.tracked - before.tracked, "python_blocks": after.allocated - before.allocated}
-    row |= {"fill_us_a_block": round(fill_seconds / num_blocks * 1e6, 2), "lookup_us_a_hit": round(hits, 3)}
-    return row | {"lookup_us_a_miss": round(misses, 3), "lookup_us_one_name": round(one, 2)}
+    return row | {"fill_us_a_block": round(fill_seconds / num_blocks * 1e6, 2)}
 
 
 def main() -> int:

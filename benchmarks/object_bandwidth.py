@@ -1,15 +1,11 @@
 """The object tier's writes and reads beside the bare client, obstore, on the same servers, in turns.
 
-Ours: `ObjectStore.write` from L2 slots and `.read` into L2 slots, in batches as large as the hierarchy's. Every read is
+Ours: `ObjectStore.write` from L2 slots and `.read` into L2 slots, in batches as large as the hierarchy's; every read is
 verified, key and checksum. The bare client moves as many bytes, verifies nothing, and copies nothing into slots: it
-puts one object of each batch from one buffer, and gets it with one request, as ours does, or in parts, all at once.
-The faster way counts.
-
-Two servers on loopback. One keeps objects in memory and checks nothing (`_object_server.py`): beside it the client's
-own costs show. The other is moto's, the real S3 server of the tests; it is slow, and shows the whole way.
-
-Ratios are medians over rounds. CPU seconds are this process's alone. Records sealed by [objects] secret, and records
-encrypted under [objects] key_file, have their own rows: "× clear" is their speed over that of records in the clear.
+puts an object for each batch from one buffer, and gets it with one request or in parts, all at once: the faster counts.
+Two servers on loopback: one in memory that checks nothing (`_object_server.py`), beside which the client's own costs
+show, and moto's, the S3 server of the tests, which is slow and shows the whole way. Ratios are medians over rounds, CPU
+seconds this process's. "× clear": speed of records sealed or encrypted over that of records in the clear.
 """
 
 import os

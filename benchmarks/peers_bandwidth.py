@@ -1,18 +1,14 @@
 """Node to node beside a bare socket: how fast blocks come out of another daemon's memory, over loopback.
 
 Ours: `PeersStore.read` from a lender in a process of its own, in batches as large as the hierarchy's, into L2 slots.
-The lender hashes each block and makes its tag. The reader verifies tag, name and checksum. A bare socket: the other
-process sends the same slots by `sendmsg`, this one receives them into the same slots by `recvmsg_into`, and nobody
-looks at them. Blocks are lent again and again, so the lender has their tags but for the first time. Both have one
-connection, with the same options, and ask for a batch at a time. With two threads, as the hierarchy reads, each has a
-connection of its own.
+The lender hashes each block and makes its tag (once: blocks are lent again and again); the reader verifies tag, name
+and checksum. A bare socket: the same slots by `sendmsg` and `recvmsg_into`, and nobody looks at them. Both have a
+connection a thread, with the same options, and ask for a batch at a time. Where NIXL is installed, "NIXL" is the same
+store with [peers] transport "nixl": UCX reads the slots out of the other process's memory, with as many checks.
 
-Where NIXL is installed, "NIXL" is the same store with [peers] transport "nixl": UCX reads the slots out of the other
-process's memory, here by the kernel. Both check as much as before.
-
-All take turns. Ratios are of two passes of one round, and their median counts. CPU seconds are those of both
-ends, which share this machine's cores: half of them, on two cores, is the least time a GB can take. The last columns
-are what one core computes, of blocks of that size; HMAC and Poly1305 are what the tag is not.
+All take turns; ratios are of two passes of one round, and their median counts. CPU seconds are those of both ends,
+which share this machine's cores. The last columns are what one core computes of such blocks; HMAC and Poly1305 are what
+the tag is not.
 """
 
 import hmac

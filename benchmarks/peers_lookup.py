@@ -1,13 +1,11 @@
 """Knowing which blocks other nodes hold: by their KV events, and by a question by names.
 
-Other nodes are processes on this machine, each a lender and a publisher of events, with the same blocks in memory. The
-prompt's blocks are held by all of them, or by none. "by events" is `lookup` of the tier in other nodes' memory, which a
-daemon's loop waits for. "by names" is `locate`: it waits for the slowest node's answer, on another thread, so that the
-request waits for it and the loop does not. Both are asked by turns. CPU time is this process's. What a question costs
-the asked nodes comes on top of it.
-
-"questions" are those to other nodes, for a lookup. "bytes a block" is what a name known by events takes here, for each
-node that holds it. "known after" is how long after it was announced a block is known: the median of some blocks.
+Other nodes are processes here, each a lender and a publisher of events, with the same blocks in memory. The prompt's
+blocks are held by all of them, or by none. "by events" is `lookup` of the tier in other nodes' memory, which a daemon's
+loop waits for. "by names" is `locate`: it waits for the slowest node's answer, on another thread. Both are asked by
+turns; CPU time is this process's. "questions" are those to other nodes, for a lookup. "bytes a block" is what a name
+known by events takes here, for each node that holds it. "known after" is how long after it was announced a block is
+known: the median of some blocks.
 """
 
 import gc

@@ -1,21 +1,16 @@
 """The Redis tier's reads and writes beside other clients: redis-py's best way, LMCache's C++ one, `redis-benchmark`.
 
 Ours: `RedisStore.write` from L2 slots and `.read` into L2 slots, in batches as large as the hierarchy's. Every read is
-verified (key and checksum), and its expiry renewed. redis-py, nothing verified: a pipeline with hiredis and without, a
-loop, MGET and MSET, and a bare connection. Each GET ends in the slot, each SET takes the slot's bytes. The fastest way
-counts, for each verb and size. LMCache's client is native code with a thread for each connection, and verifies nothing.
-The fastest of 1, 2 and 4 connections counts. It is installed into a folder of its own; it knows no cluster.
-
-GET of blocks of 64 KiB and more goes by an extension module, if that was built. Then Python alone is a side of
-its own, with the same goals. SET has one way.
+verified (key and checksum), and its expiry renewed. Reads of blocks of 64 KiB and more go by an extension module, if
+that was built; then Python alone is a side of its own. redis-py, nothing verified: a pipeline with hiredis and without,
+MGET and MSET, and a bare connection (a loop was never the fastest), each between the slots and the wire; the fastest
+counts, for each verb and size. LMCache's client is native code with a thread for each of 1, 2 or 4 connections, and
+verifies nothing. It is installed into a folder of its own, and knows no cluster.
 
 All sides take turns, on the same servers, which are emptied after each turn. Ratios are medians over rounds. CPU
-seconds are this process's alone. `redis-benchmark`, a C client that throws away what it reads, shows what the servers
-themselves can do. The better of two counts: the same batch in flight on one connection to each server, or one block
-on each of two connections.
-
-Records sealed by [redis] secret, and records encrypted under [redis] key_file, are written and read in turns with these
-and have their own rows. "× clear" is their speed over that of records in the clear in the same round.
+seconds are this process's. `redis-benchmark`, a C client that throws away what it reads, shows what the servers can do:
+the better of a batch in flight on one connection a server, and a block on each of two. "× clear": speed of records
+sealed by [redis] secret or encrypted under [redis] key_file over that of records in the clear in the same round.
 """
 
 import os
@@ -68,7 +63,7 @@ def redis_py(port: int, *, clustered: bool) -> dict[str, Client]:
     """redis-py's ways, each GET followed by the copy into the buffers: with its C parser if hiredis is installed."""
     kind: Any = redis.RedisCluster if clustered else redis.Redis
     client = kind(host="127.0.0.1", port=port)
-    ways = {"pipeline": _pipelined(client), "loop": _looped(client), "MGET, MSET": _together(client, clustered)}
+    ways = {"pipeline": _pipelined(client), "MGET, MSET": _together(client, clustered)}
     if not clustered:
         ways["raw connection"] = _bare(client)
         pool = redis.ConnectionPool(host="127.0.0.1", port=port, parser_class=_RESP2Parser, protocol=2)
@@ -93,18 +88,6 @@ def _pipelined(client: Any) -> Client:
         for key in keys:
             pipeline.get(key)
         _copied(pipeline.execute(), into)
-
-    return Client(write, read, client.close)
-
-
-def _looped(client: Any) -> Client:
-    def write(keys: BlockKeys, buffers: SlotBuffers) -> None:
-        for key, buffer in zip(keys, buffers, strict=True):
-            assert client.set(key, buffer, px=TTL_MS)
-
-    def read(keys: BlockKeys, into: SlotBuffers) -> None:
-        for key, target in zip(keys, into, strict=True):
-            _copied([client.get(key)], [target])
 
     return Client(write, read, client.close)
 

@@ -1,17 +1,13 @@
 """What the router costs: CPU time of a request, of scoring a long prompt, and memory of its index.
 
-Requests: a real `kvtier route` before two replicas that answer at once and compute nothing. By real events they have
-told it that they hold the prompt. It is asked over 8 connections that stay open. The figure is its process's CPU time,
-all threads, over the number of requests. Prompts are token ids: nothing is tokenised.
+Requests: a real `kvtier route` before two replicas that answer at once and compute nothing, and that have told it by
+real events that they hold the prompt; 8 connections that stay open. The figure is the process's CPU time over the
+number of requests. Prompts are token ids: nothing is tokenised. Pieces: the same with streams whose events come one by
+one, 20 ms apart; a relay in asyncio that only reads and writes them (`_bare_relay.py`) runs beside it.
 
-Pieces: the same with streams whose events come one by one, 20 ms apart. A relay in asyncio that only reads and writes
-them (`_bare_relay.py`) runs beside it, so what is left is the router's own.
-
-Scoring: a prompt of 32,768 tokens in blocks of 16, against an index of 1,000,000 blocks (`--quick`: fewer). It takes in
-the names from the tokens, who holds how much, and the choice among four replicas. The figure is the median CPU time of
-one thread. "mixed" is a prompt whose every block another replica has in its L1.
-
-Memory: how much more (RSS) a process has with 1,000,000 blocks in its index than before.
+Scoring: a prompt of 32,768 tokens in blocks of 16, against an index of 1,000,000 blocks (`--quick`: fewer): names from
+the tokens, who holds how much, the choice among four replicas; the median CPU time of one thread. "mixed" is a prompt
+whose every block another replica has in its L1. Memory: how much more a process has with that index than before.
 """
 
 import http.client

@@ -2,23 +2,17 @@
 
 The replicas compute nothing (`_race_replica.py`): prefill takes 30 us for each token that is not in their cache, one
 prompt after the other. The caches are bounded, and evict. Chats arrive at fixed times, the same for every router. All
-answers are streams of eight tokens. Routers that guess from the text are sglang-router, smg and vllm-router
-(`cache_aware`); kvtier and vllm-router (`kv_aware`) read the replicas' KV events.
+answers are streams of eight tokens. sglang-router, smg and vllm-router (`cache_aware`) guess from the text; kvtier and
+vllm-router (`kv_aware`) read the replicas' KV events. Loads, of chats about documents of 3,000 tokens unless said:
 
-Loads, of chats about documents of 3,000 tokens unless said:
-
-- documents: 24 of them, which all caches together hold twice.
-- small caches: 64 documents, three quarters of which fit.
+- documents: 24 of them, which all caches together hold twice; small caches: 64, three quarters of which fit.
 - two routers: 40 documents, which fit once; each chat goes to one of two routers of a kind, by chance.
 - restarts: 24 documents; two of the four replicas are killed during the load, one after the other, and start empty.
 - tools: 24 sets of tools of 2,500 tokens, all with one system prompt. Guessers that see only the messages see one text.
 
 Then the replica with most of 40 long streams dies in the middle of them, and 20 more chats arrive in the second after
-that. What has begun can only end with an error; "told" are those that got one, "cut" those whose answer just ends. What
-has not begun can be answered by another replica.
-
-CPU is that of the router's processes, all threads. A peer is a program: `--smg PATH`, or one of that name in PATH.
-Those that are missing are named in the table.
+that. What has begun can only end with an error ("told"), or just ends ("cut"); what has not can be answered by another.
+CPU is that of the router's processes. A peer is a program: `--smg PATH`, or one of that name in PATH.
 """
 
 import asyncio

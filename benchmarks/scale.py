@@ -398,8 +398,8 @@ class PaperFleet:
     def decisions(self) -> list[Row]:
         rows = []
         for nodes in NODES:
-            rate, us, count, gib = (nodes * self.assumed.rate, self.measured.decision(nodes), self.routers(nodes),
-                                    self.index_gib(nodes))  # fmt: skip
+            rate, us = nodes * self.assumed.rate, self.measured.decision(nodes)
+            count, gib = self.routers(nodes), self.index_gib(nodes)
             row: Row = {"part": "decisions", "nodes": nodes, "requests/s": round(rate, 1)}
             row |= {"decision us": round(us), "cores, decisions": round(rate * us / 1e6, 3)}
             row |= {"cores, all of a request": round(self.request_cores(nodes), 3), "routers": count}

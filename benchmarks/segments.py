@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from statistics import median
+from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ import torch
 from _loads import leave_only, llama, over_slab, random_tokens, settle
 from _report import Row, Target, parser, progress, report
 from both_ends import SlowTier
-from compression import FIXTURE, task
+from recall import LENGTH, MODEL, NUM_DOCUMENTS, asked
 
 from kvtier import Engine, EngineConfig, Repair, SamplingParams, Segment
 from kvtier.connector import LocalConnector
@@ -34,7 +34,6 @@ SHARE: Final = 0.15  # of the reused tokens, computed anew
 DEFAULT: Final = ("deviation", SHARE)
 NOTHING: Final = ("first", 0.0)  # is computed anew
 EVERYTHING: Final = ("first", 1.0)
-NUM_DOCUMENTS, LENGTH = 4, 24  # of the recall model's task
 TIMED_DOCUMENTS: Final = 6
 
 Arm = tuple[str, float]
@@ -47,22 +46,16 @@ def unbounded(arm: Arm) -> Repair:
 
 
 def recall(arms: Sequence[Arm], num_samples: int) -> dict[Arm, float]:
-    made = task().gen(num_samples, NUM_DOCUMENTS, LENGTH, 4, np.random.default_rng(5))
+    questions, right = asked(num_samples), {}
     settings = EngineConfig(block_size=8, num_blocks=4000, segments="on", segment_min_tokens=8)
     segments = [Segment(place * LENGTH, (place + 1) * LENGTH) for place in range(NUM_DOCUMENTS)]
-    prompts = [
-        made["docs"][sample].reshape(-1).tolist() + made["tail"][sample][3 * number : 3 * number + 2].tolist()
-        for sample in range(num_samples)
-        for number in range(4)
-    ]
-    right = {}
-    with Engine.from_pretrained(FIXTURE / "recall-llama-bf16", settings, dtype="float32") as engine:
-        engine.precompute([document.tolist() for sample in made["docs"] for document in sample])
+    with Engine.from_pretrained(MODEL, settings, dtype="float32") as engine:
+        engine.precompute([document for each in questions[::4] for document in each.documents])
         for arm in arms:
             progress(f"recall: {arm[0]} {arm[1]:.0%}")
-            found = engine.generate(prompts, ONE, segments=[segments] * len(prompts), repair=unbounded(arm))
-            answers = np.array([each.token_ids[0] for each in found])
-            right[arm] = float((answers == made["qv"].reshape(-1)).mean())
+            every = {"segments": [segments] * len(questions), "repair": unbounded(arm)}
+            found = engine.generate([each.prompt for each in questions], ONE, **every)
+            right[arm] = fmean(a.token_ids[0] == each.answer for a, each in zip(found, questions, strict=True))
     return right
 
 
@@ -183,8 +176,7 @@ def main() -> int:
     args = parser(__doc__).parse_args()
     torch.set_num_threads(1)
     every, rounds, step = [(rule, SHARE) for rule in RULES], 3 if args.quick else 7, 128 if args.quick else 256
-    has_model = (FIXTURE / "recall-llama-bf16").is_dir()
-    right = recall([NOTHING, EVERYTHING, *every], 40 if args.quick else 200) if has_model else {}
+    right = recall([NOTHING, EVERYTHING, *every], 40 if args.quick else 200) if MODEL.is_dir() else {}
     costs = cost([NOTHING, *every[:3]], 1 if args.quick else 3, small=args.quick)
     progress("beside a blend, and the check under the load")
     with timed_prompts(small=args.quick, step=step) as beside:

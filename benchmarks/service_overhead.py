@@ -1,20 +1,16 @@
 """What the daemon costs an engine beside tiers of its own: a step's round trip, lookups and copies.
 
 A real `kvtier serve` on a Unix socket, and the same tiers in this process, asked in turns. A step reserves slots for
-the blocks it stores: its only round trip; what the daemon adds is the difference of the pair. What the tiers in this
-process hash behind a step has ended before the next one, as behind an engine's. "busy" is a processor
-that computes between steps, "idle" one that sleeps, and takes its time to wake up on both sides. The bare echo is a
-process that only sends back what it gets: no daemon in Python answers sooner. CPU is of a step with all that belongs to
-it, hashing and publishing too: of the daemon's threads, and of the thread that asks. Lookups are chains of 8 and of 128
-blocks, 32 on the way at once; their rate is by the daemon's CPU time (all threads), since two noisy cores share two
-busy processes. Sixteen clients start at once beside two processes that compute, with the default deadline. A verified
-load is the same load (question, promise, copy of 32 MiB) from a daemon with `[host] verify = "always"` and from one
-with "never", in turns; beside it what hashing alone does, a block at a time: by xxh3-64, which kvtier uses, and by
-BLAKE2b-128 with a key, which nobody can forge. Copies are an engine's loads from L2, scattered blocks, 8 MiB at a time,
-from the region each of the two has. What the daemon's memory does in an hour: daemon_memory.py.
+the blocks it stores, its only round trip; what the daemon adds is the difference of the pair. "busy" is a processor
+that computes between steps, "idle" one that sleeps, and takes its time to wake up. The bare echo is a process that only
+sends back what it gets. CPU is of a step with hashing and publishing: of the daemon's threads, and of the thread that
+asks. Lookups are chains of 8 and of 128 blocks, 32 on the way at once; their rate is by the daemon's CPU time, since
+two noisy cores share two busy processes. Sixteen clients start at once beside two processes that compute, with the
+default deadline. A verified load is the same load (question, promise, copy of 32 MiB) from a daemon with `[host] verify
+= "always"` and from one with "never". Copies are loads from L2, scattered blocks, 8 MiB at a time, from the region each
+of the two has. What the daemon's memory does in an hour: daemon_memory.py.
 """
 
-import hashlib
 import json
 import socket
 import subprocess
@@ -37,7 +33,7 @@ from _races import in_turns, of_pairs, took
 from _report import Row, Target, parser, progress, report
 
 from kvtier.connector import open_tiers
-from kvtier.tiers import ChainHash, KVTierError, Outcome, checksum
+from kvtier.tiers import ChainHash, KVTierError, Outcome
 from kvtier.tiers.config import Config
 from kvtier.tiers.copies import BlockCopies, HostCopyStream
 from kvtier.tiers.hierarchy import PENDING, CacheTiers, Claim, Hierarchy, Wanted
@@ -212,23 +208,6 @@ def time_loads(all_tiers: AllTiers, rounds: int) -> Times:
         return in_turns({name: partial(load, name, tiers) for name, tiers in all_tiers.items()}, rounds)
 
 
-def hash_rates(rounds: int) -> Times:
-    """GB/s of each digest, over more blocks than a processor's cache holds."""
-    blocks = np.random.default_rng(0).integers(0, 256, (LOADED, BLOCKS.block_bytes), dtype=np.uint8)
-    parts = [[memoryview(block) for block in blocks[first : first + 8]] for first in range(0, LOADED, 8)]
-    digests: dict[str, Callable[[memoryview], object]] = {
-        "xxh3-64": checksum,
-        "BLAKE2b-128": lambda block: hashlib.blake2b(block, digest_size=16, key=PARENT).digest(),
-    }
-    turns = {name: iter(parts * (rounds // len(parts) + 1)) for name in digests}
-
-    def turn(name: str) -> float:
-        part = next(turns[name])
-        return 8 * BLOCKS.block_bytes / 1e9 / took(lambda: list(map(digests[name], part)))
-
-    return in_turns({name: partial(turn, name) for name in digests}, rounds)
-
-
 def many_clients(path: Path, num_steps: int) -> list[Row]:
     """What clients told that were all started at once, with the default deadline."""
     command = [sys.executable, str(CLIENT), str(path), str(num_steps)]
@@ -308,8 +287,6 @@ class Overhead:
         for name, each in times.items():
             in_us = _percentiles(each)
             self.row("load of 32 MiB, verify", name, "ms", median=in_us["median"] / 1e3, p99=in_us["p99"] / 1e3)
-        for name, each in hash_rates(self.rounds // 10).items():
-            self.row("hashing, one core", name, "GB/s", median=median(each))
         ratio = of_pairs(times["always"], times["never"])  # up to the goal it would be on by default
         self.targets.append(Target("a load with verify = always, of one without", 1.05, ratio))
 
