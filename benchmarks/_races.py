@@ -56,7 +56,7 @@ def of_pairs(
     ours: Sequence[float], theirs: Sequence[float], compare: Callable[[float, float], float] = lambda a, b: a / b
 ) -> float:
     """The median over rounds of what our time is by theirs of the same round, or `compare`d in another way."""
-    return median(map(compare, ours, theirs))
+    return median(compare(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def took(action: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
