@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise, product
@@ -356,16 +356,15 @@ class PaperFleet:
         applied = self.changes(nodes, block_tokens) * self.measured.consumer_us / 1e6
         return applied + 2 * nodes * self.measured.follower_idle_us / 1e6
 
-    def events(self) -> list[Row]:
-        costs, rows = self.measured, list[Row]()
+    def events(self) -> Iterator[Row]:
+        costs = self.measured
         for nodes in NODES:
             row: Row = {"part": "events", "nodes": nodes, "changes/s": round(self.changes(nodes))}
             row["MB/s on the wire"] = round(self.changes(nodes) * costs.wire_bytes / 1e6, 3)
             row["cores of a publisher"] = round(self.changes(1) * costs.publisher_us / 1e6, 4)
             row["cores of a reader"] = round(self.event_cores(nodes), 4)
             row["descriptors"] = round(2 * nodes * costs.follower_descriptors)
-            rows.append(row | {"threads": round(2 * nodes * costs.follower_threads)})
-        return rows
+            yield row | {"threads": round(2 * nodes * costs.follower_threads)}
 
     # the index
 
@@ -374,13 +373,11 @@ class PaperFleet:
         names = nodes * self.assumed.names_a_node * smaller
         return (names * self.measured.index_bytes + 2 * nodes * self.measured.follower_kib * 1024) / GIB
 
-    def index(self) -> list[Row]:
-        rows = []
+    def index(self) -> Iterator[Row]:
         for nodes in NODES:
             gib, names = self.index_gib(nodes), nodes * self.assumed.names_a_node
             row: Row = {"part": "index", "nodes": nodes, "names, M": round(names / 1e6, 2)}
-            rows.append(row | {"index GiB": round(gib, 2), "$ a month": round(gib * self.assumed.gib_price, 1)})
-        return rows
+            yield row | {"index GiB": round(gib, 2), "$ a month": round(gib * self.assumed.gib_price, 1)}
 
     # decisions
 
@@ -395,8 +392,7 @@ class PaperFleet:
         left = 1 - self.event_cores(nodes)
         return None if left <= 0 else _up(self.request_cores(nodes) / left)
 
-    def decisions(self) -> list[Row]:
-        rows = []
+    def decisions(self) -> Iterator[Row]:
         for nodes in NODES:
             rate, us = nodes * self.assumed.rate, self.measured.decision(nodes)
             count, gib = self.routers(nodes), self.index_gib(nodes)
@@ -405,8 +401,7 @@ class PaperFleet:
             row |= {"cores, all of a request": round(self.request_cores(nodes), 3), "routers": count}
             price = self.assumed.core_price + gib * self.assumed.gib_price
             row["GiB, all routers"] = None if count is None else round(count * gib, 1)
-            rows.append(row | {"router $ a month": None if count is None else round(count * price)})
-        return rows
+            yield row | {"router $ a month": None if count is None else round(count * price)}
 
     # Redis
 
@@ -423,8 +418,7 @@ class PaperFleet:
     def shards_for_room(self, nodes: float) -> float:
         return nodes * self.assumed.redis_gib / self.assumed.shard_gib
 
-    def redis(self) -> list[Row]:
-        rows = []
+    def redis(self) -> Iterator[Row]:
         price = self.assumed.core_price + self.assumed.shard_gib * self.assumed.gib_price
         for admit_after, nodes in product(sorted(self.moved), NODES):
             written, read = self.redis_gb(nodes, admit_after)
@@ -433,8 +427,7 @@ class PaperFleet:
             row: Row = {"part": "redis", "nodes": nodes, "stored from sighting": admit_after}
             row |= {"GB/s written": round(written, 3), "GB/s read": round(read, 3)}
             row |= {"shards, by bytes": round(busy, 2), "shards, by room": round(room, 2)}
-            rows.append(row | {"shards": shards, "$ a month": round(shards * price)})
-        return rows
+            yield row | {"shards": shards, "$ a month": round(shards * price)}
 
     # an object store
 
@@ -443,16 +436,14 @@ class PaperFleet:
         moved, each = self.moved[admit_after], nodes * self.assumed.rate * self.assumed.token_bytes / object_bytes
         return each * moved.slab_stored, each * moved.cold_read
 
-    def objects(self, sizes: Mapping[str, float]) -> list[Row]:
-        rows = []
+    def objects(self, sizes: Mapping[str, float]) -> Iterator[Row]:
         for admit_after, (name, size), nodes in product(sorted(self.moved), sizes.items(), NODES):
             puts, gets = self.object_rates(nodes, admit_after, size)
             requests = (puts * self.assumed.put_price + gets * self.assumed.get_price) / 1000 * MONTH
             kept = puts * size * self.assumed.kept_days * DAY / GB
             row: Row = {"part": "objects", "nodes": nodes, "object": name, "stored from sighting": admit_after}
             row |= {"PUT/s": round(puts, 1), "GET/s": round(gets, 1), "requests $ a month": round(requests)}
-            rows.append(row | {"room $ a month": round(kept * self.assumed.gb_month)})
-        return rows
+            yield row | {"room $ a month": round(kept * self.assumed.gb_month)}
 
     # where it breaks
 
