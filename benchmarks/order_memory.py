@@ -8,15 +8,14 @@ process of its own has each row. Two numbers of slots tell what a slot takes, an
 import sys
 from typing import Final
 
+from _blocks import reserved
 from _process import spawned
-from _races import Row
-from _report import Target, parser, progress, report
+from _report import Row, Target, parser, progress, report
 from memory import WARM_UP, Footprint, names_of
 
 from kvtier.tiers.pool import EvictionLog, SlotPool
 from kvtier.tiers.reuse import RequestEnd
 
-COUNTS: Final = (100_000, 400_000)
 REQUEST: Final = 32  # blocks
 FILLS: Final = 2  # times the slots
 LRU, LOGGED, TAIL = "lru", "lru, departures", "tail"
@@ -33,16 +32,12 @@ def serve(num_slots: int, keeps: str) -> SlotPool:
         pool.remember(EvictionLog("l2", num_slots, num_slots + 1))
     for number in range(FILLS * num_slots // REQUEST):
         names, _ = names_of(number, REQUEST)
-        reservation = pool.reserve(names)
-        if reservation is None:
-            raise RuntimeError("the pool has no room, although nothing is leased")
-        pool.seal(reservation).release()
+        pool.seal(reserved(pool, names)).release()
         pool.ended(RequestEnd(names, REQUEST, 100))
     return pool
 
 
 def measure(num_slots: int, keeps: str) -> float:
-    """Bytes that this process grew by."""
     serve(WARM_UP, keeps)
     before = Footprint.now()
     pool = serve(num_slots, keeps)
@@ -52,10 +47,8 @@ def measure(num_slots: int, keeps: str) -> float:
 
 
 def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--slots", type=int, nargs="+", metavar="N", help="two numbers of them or more")
-    given = options.parse_args()
-    counts = given.slots or ((5_000, 20_000) if given.quick else COUNTS)
+    given = parser(__doc__).parse_args()
+    counts = (5_000, 20_000) if given.quick else (100_000, 400_000)
     rows: list[Row] = []
     over: dict[str, list[float]] = {LRU: [], LOGGED: [], TAIL: []}
     for num_slots in counts:

@@ -14,9 +14,9 @@ from statistics import median
 from typing import Final
 
 import numpy as np
-from _blocks import random_names
-from _races import Row, took
-from _report import parser, progress, report
+from _blocks import random_names, reserved
+from _races import took
+from _report import Row, parser, progress, report
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.pool import SlotPool
@@ -25,17 +25,13 @@ from kvtier.tiers.reuse import RequestEnd
 SIZES: Final = (8, 32, 128, 512)  # blocks of a request
 FULL: Final = 4  # times as many blocks as there are slots, before anything is measured
 GROUP: Final = 10  # requests: a plan of victims is for many of them
-OUTPUT_TOKENS: Final = (10, 100, 300, 600)
 
 
 def serve(pool: SlotPool, known: list[ChainHash], new: list[ChainHash], tokens: int) -> None:
     """One request, from its lookup to its end."""
     names = [*known, *new]
     lease = pool.lease(names)
-    reservation = pool.reserve(names[len(lease) :], names[len(lease) - 1] if len(lease) else None)
-    if reservation is None:
-        raise RuntimeError("the pool has no room, although nothing is leased")
-    stored = pool.seal(reservation)
+    stored = pool.seal(reserved(pool, names[len(lease) :], names[len(lease) - 1] if len(lease) else None))
     lease.release()
     stored.release()
     pool.ended(RequestEnd(names, len(names), tokens))
@@ -50,7 +46,7 @@ def measure(size: int, num_slots: int, num_requests: int) -> Row:
     progress(f"{num_requests} requests of {size} blocks")
     for number in range(FULL * num_slots // size + num_requests):
         known = dice.choice(lately) if lately else random_names(rng, half)
-        new, tokens = random_names(rng, half), dice.choice(OUTPUT_TOKENS)
+        new, tokens = random_names(rng, half), dice.choice((10, 100, 300, 600))
         for policy in sorted(pools, reverse=bool(number % 2)):
             fresh = [bytes(bytearray(name)) for name in known]
             took_of[policy].append(took(partial(serve, pools[policy], fresh, new, tokens), time.thread_time))
