@@ -1,6 +1,7 @@
 """What other nodes hold, known by their KV events: nobody is asked, a wrong hint is a miss, a bad stream is left."""
 
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles import SLOT_BYTES, chain_of, payload_of, store, wait_until
+from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, payload_of, store, wait_until
 from peers_rig import FINGERPRINT, Fleet, ScriptedPeer, TellingNode, block, buffers, following, key_file, record
 from redis_rig import NO_REDIS, standalone
 from service_rig import attach, end_child, load, where
@@ -18,7 +19,7 @@ from zmq.auth import create_certificates
 from kvtier.service.events.publisher import Publisher
 from kvtier.service.events.wire import AllBlocksCleared
 from kvtier.tiers.config.sections import EventsConfig
-from kvtier.tiers.hierarchy.cache_tiers import Attribution
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy, Removed, Stored
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings, Rates, TierPort
 from kvtier.tiers.host.host import HostRegion, HostTier
@@ -456,6 +457,26 @@ def test_a_fleet_knows_what_it_holds_also_after_a_kill_and_a_restart(fleet_of: C
     assert (load(second, other), load(again, chain)) == (4, 8)
     again.close()
     second.close()
+
+
+@pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
+def test_a_node_that_does_not_answer_is_passed_over(fleet_of: Callable[..., Fleet]) -> None:
+    """Its events name the blocks, and it hangs. The first request that asks it finds them in Redis, not in vain."""
+    chain = chain_of(8)
+    with standalone() as server:
+        fleet = fleet_of(2, tell=True, redis__url=server.url, redis__secret="a secret of the fleet")
+        first, second = (attach(path) for path in fleet.sockets)
+        assert store_at(first, chain) == 8
+        knows(fleet, 1, 8)
+        wait_until(lambda: len(server.cli("KEYS", "*").split()) >= 8)
+        fleet.daemons[0].process.send_signal(signal.SIGSTOP)
+        claim = second.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+        wait_until(lambda: second.poll(claim) is not PENDING)
+        assert (second.poll(claim), claim.found) == (8, Attribution(8, redis=8))
+        second.cancel(claim)
+        fleet.daemons[0].process.send_signal(signal.SIGCONT)
+        first.close()
+        second.close()
 
 
 @pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
