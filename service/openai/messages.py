@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, Tag
+from pydantic import Field, Tag
 
 from kvtier.service import Json
 from kvtier.service.openai.bodies import (
@@ -12,16 +12,13 @@ from kvtier.service.openai.bodies import (
     ApiCacheSalt,
     CacheMark,
     ChatReuse,
-    Ignored,
     Stop,
     Text,
     TextPart,
     TokenLimit,
     Tolerant,
     by_kind,
-    few_fields,
     must_be,
-    options,
     sent_content,
 )
 from kvtier.service.openai.errors import OpenAIError
@@ -43,26 +40,26 @@ class _ToolUse(Tolerant):
 
 
 class _Thinking(Tolerant):
+    neutral = frozenset(["signature"])
     type: Literal["thinking"]
     thinking: Text
-    signature: Ignored = None
 
 
 class _Redacted(Tolerant):
     type: Literal["redacted_thinking"]  # nobody here can read it
 
 
-_TextBlocks = Annotated[list[Annotated[TextPart, BeforeValidator(few_fields)]], Field(max_length=MAX_LIST)]
+_TextBlocks = Annotated[list[TextPart], Field(max_length=MAX_LIST)]
 
 
 class _ToolResult(Tolerant):
+    neutral = frozenset(["is_error"])
     type: Literal["tool_result"]
     tool_use_id: Text
     content: Annotated[
         Annotated[Text, Tag("=text")] | Annotated[_TextBlocks, Tag("=parts")],
         by_kind("content", "not a tool's result; give a text, or blocks of type text", _text_kind),
     ] = ""
-    is_error: Ignored = None
     cache_control: CacheMark = False
 
 
@@ -82,7 +79,7 @@ _Block = Annotated[
 _Content = Annotated[
     Annotated[Text, Tag("=text")]
     | Annotated[
-        Annotated[list[Annotated[_Block, BeforeValidator(few_fields)]], Field(min_length=1, max_length=MAX_LIST)],
+        Annotated[list[_Block], Field(min_length=1, max_length=MAX_LIST)],
         Tag("=parts"),
     ],
     by_kind("content", "not a content; give a text, or a list of blocks", _text_kind),
@@ -109,17 +106,15 @@ class _Choice(Tolerant):
 
 
 class _ThinkingOption(Tolerant):
+    neutral = frozenset(["budget_tokens"])
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Ignored = None
 
 
 class CountBody(Tolerant):
     """`POST /v1/messages/count_tokens`."""
 
     model: Text
-    messages: Annotated[
-        list[Annotated[_Message, BeforeValidator(few_fields)]], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)
-    ]
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
     system: (
         Annotated[
             Annotated[Text, Tag("=text")] | Annotated[_TextBlocks, Tag("=parts")],
@@ -127,9 +122,9 @@ class CountBody(Tolerant):
         ]
         | None
     ) = None
-    tools: Annotated[list[Annotated[_Tool, BeforeValidator(few_fields)]], Field(max_length=1024)] | None = None
-    tool_choice: Annotated[_Choice | None, BeforeValidator(few_fields)] = None
-    thinking: Annotated[_ThinkingOption | None, BeforeValidator(few_fields)] = None
+    tools: Annotated[list[_Tool], Field(max_length=1024)] | None = None
+    tool_choice: _Choice | None = None
+    thinking: _ThinkingOption | None = None
     cache_control: CacheMark = False
 
     @property
@@ -151,21 +146,19 @@ class CountBody(Tolerant):
 class MessagesBody(CountBody):
     """The body of a request, and how its answer looks."""
 
+    neutral = frozenset(["context_management", "metadata", "output_config", "service_tier"])
+
     max_tokens: TokenLimit
     stop_sequences: Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
-    metadata: Ignored = None
-    service_tier: Ignored = None
-    context_management: Ignored = None
-    output_config: Ignored = None
     mcp_servers: Annotated[None, must_be([])] = None
     container: Annotated[None, must_be()] = None
     # kvtier's own, as in a chat
     cache_salt: ApiCacheSalt | None = None
-    kvtier: Annotated[ChatReuse | None, BeforeValidator(options)] = None
+    kvtier: ChatReuse | None = None
 
     @property
     def chat(self) -> Json:

@@ -3,61 +3,52 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, Tag
+from pydantic import Field, Tag
 
 from kvtier.service import Json
 from kvtier.service.openai.bodies import (
+    CACHING,
     MAX_LIST,
     ApiCacheSalt,
     ChatReuse,
     Content,
-    Ignored,
     Off,
     Text,
     TokenLimit,
     Tolerant,
     by_kind,
-    few_fields,
     must_be,
-    options,
     sent_content,
 )
 from kvtier.service.openai.errors import OpenAIError
 
 
-class _Said(Tolerant):
+class _InputItem(Tolerant):
+    neutral = frozenset(["encrypted_content", "id", "phase", "status", "summary"])
+
+
+class _Said(_InputItem):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
-    id: Ignored = None
-    status: Ignored = None
-    phase: Ignored = None
 
 
-class _Called(Tolerant):
+class _Called(_InputItem):
     type: Literal["function_call"]
     call_id: Text
     name: Text
     arguments: Text
-    id: Ignored = None
-    status: Ignored = None
 
 
-class _Output(Tolerant):
+class _Output(_InputItem):
     type: Literal["function_call_output"]
     call_id: Text
     output: Content
-    id: Ignored = None
-    status: Ignored = None
 
 
-class _Reasoned(Tolerant):
+class _Reasoned(_InputItem):
     type: Literal["reasoning"]
     content: list[Any] | None = None
-    id: Ignored = None
-    summary: Ignored = None
-    status: Ignored = None
-    encrypted_content: Ignored = None
 
     @property
     def text(self) -> str:
@@ -106,14 +97,13 @@ class _Format(Tolerant):
 
 
 class _TextOptions(Tolerant):
-    format: Annotated[_Format | None, BeforeValidator(few_fields)] = None
-    verbosity: Ignored = None
+    neutral = frozenset(["verbosity"])
+    format: _Format | None = None
 
 
 class _Reasoning(Tolerant):
+    neutral = frozenset(["generate_summary", "summary"])
     effort: Text | None = None
-    summary: Ignored = None
-    generate_summary: Ignored = None
 
 
 _AS_ITEMS: Final = "send the turns in input instead: nothing is kept here"
@@ -122,12 +112,14 @@ _AS_ITEMS: Final = "send the turns in input instead: nothing is kept here"
 class ResponsesBody(Tolerant):
     """The body of a request, and how its answer looks."""
 
+    neutral = frozenset([*CACHING, "include", "safety_identifier", "service_tier", "store", "stream_options", "user"])
+
     model: Text
     input: Annotated[
         Annotated[Text, Tag("=text")]
         | Annotated[
             Annotated[
-                list[Annotated[_Item, BeforeValidator(few_fields)]],
+                list[_Item],
                 Field(min_length=1, max_length=MAX_LIST, fail_fast=True),
             ],
             Tag("=items"),
@@ -143,7 +135,7 @@ class ResponsesBody(Tolerant):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     stream: bool | None = None
-    tools: Annotated[list[Annotated[_Tool, BeforeValidator(few_fields)]], Field(max_length=1024)] | None = None
+    tools: Annotated[list[_Tool], Field(max_length=1024)] | None = None
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("=word")] | Annotated[_Choice, Tag("=tool")],
@@ -156,8 +148,8 @@ class ResponsesBody(Tolerant):
         | None
     ) = None
     parallel_tool_calls: bool | None = None
-    text: Annotated[_TextOptions | None, BeforeValidator(few_fields)] = None
-    reasoning: Annotated[_Reasoning | None, BeforeValidator(few_fields)] = None
+    text: _TextOptions | None = None
+    reasoning: _Reasoning | None = None
     previous_response_id: Annotated[None, must_be(fix=_AS_ITEMS)] = None
     conversation: Annotated[None, must_be(fix=_AS_ITEMS)] = None
     prompt: Annotated[None, must_be()] = None
@@ -165,18 +157,10 @@ class ResponsesBody(Tolerant):
     truncation: Annotated[None, must_be("disabled")] = None
     top_logprobs: Annotated[None, must_be(0)] = None
     max_tool_calls: Annotated[None, must_be()] = None
-    store: Ignored = None
-    include: Ignored = None
     metadata: dict[str, Any] | None = None
-    user: Ignored = None
-    safety_identifier: Ignored = None
-    service_tier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    stream_options: Ignored = None
     # kvtier's own, as in a chat
     cache_salt: ApiCacheSalt | None = None
-    kvtier: Annotated[ChatReuse | None, BeforeValidator(options)] = None
+    kvtier: ChatReuse | None = None
 
     @property
     def chat(self) -> Json:
