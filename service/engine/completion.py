@@ -269,19 +269,15 @@ class OpenAICompletion:
 
     async def whole(self) -> Json:
         """All choices at once, as the response's JSON. Raises OpenAIError."""
-        texts: dict[int, list[str]] = {index: [] for index in self._unfinished}
-        calls: dict[int, tuple[ToolCall, ...]] = dict.fromkeys(self._unfinished, ())
-        reasons: dict[int, str | None] = {}
-        stops: dict[int, str | None] = {}
+        pieces: dict[int, list[Piece]] = {index: [] for index in self._unfinished}
         async for piece in self._pieces():
-            texts[piece.index].append(piece.text)
-            calls[piece.index] += piece.calls
-            reasons[piece.index], stops[piece.index] = piece.finish_reason, piece.stopped_by
-        ended = [
-            Piece(index, "".join(parts), reasons[index], True, self._taken_logprobs(index), calls[index], stops[index])
-            for index, parts in texts.items()
-        ]
-        return {**self._head, "choices": [self._form.choice(piece) for piece in ended], "usage": self._usage.content}
+            pieces[piece.index].append(piece)
+        choices = []
+        for index, each in pieces.items():
+            text, calls = "".join(piece.text for piece in each), sum((piece.calls for piece in each), ())
+            logprobs = self._taken_logprobs(index)
+            choices.append(self._form.choice(replace(each[-1], text=text, calls=calls, logprobs=logprobs)))
+        return {**self._head, "choices": choices, "usage": self._usage.content}
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """Server-sent events. An error before the first is raised; a later one is the last event, without [DONE].
@@ -398,7 +394,6 @@ class TranslatedCompletion(OpenAICompletion):
         self._body = body
 
     async def whole(self) -> Json:
-        """The answer as that API's JSON. Raises OpenAIError."""
         return self._body.whole(await super().whole())
 
     async def chunks(self) -> AsyncIterator[bytes]:

@@ -49,6 +49,16 @@ def by_kind(field: str, message: str, kind: Callable[[Any], str | None] = kind_o
     return Discriminator(kind, custom_error_type=field, custom_error_message=message)
 
 
+def by_type(field: str, message: str, *known: str, default: str = "") -> Discriminator:
+    """`by_kind`, by an object's own `type`."""
+
+    def kind(value: object) -> str | None:
+        named = str(value.get("type", default)) if isinstance(value, dict) else ""
+        return f"={named}" if named in known else None
+
+    return by_kind(field, message, kind)
+
+
 @cache
 def _known(body_type: type[BaseModel]) -> frozenset[str]:
     neutral: list[frozenset[str]] = [getattr(each, "neutral", frozenset()) for each in body_type.__mro__]
@@ -84,6 +94,7 @@ class Tolerant(_Bounded):
     neutral: ClassVar[frozenset[str]] = frozenset()  # fields that are ignored since they change no answer
 
 
+T = TypeVar("T")
 Text = Annotated[str, pydantic.AfterValidator(writable)]
 ApiTokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 ApiTokenIds = Annotated[list[ApiTokenId], Field(min_length=1, max_length=_MAX_TOKENS, fail_fast=True)]
@@ -261,10 +272,15 @@ Prompt = Annotated[
     | Annotated[Parts, Tag("=parts")],
     by_kind("prompt", "not a prompt; give a text, token ids, a list of either, or parts of type text"),
 ]
-Content = Annotated[
-    Annotated[Text, Tag("=text")] | Annotated[Parts, Tag("=parts")],
-    by_kind("content", "not a message content; give a text, or parts of type text"),
+TextOr = Annotated[
+    Annotated[Text, Tag("=text")] | Annotated[T, Tag("=parts")],
+    by_kind(
+        "content",
+        "not a content; give a text, or a list of parts",
+        lambda value: "=text" if isinstance(value, str) else "=parts" if isinstance(value, list) else None,
+    ),
 ]
+Content = TextOr[Parts]
 
 
 class Message(Tolerant):

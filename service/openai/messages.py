@@ -14,10 +14,11 @@ from kvtier.service.openai.bodies import (
     ChatReuse,
     Stop,
     Text,
+    TextOr,
     TextPart,
     TokenLimit,
     Tolerant,
-    by_kind,
+    by_type,
     must_be,
     sent_content,
 )
@@ -25,10 +26,6 @@ from kvtier.service.openai.errors import OpenAIError
 
 _REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _EPHEMERAL: Final = {"type": "ephemeral"}
-
-
-def _text_kind(value: object) -> str | None:
-    return "=text" if isinstance(value, str) else "=parts" if isinstance(value, list) else None
 
 
 class _ToolUse(Tolerant):
@@ -56,16 +53,8 @@ class _ToolResult(Tolerant):
     neutral = frozenset(["is_error"])
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: Annotated[
-        Annotated[Text, Tag("=text")] | Annotated[_TextBlocks, Tag("=parts")],
-        by_kind("content", "not a tool's result; give a text, or blocks of type text", _text_kind),
-    ] = ""
+    content: TextOr[_TextBlocks] = ""
     cache_control: CacheMark = False
-
-
-def _block_kind(value: object) -> str | None:
-    kind = str(value.get("type")) if isinstance(value, dict) else ""
-    return f"={kind}" if kind in ("text", "tool_use", "tool_result", "thinking", "redacted_thinking") else None
 
 
 _Block = Annotated[
@@ -74,21 +63,17 @@ _Block = Annotated[
     | Annotated[_ToolResult, Tag("=tool_result")]
     | Annotated[_Thinking, Tag("=thinking")]
     | Annotated[_Redacted, Tag("=redacted_thinking")],
-    by_kind("content", "not a block of type text, tool_use, tool_result or thinking; leave it out", _block_kind),
-]
-_Content = Annotated[
-    Annotated[Text, Tag("=text")]
-    | Annotated[
-        Annotated[list[_Block], Field(min_length=1, max_length=MAX_LIST)],
-        Tag("=parts"),
-    ],
-    by_kind("content", "not a content; give a text, or a list of blocks", _text_kind),
+    by_type(
+        "content",
+        "not a block of type text, tool_use, tool_result or thinking; leave it out",
+        *("text", "tool_use", "tool_result", "thinking", "redacted_thinking"),
+    ),
 ]
 
 
 class _Message(Tolerant):
     role: Literal["user", "assistant", "system"]
-    content: _Content
+    content: TextOr[Annotated[list[_Block], Field(min_length=1, max_length=MAX_LIST)]]
 
 
 class _Tool(Tolerant):
@@ -115,13 +100,7 @@ class CountBody(Tolerant):
 
     model: Text
     messages: Annotated[list[_Message], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
-    system: (
-        Annotated[
-            Annotated[Text, Tag("=text")] | Annotated[_TextBlocks, Tag("=parts")],
-            by_kind("system", "not a text, or blocks of type text", _text_kind),
-        ]
-        | None
-    ) = None
+    system: TextOr[_TextBlocks] | None = None
     tools: Annotated[list[_Tool], Field(max_length=1024)] | None = None
     tool_choice: _Choice | None = None
     thinking: _ThinkingOption | None = None
@@ -188,7 +167,6 @@ class MessagesBody(CountBody):
         return any(getattr(each, "cache_control", False) for each in (self, *blocks, *(self.tools or ())))
 
     def whole(self, chat: Json) -> Json:
-        """The answer of that chat as a message."""
         [choice] = chat["choices"]
         message, content = choice["message"], list[Json]()
         if message["content"]:
@@ -197,12 +175,10 @@ class MessagesBody(CountBody):
         return {**_head(chat), "content": content, **_ending(choice), "usage": _usage(chat["usage"])}
 
     def stream_of(self) -> "MessageStream":
-        """What translates a stream's chunks."""
         return MessageStream()
 
     @staticmethod
     def refused(error: OpenAIError) -> Json:
-        """An error in this API's form."""
         kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
         kinds |= {503: "overloaded_error", 504: "timeout_error"}
         kind = kinds.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
@@ -219,7 +195,6 @@ class MessageStream:
         self._ending: Json = {}
 
     def push(self, chunk: Json) -> Iterator[tuple[str, Json]]:
-        """The events of one chunk."""
         if not self._has_begun:
             self._has_begun = True
             usage = {"input_tokens": 0, "output_tokens": 0}  # known at the end: `message_delta` has them
@@ -245,7 +220,6 @@ class MessageStream:
             yield "message_delta", {"delta": self._ending, "usage": _usage(chunk["usage"])}
 
     def end(self) -> Iterator[tuple[str, Json]]:
-        """The last events."""
         yield "message_stop", {}
 
     def _start(self, block: Json) -> Iterator[tuple[str, Json]]:

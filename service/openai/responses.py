@@ -14,9 +14,11 @@ from kvtier.service.openai.bodies import (
     Content,
     Off,
     Text,
+    TextOr,
     TokenLimit,
     Tolerant,
     by_kind,
+    by_type,
     must_be,
     sent_content,
 )
@@ -56,17 +58,17 @@ class _Reasoned(_InputItem):
         return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
 
 
-def _item_kind(value: object) -> str | None:
-    kind = str(value.get("type", "message")) if isinstance(value, dict) else ""
-    return f"={kind}" if kind in ("message", "function_call", "function_call_output", "reasoning") else None
-
-
 _Item = Annotated[
     Annotated[_Said, Tag("=message")]
     | Annotated[_Called, Tag("=function_call")]
     | Annotated[_Output, Tag("=function_call_output")]
     | Annotated[_Reasoned, Tag("=reasoning")],
-    by_kind("input", "not an item of type message, function_call, function_call_output or reasoning", _item_kind),
+    by_type(
+        "input",
+        "not an item of type message, function_call, function_call_output or reasoning",
+        *("message", "function_call", "function_call_output", "reasoning"),
+        default="message",
+    ),
 ]
 
 
@@ -115,21 +117,7 @@ class ResponsesBody(Tolerant):
     neutral = frozenset([*CACHING, "include", "safety_identifier", "service_tier", "store", "stream_options", "user"])
 
     model: Text
-    input: Annotated[
-        Annotated[Text, Tag("=text")]
-        | Annotated[
-            Annotated[
-                list[_Item],
-                Field(min_length=1, max_length=MAX_LIST, fail_fast=True),
-            ],
-            Tag("=items"),
-        ],
-        by_kind(
-            "input",
-            "not an input; give a text, or a list of items",
-            lambda value: "=text" if isinstance(value, str) else "=items" if isinstance(value, list) else None,
-        ),
-    ]
+    input: TextOr[Annotated[list[_Item], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]]
     instructions: Text | None = None
     max_output_tokens: TokenLimit | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -191,7 +179,6 @@ class ResponsesBody(Tolerant):
         return chat | ({"stream": True, "stream_options": {"include_usage": True}} if self.stream else {})
 
     def head(self, chat: Json, status: str) -> Json:
-        """A response without output."""
         tools = [{"type": "function", "strict": bool(tool.strict), **_function(tool)} for tool in self.tools or ()]
         chosen = self.tool_choice
         return {
@@ -224,7 +211,6 @@ class ResponsesBody(Tolerant):
         return {**head, **details, "output": output, "usage": _usage(usage)}
 
     def whole(self, chat: Json) -> Json:
-        """The answer of that chat as a response."""
         [choice] = chat["choices"]
         message, output = choice["message"], list[Json]()
         if message["content"] or not message.get("tool_calls"):
@@ -233,12 +219,10 @@ class ResponsesBody(Tolerant):
         return self.ended(chat, output, choice["finish_reason"], chat["usage"])
 
     def stream_of(self) -> "ResponseStream":
-        """What translates a stream's chunks."""
         return ResponseStream(self)
 
     @staticmethod
     def refused(error: OpenAIError) -> Json:
-        """An error in this API's form."""
         return error.content
 
 
@@ -255,7 +239,6 @@ class ResponseStream:
         self._usage: Json = {}
 
     def push(self, chunk: Json) -> Iterator[tuple[str, Json]]:
-        """The events of one chunk."""
         if not self._chunk:
             self._chunk = chunk
             for kind in ("created", "in_progress"):
@@ -276,7 +259,6 @@ class ResponseStream:
         self._usage = chunk.get("usage") or self._usage
 
     def end(self) -> Iterator[tuple[str, Json]]:
-        """The last event."""
         response = self._body.ended(self._chunk, self._output, self._reason, self._usage)
         yield self._event(f"response.{response['status']}", response=response)
 
