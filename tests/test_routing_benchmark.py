@@ -75,7 +75,7 @@ GOOD = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1,
 @pytest.mark.parametrize(
     ("bad", "told"),
     [
-        ({"timestamp": "now"}, "timestamp: not a whole number from 0 on"),
+        ({"timestamp": "now"}, "timestamp: Expected `int`, got `str`"),
         (
             {"input_length": 512 * 768, "hash_ids": list(range(768))},
             "input_length 393216: with its answer more than a replica's 768 blocks of L1; leave it out",

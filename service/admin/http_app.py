@@ -1,15 +1,15 @@
 """The daemon's HTTP application: pages, operators' verbs and transfers; each error is one line of JSON."""
 
 import asyncio
-import contextlib
 import json
 import logging
+import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from contextlib import asynccontextmanager, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import Annotated, Any, Final, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -28,7 +28,7 @@ from kvtier.service.observe import EXPOSITION, LivePage, daemon_lines, statuses
 from kvtier.service.web import Guard, HttpServer, HttpSocket, OperatorToken, page, read_body
 from kvtier.tiers import ConfigError, FingerprintMismatch, FormatError, KVTierError, TierUnavailable, load_key
 from kvtier.tiers.config import ByteSize, Lifetime
-from kvtier.tiers.hierarchy import evict_everywhere
+from kvtier.tiers.hierarchy import begun, evict_everywhere
 
 # --- the bodies of requests ------------------------------------------------------------------------------------------
 
@@ -38,40 +38,26 @@ B = TypeVar("B", bound=BaseModel)
 _MAX_NUMBER: Final = 2**32 - 1
 
 
-def _model(value: object) -> object:
-    digits = set("0123456789abcdef")
-    if not isinstance(value, str) or not 4 <= len(value) <= 64 or not digits.issuperset(value):
-        raise ValueError("not the first 4 to 64 hexadecimal digits of a fingerprint; `kvtier status` shows them")
-    return value
+def _matching(pattern: str, why: str, made: Callable[[str], object] = str) -> BeforeValidator:
+    """What is `made` of a text of this form, which UTF-8 can write; `why` is the error of any other value."""
+    form = re.compile(pattern, re.DOTALL)
+
+    def check(value: object) -> object:
+        if not isinstance(value, str) or not form.fullmatch(value):
+            raise ValueError(why)
+        return made(writable(value))
+
+    return BeforeValidator(check)
 
 
-def _chain_hash(value: object) -> object:
-    try:
-        name = bytes.fromhex(value) if isinstance(value, str) and len(value) == 64 else b""
-    except ValueError:
-        name = b""
-    if len(name) != 32:
-        raise ValueError("not a block's name; write 64 hexadecimal digits")
-    return name
-
-
-def _salt(value: object) -> object:
-    if not isinstance(value, str) or not 1 <= len(value) <= 1024:
-        raise ValueError("not a text of 1 to 1024 characters")
-    return writable(value)
-
-
-def _file(value: object) -> object:
-    if not isinstance(value, str) or not value or "\0" in value or len(value) > 4096:
-        raise ValueError("not a file on the daemon's machine; write its name below [service] archives")
-    return Path(writable(value))
-
-
-FingerprintDigits = Annotated[str, BeforeValidator(_model)]
-BlockName = Annotated[bytes, BeforeValidator(_chain_hash)]
+_DIGITS: Final = "not the first 4 to 64 hexadecimal digits of a fingerprint; `kvtier status` shows them"
+_ARCHIVE: Final = "not a file on the daemon's machine; write its name below [service] archives"
+FingerprintDigits = Annotated[str, _matching("[0-9a-f]{4,64}", _DIGITS)]
+_NAME: Final = "not a block's name; write 64 hexadecimal digits"
+BlockName = Annotated[bytes, _matching("[0-9a-fA-F]{64}", _NAME, bytes.fromhex)]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
-TenantSalt = Annotated[str, BeforeValidator(_salt)]
-DaemonFile = Annotated[Path, BeforeValidator(_file)]
+TenantSalt = Annotated[str, _matching(".{1,1024}", "not a text of 1 to 1024 characters")]
+DaemonFile = Annotated[Path, _matching(r"[^\0]{1,4096}", _ARCHIVE, Path)]
 
 
 class Body(BaseModel):
@@ -281,59 +267,61 @@ def _notify_clients(namespace: Namespace) -> None:
 
 # --- exports, imports and traces -------------------------------------------------------------------------------------
 
-Steps = AsyncGenerator[Json, None]
+Steps = Generator[Json]
+IsOver = Callable[[], bool]  # whether a transfer must end early
 
 PERIOD: Final = 0.25  # seconds between lines
+_STUCK: Final = 120.0  # seconds without a step: the disk hangs
+_LAST: Final = 1.0  # seconds for the last step, when the daemon stops
 
 
 class Transfers:
-    """Running transfers: one export or import at a time, and one trace of each model. On the HTTP loop alone."""
+    """Running transfers, each on a thread: one export or import at a time, and one trace of each model."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
-        self._is_copying = False
+        self._copying, self._tracing = Lock(), Lock()  # held by a copy under way; while a trace begins
 
-    async def export(self, body: ExportBody) -> Steps:
-        async with self._copying(), self._held_open(body.model) as namespace:
-            names = None
-            if (selection := body.selection) is not None:
-                names, _ = await asyncio.to_thread(selection.names, namespace, _PATIENCE)
+    def export(self, body: ExportBody, is_over: IsOver) -> Steps:
+        with self._alone(), held_open(self._daemon, body.model) as namespace:
+            selection = body.selection
+            names = None if selection is None else selection.names(namespace, _PATIENCE)[0]
             what = namespace.hierarchy, namespace.fingerprint, namespace.blocks.block_size
-            file = await self._archive(body.file)
-            steps = export_blocks(*what, file, names, force=body.force, key=await self._key())
-            async with aclosing(steps):
-                async for progress in steps:
+            file = self._archive(body.file)
+            copy = export_blocks(*what, file, names, force=body.force, key=self._key(), cancelled=is_over)
+            with closing(copy):
+                for progress in copy:
                     yield _shown(namespace, progress)
 
-    async def import_(self, body: ImportBody) -> Steps:
-        async with self._copying(), self._held_open(body.model) as namespace:
+    def import_(self, body: ImportBody, is_over: IsOver) -> Steps:
+        with self._alone(), held_open(self._daemon, body.model) as namespace:
             what = namespace.hierarchy, namespace.fingerprint, namespace.blocks.block_size
-            file = await self._archive(body.file)
-            steps = import_blocks(*what, file, await self._key(), unsealed=body.unsealed)
+            copy = import_blocks(*what, self._archive(body.file), self._key(), unsealed=body.unsealed)
             try:
-                async with aclosing(steps):
-                    async for progress in steps:
+                with closing(copy):
+                    for progress in copy:
                         yield _shown(namespace, progress)
             finally:
-                await asyncio.to_thread(namespace.tiers.quotas.recount)
+                namespace.tiers.quotas.recount()
 
-    async def trace(self, body: TraceBody) -> Steps:
-        async with self._held_open(body.model) as namespace:
+    def trace(self, body: TraceBody, is_over: IsOver) -> Steps:
+        with held_open(self._daemon, body.model) as namespace:
             tiers = namespace.tiers
-            if tiers.recorder is not None:
-                raise TierUnavailable("a trace of this model is being recorded already; wait for its end")
-            recorder = tiers.recorder = await node.TraceRecorder.start(await self._archive(body.file))
+            with self._tracing:
+                if tiers.recorder is not None:
+                    raise TierUnavailable("a trace of this model is being recorded already; wait for its end")
+                recorder = tiers.recorder = node.TraceRecorder(self._archive(body.file))
             until = time.monotonic() + (body.duration or float("inf"))
             try:
                 while time.monotonic() < until:
                     yield _counts(namespace, recorder)
-                    await asyncio.sleep(min(PERIOD, max(0.0, until - time.monotonic())))
+                    time.sleep(min(PERIOD, max(0.0, until - time.monotonic())))
             finally:
                 tiers.recorder = None
-                await recorder.stop()
+                recorder.stop()
             yield _counts(namespace, recorder)
 
-    async def _archive(self, file: Path) -> Path:
+    def _archive(self, file: Path) -> Path:
         """A file's path: below one directory, so that the daemon writes nowhere else."""
         service, slabs = self._daemon.config.service, self._daemon.config.file.path
         root = service.archives or (slabs and slabs / "archives")
@@ -341,68 +329,66 @@ class Transfers:
             raise ConfigError(
                 "[service] archives none: there is no [file] path either; name a directory for such files"
             )
-        return await asyncio.to_thread(_below, root, file)
+        return _below(root, file)
 
-    async def _key(self) -> bytes | None:
+    def _key(self) -> bytes | None:
         path = self._daemon.config.file.key_file
-        return await asyncio.to_thread(load_key, path, "[file] key_file") if path is not None else None
+        return load_key(path, "[file] key_file") if path is not None else None
 
-    @asynccontextmanager
-    async def _copying(self) -> AsyncIterator[None]:
-        if self._is_copying:
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._copying.acquire(blocking=False):
             raise TierUnavailable("an export or import is under way already; wait for its end")
-        self._is_copying = True
         try:
             yield
         finally:
-            self._is_copying = False
-
-    @asynccontextmanager
-    async def _held_open(self, model: str | None) -> AsyncIterator[Namespace]:
-        hold = node.OperatorHold()
-        namespace = await asyncio.to_thread(node.hold_open, self._daemon, model, hold)
-        try:
-            yield namespace
-        finally:
-            node.release_hold(self._daemon, namespace, hold)
+            self._copying.release()
 
 
 class RunningTransfer:
-    """A transfer as lines of JSON, in a task of its own: cancelled if its client leaves, or `stopping` is set."""
+    """A transfer as lines of JSON, on a thread of its own: it ends early if its client leaves, or `stopping` is set."""
 
-    def __init__(self, steps: Steps, stopping: Event) -> None:
+    def __init__(self, begin: Callable[[IsOver], Steps], stopping: Event) -> None:
         self._latest: Json = {}
-        self._stopping = stopping
-        self._task = asyncio.create_task(self._run(steps))
+        self._stepped = time.monotonic()
+        self._left, self._stopping = Event(), stopping
+        self._done = asyncio.wrap_future(begun("kvtier-transfer", partial(self._run, begin)))
 
     async def begun(self) -> None:
-        await asyncio.wait({self._task}, timeout=PERIOD)
-        if self._task.done():
-            self._task.result()
+        await asyncio.wait({self._done}, timeout=PERIOD)
+        if self._done.done():
+            self._done.result()
 
     async def lines(self) -> AsyncIterator[bytes]:
         try:
-            while not self._task.done():
+            while not (self._done.done() or self._is_over() or time.monotonic() - self._stepped > _STUCK):
                 yield _line(self._latest)
-                await asyncio.wait({self._task}, timeout=PERIOD)
-                if self._stopping.is_set():
-                    self._task.cancel()
+                await asyncio.wait({self._done}, timeout=PERIOD)
+            if self._is_over():
+                await asyncio.wait({self._done}, timeout=_LAST)
             yield _line(self._ending())
         finally:
-            self._task.cancel()
+            self._left.set()
 
-    async def _run(self, steps: Steps) -> None:
-        async with aclosing(steps):
-            async for self._latest in steps:
-                pass
+    def _is_over(self) -> bool:
+        return self._left.is_set() or self._stopping.is_set()
+
+    def _run(self, begin: Callable[[IsOver], Steps]) -> None:
+        with closing(begin(self._is_over)) as steps:
+            for self._latest in steps:
+                self._stepped = time.monotonic()
+                if self._is_over():
+                    raise TierUnavailable("the daemon is stopping")
 
     def _ending(self) -> Json:
         try:
-            self._task.result()
-        except (KVTierError, asyncio.CancelledError) as error:
+            if not self._done.done():
+                raise TierUnavailable(f"the disk has not answered for {_STUCK:g} s")
+            self._done.result()
+        except KVTierError as error:
             # would be status 400 if known at the start
             is_mistake = isinstance(error, ConfigError | FormatError | FingerprintMismatch)
-            return {**self._latest, "error": str(error) or "the daemon is stopping", "mistake": is_mistake}
+            return {**self._latest, "error": str(error), "mistake": is_mistake}
         return {**self._latest, "done": True}
 
 
@@ -496,11 +482,11 @@ def make_app(
 
         return Route(path, endpoint, methods=["POST"])
 
-    def transfer(path: str, body_type: type[BaseModel], verb: Callable[[Any], Steps]) -> Route:
+    def transfer(path: str, body_type: type[BaseModel], verb: Callable[[Any, IsOver], Steps]) -> Route:
         async def endpoint(request: Request) -> Response:
             guard.admit(request)
             body = parse(body_type, await read_body(request, MAX_BODY))
-            running = RunningTransfer(verb(body), stopping)
+            running = RunningTransfer(partial(verb, body), stopping)
             await running.begun()
             return StreamingResponse(running.lines(), media_type="application/x-ndjson")
 
@@ -514,7 +500,7 @@ def make_app(
             named = False
         return JSONResponse((await run_in_threadpool(partial(memory, daemon, use, named=named))).as_json())
 
-    @contextlib.asynccontextmanager
+    @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         task = asyncio.create_task(_upkeep(pins, token))
         async with live.remembering():
@@ -585,22 +571,18 @@ async def _readiness(daemon: Daemon) -> Response:
     return JSONResponse(page, 503 if missing else 200)
 
 
-def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    why = {404: "no such page", 405: "this page does not take that method"}.get(error.status_code, error.detail)
-    headers = {**(error.headers or {}), **({"connection": "close"} if error.status_code in (408, 413) else {})}
-    return JSONResponse({"error": why}, error.status_code, headers)
+async def _failed(request: Request, error: Exception) -> Response:
+    why, headers = str(error), {}
+    status = next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), 500)
+    if isinstance(error, HTTPException):
+        status = error.status_code
+        why = {404: "no such page", 405: "this page does not take that method"}.get(status, error.detail)
+        headers = {**(error.headers or {}), **({"connection": "close"} if status in (408, 413) else {})}
+    elif not isinstance(error, KVTierError):
+        _log.error("%s %s: %r", request.method, request.url.path, error)
+        why = "an internal error; see the daemon's log"
+    return JSONResponse({"error": why}, status, headers)
 
 
-def _failed(request: Request, error: Exception) -> Response:
-    code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), 500)
-    return JSONResponse({"error": str(error)}, code)
-
-
-def _broke(request: Request, error: Exception) -> Response:
-    _log.error("%s %s: %r", request.method, request.url.path, error)
-    return JSONResponse({"error": "an internal error; see the daemon's log"}, 500)
-
-
-_CODES: Final = {NotFound: 404, TierUnavailable: 503, ConfigError: 400, FormatError: 400, FingerprintMismatch: 400}
-_HANDLERS: Final = {HTTPException: _refused, KVTierError: _failed, Exception: _broke}
+_STATUSES: Final = {NotFound: 404, TierUnavailable: 503, ConfigError: 400, FormatError: 400, FingerprintMismatch: 400}
+_HANDLERS: Final = dict.fromkeys((HTTPException, KVTierError, Exception), _failed)

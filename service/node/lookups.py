@@ -1,13 +1,12 @@
 """The daemon's lookups: recorded as a trace on disk, and the last hour compared with the best possible policy."""
 
-import asyncio
 import contextlib
 import itertools
 import json
 import logging
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +16,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.service import private_file
 from kvtier.service.observe import statuses
 from kvtier.service.simulation import Optimum
-from kvtier.service.web import LoopFile
 from kvtier.tiers import ChainHash, KVTierError
 from kvtier.tiers.pool import to_words
 from kvtier.tiers.reuse import RequestEnd
@@ -30,6 +29,7 @@ _MAX_UNWRITTEN: Final = 1 << 19  # blocks of lookups not written yet
 _MAX_KNOWN: Final = 1 << 18  # blocks with a number
 _MAX_BYTES: Final = 4 << 30  # of one trace
 _PERIOD: Final = 0.1  # seconds between writes
+_DEADLINE: Final = 60.0  # seconds for the last write
 _PATIENCE: Final = 60.0  # seconds a lookup waits for its request's end: lines keep the order of lookups
 _LAST: Final = 2  # last blocks of a prompt that may end its lookup: a lookup may omit the last
 
@@ -58,19 +58,19 @@ class _RecordedLookup:
 
 
 class TraceRecorder:
-    """Writes lookups to a file. Any thread may call `record` and `ended`, which never wait; all else is a loop's.
+    """Writes lookups to a new file, on a thread of its own. Any thread may call `record` and `ended`, which never wait.
 
     A line is written once its request has ended, after `patience` seconds, or when half of `max_waiting` waits;
     never before the lines above it.
     At most `max_waiting` blocks wait to be written. Lookups beyond are dropped and counted, as are all once the trace
-    has `max_bytes` or the disk has refused it. A block keeps its number while it is among the `max_known` / 2
-    seen last, at least; one that returns later gets a new number. So a trace may show less reuse over long
+    has `max_bytes` or the disk has refused it. A block keeps its number while it is among the `max_known`
+    seen last; one that returns later gets a new number. So a trace may show less reuse over long
     distances than there was, never more.
     """
 
     def __init__(
         self,
-        file: LoopFile,
+        path: Path,
         *,
         max_waiting: int = _MAX_UNWRITTEN,
         max_known: int = _MAX_KNOWN,
@@ -78,7 +78,9 @@ class TraceRecorder:
         patience: float = _PATIENCE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._file, self._max_waiting, self._max_bytes = file, max_waiting, max_bytes
+        """Create the file, which only its owner can read. ConfigError if it exists, or cannot be created."""
+        self._path, self._file = path, private_file(path)
+        self._max_waiting, self._max_bytes = max_waiting, max_bytes
         self._patience, self._clock = patience, clock
         self._start = clock()
         self._ids = _Numbers(max_known)
@@ -88,13 +90,9 @@ class TraceRecorder:
         self._num_waiting = 0  # blocks
         self._num_recorded = self._num_dropped = self._num_bytes = 0
         self._ended = False
-        self._stopping = asyncio.Event()
-        self._writer = asyncio.create_task(self._write_on())
-
-    @classmethod
-    async def start(cls, path: Path, *, max_bytes: int = _MAX_BYTES) -> "TraceRecorder":
-        """Record into a new file that only its owner can read. ConfigError if it exists, or cannot be created."""
-        return cls(await LoopFile.create(Path(path)), max_bytes=max_bytes)
+        self._stopping = threading.Event()
+        self._writer = threading.Thread(target=self._write_on, name="kvtier-trace", daemon=True)
+        self._writer.start()
 
     def record(
         self, hashes: Sequence[ChainHash], input_length: int, output_length: int = 0, *, block_size: int = 0
@@ -132,43 +130,42 @@ class TraceRecorder:
         with self._lock:
             return TraceCounts(self._num_recorded + len(self._waiting), self._num_dropped, self._num_bytes)
 
-    async def stop(self) -> TraceCounts:
+    def stop(self) -> TraceCounts:
         self._stopping.set()
-        await self._writer
+        self._writer.join(_DEADLINE)
         return self.counts()
 
-    async def _write_on(self) -> None:
+    def _write_on(self) -> None:
         try:
-            stopping = False
-            while not stopping:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_PERIOD):
-                        stopping = await self._stopping.wait()
-                await self._write_waiting()
-        except KVTierError as error:
-            _log.warning("trace: recording ends: %s", error)
+            is_last = False
+            while not is_last:
+                is_last = self._stopping.wait(_PERIOD)
+                self._write_waiting()
+            self._file.close()
+        except (OSError, KVTierError) as error:
+            why = f"{self._path}: {error.strerror}" if isinstance(error, OSError) else error
+            _log.warning("trace: recording ends: %s", why)
         finally:
             self._end()
-            try:
-                await self._file.close()
-            except KVTierError as error:
-                _log.warning("trace: %s", error)
+            with contextlib.suppress(OSError):
+                self._file.close()
 
-    async def _write_waiting(self) -> None:
+    def _write_waiting(self) -> None:
         lookups = self._ripe()
         if not lookups:
             return
         try:
-            lines = await asyncio.to_thread(lambda: [self._line(lookup) for lookup in lookups])
+            lines = [self._line(lookup) for lookup in lookups]
             room = self._max_bytes - self._num_bytes
             fitting = sum(size <= room for size in itertools.accumulate(map(len, lines)))
-            await self._file.write(lines[:fitting])
+            self._file.writelines(lines[:fitting])
+            self._file.flush()
         except BaseException:
             self._settle(lookups, 0, 0)
             raise
         self._settle(lookups, fitting, sum(map(len, lines[:fitting])))
         if fitting < len(lines):
-            raise KVTierError(f"{self._file.path}: the trace has {self._num_bytes} bytes, all it may have")
+            raise KVTierError(f"{self._path}: the trace has {self._num_bytes} bytes, all it may have")
 
     def _ripe(self) -> list[_RecordedLookup]:
         """The leading lookups that wait for nothing any more."""
@@ -218,26 +215,22 @@ class TraceRecorder:
 
 
 class _Numbers:
-    """Small integers for names, in order of first sight. Two generations of at most `most` / 2 names."""
+    """Small integers for names, in order of first sight. The `most` names seen last keep theirs."""
 
     def __init__(self, most: int) -> None:
-        self._half = max(1, most // 2)
-        self._young: dict[ChainHash, int] = {}
-        self._old: dict[ChainHash, int] = {}
-        self._next = 0
+        self._most = most
+        self._known: OrderedDict[ChainHash, int] = OrderedDict()
+        self._fresh = itertools.count()
 
     def of(self, names: Sequence[ChainHash]) -> list[int]:
-        return [known if (known := self._young.get(name)) is not None else self._admit(name) for name in names]
-
-    def _admit(self, name: ChainHash) -> int:
-        """Move the name to the young generation, under its old number or the next."""
-        number = self._old.get(name)
-        if number is None:
-            number, self._next = self._next, self._next + 1
-        if len(self._young) >= self._half:
-            self._old, self._young = self._young, {}
-        self._young[name] = number
-        return number
+        numbers = []
+        for name in names:
+            number = self._known.pop(name, None)
+            self._known[name] = number = next(self._fresh) if number is None else number
+            numbers.append(number)
+            if len(self._known) > self._most:
+                self._known.popitem(last=False)
+        return numbers
 
 
 _KEPT: Final = 3600.0  # seconds

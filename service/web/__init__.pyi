@@ -1,11 +1,10 @@
-from .disconnect_timer import get_page as get_page
 from .http_client import HttpClient as HttpClient
+from .http_client import get_page as get_page
 from .http_server import Guard as Guard
 from .http_server import HttpServer as HttpServer
 from .http_server import HttpSocket as HttpSocket
 from .http_server import disconnected as disconnected
 from .http_server import page as page
 from .http_server import read_body as read_body
-from .loop_file import LoopFile as LoopFile
 from .operator_token import OperatorToken as OperatorToken
 from .operator_token import token_at as token_at

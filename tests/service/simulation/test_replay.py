@@ -209,5 +209,5 @@ def test_every_wrong_line_of_a_trace_is_told_with_status_2(tmp_path: Path) -> No
     (tmp_path / "trace").write_text('{"hash_ids": 1}\n\n')
     ended = kvtier("simulate", tmp_path / "trace")
     assert ended.returncode == 2
-    assert f"kvtier: {tmp_path}/trace:1: input_length: missing" in ended.stderr
+    assert f"kvtier: {tmp_path}/trace:1: hash_ids: Expected `array`, got `int`" in ended.stderr
     assert f"{tmp_path}/trace:2: not a JSON object" in ended.stderr
