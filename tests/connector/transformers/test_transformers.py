@@ -3,7 +3,7 @@
 import copy
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from extent import brief
-from kv_tier_rig import GREEDY, Open, hits, model_of, restarted
+from kv_tier_rig import BLOCK, GREEDY, Open, hits, left_padded, model_of, restarted, tiers_over
 from server_rig import save_checkpoint, tokenizer
 from tiny_models import VOCAB, prompt
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache, PreTrainedTokenizerFast, T5Config
@@ -20,7 +20,9 @@ from kvtier.connector.models import cache_option
 from kvtier.connector.transformers import adapter as transformers_connector
 from kvtier.connector.transformers.adapter import KVTier
 from kvtier.tiers.copies.block_copier import BlockCopier
-from kvtier.tiers.errors import MissingPackages
+from kvtier.tiers.errors import MissingPackages, RequestError
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.reuse import Hint, RequestEnd
 
 
 def ids(*rows: list[int]) -> torch.Tensor:
@@ -274,3 +276,50 @@ def test_chats_that_mean_the_same_find_each_other(tmp_path: Path) -> None:
     (as_sent, whole), (sorted_keys, _), (all_of_it, shorter) = found
     assert as_sent < 80 < sorted_keys < whole - 30
     assert all_of_it == (shorter - 1) // 16 * 16
+
+
+# What KVTier tells the tiers of its calls' ends, and the hints that callers give it.
+
+
+@pytest.fixture
+def open_tier(tmp_path: Path) -> Iterator[Open]:
+    with tiers_over(tmp_path) as factory:
+        yield factory
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[RequestEnd]:
+    ends: list[RequestEnd] = []
+    monkeypatch.setattr(Hierarchy, "ended", lambda _, end: ends.append(end))
+    return ends
+
+
+def test_a_call_reports_one_finished_request_per_prompt(open_tier: Open, told: list[RequestEnd]) -> None:
+    kv = open_tier(model_of("llama"))
+    rows = left_padded([range(3, 43), range(50, 70)])
+    kv.generate(**rows, **GREEDY | {"do_sample": True, "num_return_sequences": 2}, hint="tool")
+    assert [(end.num_prompt, end.num_output_tokens, end.hint, end.is_derived) for end in told] == [
+        (40 // BLOCK, 8, Hint.TOOL, False),
+        (20 // BLOCK, 8, Hint.TOOL, False),
+    ]
+    assert all(len(end.names) >= end.num_prompt and end.seconds > 0 for end in told)
+    # Nobody has to say anything; and what a cache is stored of ends, too.
+    kv.generate(torch.tensor([list(range(3, 43))]), **GREEDY)
+    tokens = torch.tensor([list(range(100, 140))])
+    cache = kv.load(tokens)[0]
+    kv.model(tokens, **cache_option(kv.model, cache))
+    kv.store(tokens, cache, hint=Hint.FINISHED)
+    assert [(end.num_prompt, end.num_output_tokens, end.hint) for end in told[2:]] == [
+        (2, 8, None),
+        (2, 0, Hint.FINISHED),
+    ]
+
+
+def test_a_word_that_is_no_hint_is_refused_before_anything_is_computed(open_tier: Open, told: list[RequestEnd]) -> None:
+    kv = open_tier(model_of("llama"))
+    tokens = torch.tensor([[3, 4, 5]])
+    with pytest.raises(RequestError, match="hint 'maybe': use one of goes_on, tool, finished"):
+        kv.generate(tokens, hint="maybe")
+    with pytest.raises(RequestError, match="hint 'maybe'"):
+        kv.store(tokens, kv.load(tokens)[0], hint="maybe")
+    assert not told

@@ -3,7 +3,7 @@
 import importlib
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -12,6 +12,8 @@ from extent import brief
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.service.observe.statuses import LatencyFigures
+from kvtier.service.router.fleet import Latencies
 from kvtier.service.router.proxy import CROWD, LOAD_WEIGHT, WEIGHTS, Candidate, Choice, Reason, choose, sticky
 from kvtier.tiers.compiled import extension
 
@@ -301,3 +303,49 @@ def test_columns_refuse_what_does_not_fit_them(name: str) -> None:
         scores.choose(1, 0.1, 16.0, 0)
     scores.credit(0, 3, 0, 0.0)
     assert scores.choose(1, 0.1, 16.0, 5)[0] == 0
+
+
+# What a replica's own metrics tell of waiting: of kvtier's engine, of vLLM with two engines, and of neither.
+
+
+def page(family: str, counts: Mapping[str, int], labels: str = "") -> bytes:
+    buckets = [f'{family}_bucket{{{labels}le="{bound}"}} {count}' for bound, count in counts.items()]
+    return "\n".join([f"# TYPE {family} histogram", *buckets, f"{family}_sum 1.0", ""]).encode()
+
+
+def test_figures_are_of_what_came_lately() -> None:
+    told = Latencies()
+    assert told.figures() == {}
+    told.read(page("kvtier_engine_ttft_seconds", {"0.1": 1000, "1.0": 1000, "+Inf": 1000}))
+    assert told.figures() == {}  # all of it may be from long ago
+    ttft = page("kvtier_engine_ttft_seconds", {"0.1": 1000, "1.0": 1090, "+Inf": 1100})
+    told.read(ttft + page("kvtier_engine_itl_seconds", {"0.01": 0, "0.02": 40, "+Inf": 40}))
+    assert told.figures() == {
+        "ttft": LatencyFigures(num=100, p50_s=0.6, p95_s=1.0),  # between 0.1 and 1 s; the last bucket has no end
+        "itl": LatencyFigures(num=40, p50_s=0.015, p95_s=0.0195),
+    }
+    for _ in range(12):  # a minute without requests
+        told.read(ttft)
+    assert told.figures() == {}
+
+
+def test_engines_of_one_server_are_one_and_a_new_process_begins_anew() -> None:
+    told = Latencies()
+    told.read(b"")
+    family = "vllm:time_to_first_token_seconds"
+    one = page(family, {"0.5": 2, "+Inf": 2}, 'engine="0",model_name="m",')
+    told.read(one + page(family, {"0.5": 6, "+Inf": 6}, 'engine="1",model_name="m",'))
+    assert told.figures()["ttft"].num == 8
+    told.read(page(family, {"0.5": 1, "+Inf": 1}, 'engine="1",'))
+    assert told.figures() == {}
+    told.read(page(family, {"0.5": 4, "+Inf": 4}, 'engine="1",'))
+    assert told.figures()["ttft"].num == 3
+
+
+def test_what_is_no_metric_changes_nothing() -> None:
+    told = Latencies()
+    told.read(
+        b"\xff\x00" * 1000 + b'kvtier_engine_ttft_seconds_bucket{le="x"} 1\nkvtier_engine_ttft_seconds_bucket{le="'
+    )
+    told.read(b'sglang:inter_token_latency_seconds_bucket{le="0.1"} e+.\n' * 1000)
+    assert told.figures() == {}
