@@ -109,23 +109,6 @@ def test_two_writers_of_one_chain_store_it_once(server: ObjectServer) -> None:
         assert one.locate(LONG.hashes) == 24
 
 
-def test_models_prefixes_secrets_and_keys_find_nothing_of_each_other(server: ObjectServer, tmp_path: Path) -> None:
-    mine: list[dict[str, Any]] = [
-        {},
-        {"prefix": "another/team"},
-        {"fingerprint": b"another model".ljust(32, b".")},
-        protection("sealed", tmp_path),
-        protection("sealed", tmp_path, "!"),
-        protection("encrypted", tmp_path),
-        protection("encrypted", tmp_path, "!"),
-    ]
-    for number, own in enumerate(mine):
-        with opened(server.endpoint, **own) as store:
-            assert store.locate(LONG.hashes) == 0
-            written(store, LONG)
-        assert len(server.keys()) == number + 1
-
-
 def test_a_discarded_block_goes_for_everybody_and_can_be_stored_again(server: ObjectServer) -> None:
     with opened(server.endpoint) as one, opened(server.endpoint) as other:
         written(one, LONG, 0, 12)

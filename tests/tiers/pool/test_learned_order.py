@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from _eviction_traces import TRACES, agent_sessions, without_hints
+from doubles import FakeClock
 from extent import brief
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -40,21 +41,11 @@ NO_TAGS = np.zeros(0, np.uint64)
 TRACE = ROOT.parent / "shared" / "traces" / "conversation_trace.jsonl.gz"
 
 
-class Clock:
-    """Seconds that a story decides."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Served:
     """A pool that requests come to, and its hits."""
 
     def __init__(self, num_slots: int, policy: str = "tail", *, tells: bool = True) -> None:
-        self.clock = Clock()
+        self.clock = FakeClock(0.0)
         self.pool = SlotPool(num_slots, policy=policy, clock=self.clock)
         self.num_slots, self.tells = num_slots, tells
         self.num_hits = self.num_asked = 0
@@ -214,7 +205,7 @@ class SlowOrder:
 @settings(max_examples=brief(20, 60), deadline=None)
 def test_the_order_is_that_of_a_slow_list(steps: list[tuple[str, int, int]]) -> None:
     """Eight conversations of four blocks each, none of them the parent of another."""
-    clock, slow = Clock(), SlowOrder()
+    clock, slow = FakeClock(0.0), SlowOrder()
     pool = SlotPool(32, policy="tail", clock=clock)
     order = pool._learned
     assert order is not None
