@@ -503,15 +503,6 @@ def test_what_is_no_plan_is_a_format_error(value: object) -> None:
         StepPlan.decode(msgpack.packb(value))
 
 
-@given(st.binary(max_size=200))
-def test_random_bytes_are_a_format_error_or_a_plan(data: bytes) -> None:
-    try:
-        plan = StepPlan.decode(data)
-    except FormatError:
-        return
-    assert StepPlan.decode(plan.encode()) == plan
-
-
 @given(st.integers(0, 200), st.integers(0, 255))
 def test_a_flipped_byte_is_a_format_error_or_another_plan(position: int, value: int) -> None:
     data = bytearray(PLAN.encode())

@@ -4,11 +4,11 @@ import logging
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+from connector_rig import Request
 from doubles import (
     BLOCK_SIZE,
     SLOT_BYTES,
@@ -37,7 +37,6 @@ from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
 from kvtier.tiers.hierarchy.opening import open_hierarchy
-from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.naming.identity import KVShape
 from kvtier.tiers.tier import BlockRecord, Outcome
 
@@ -143,13 +142,6 @@ def test_threads_that_write_one_key_with_different_bytes_leave_one_whole_value(t
 
 
 # 21: a lease released twice, too late, or never.
-
-
-@dataclass
-class Request:
-    request_id: str
-    chain: TokenChain
-    num_tokens: int
 
 
 def test_a_lease_is_reclaimed_at_its_deadline_unless_a_copy_reads_its_slots(opened: Open) -> None:

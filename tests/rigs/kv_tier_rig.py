@@ -119,3 +119,8 @@ def assert_exact(kv: KVTier, model: Any, tokens: Sequence[int]) -> int:
         part = expected[:, : states.shape[1]]
         assert torch.allclose(states, part, atol=2e-4 * float(part.abs().max()), rtol=1e-4)
     return found[0].shape[1] if found else 0
+
+
+def ids(*rows: list[int]) -> torch.Tensor:
+    """A batch of rows of one length."""
+    return torch.tensor(rows)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from extent import brief
-from kv_tier_rig import BLOCK, GREEDY, Open, hits, left_padded, model_of, restarted, tiers_over
+from kv_tier_rig import BLOCK, GREEDY, Open, hits, ids, left_padded, model_of, restarted, tiers_over
 from server_rig import save_checkpoint, tokenizer
 from tiny_models import VOCAB, prompt
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache, PreTrainedTokenizerFast, T5Config
@@ -23,11 +23,6 @@ from kvtier.tiers.copies.block_copier import BlockCopier
 from kvtier.tiers.errors import MissingPackages, RequestError
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.reuse import Hint, RequestEnd
-
-
-def ids(*rows: list[int]) -> torch.Tensor:
-    return torch.tensor(rows)
-
 
 KINDS = ["llama", *brief([], ["qwen3", "mistral", "gemma3", "deepseek-v2"]), "mistral-window", "deepseek-v3"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from document_prompts import DOCUMENTS, PROMPT, QUESTION, REUSED, SEGMENTS, asked
 from extent import brief
-from kv_tier_rig import Open, tiers_over
+from kv_tier_rig import Open, ids, tiers_over
 from service_rig import PATIENCE, DaemonThread
 from small_engines import KEEP, Make, end
 from tiny_models import VOCAB, plain, plain_logits, prompt
@@ -30,10 +30,6 @@ from kvtier.tiers.config.config import Config
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 ON: dict[str, Any] = {"block_size": 16, "segments": "on", "segment_min_tokens": 16}
 UNBOUND = Repair(max_deviation=9)  # K and V of random weights depend much on what stands before
-
-
-def ids(*rows: list[int]) -> torch.Tensor:
-    return torch.tensor(rows)
 
 
 def logits_of(kv: KVTier, tokens: torch.Tensor, **reuse: Any) -> torch.Tensor:

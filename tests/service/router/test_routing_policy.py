@@ -9,8 +9,6 @@ from typing import Any, Final
 import numpy as np
 import pytest
 from extent import brief
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvtier.service.observe.statuses import LatencyFigures
 from kvtier.service.router.fleet import Latencies
@@ -91,20 +89,6 @@ def test_equals_take_turns() -> None:
     # A little less to do is enough to break the tie.
     choice = choose([replica("a", {"GPU": 3}, load=2), replica("b", {"GPU": 3}, load=1)], 9)
     assert (choice.name, choice.reason) == ("b", Reason.LOAD)
-
-
-def test_a_conversation_waits_for_others_as_long_as_that_costs_all_less_than_computing_it_anew() -> None:
-    # a holds 18 of 20 blocks. It has more to do than b, which is borne: what waits weighs a fiftieth.
-    for load, name in ((0, "a"), (10, "a"), (880, "a"), (920, "b")):
-        choice = choose([replica("a", {"GPU": 18}, load), replica("b")], 20, load_weight=0.02)
-        assert (choice.name, choice.reason) == (name, Reason.PREFIX if name == "a" else Reason.LOAD)
-        assert choice.scores[0].work == pytest.approx(2 + load / 50)
-    # It's the difference that counts: where all have as much to do, it waits where its blocks are.
-    fleet = [replica("a", {"GPU": 18}, 2900), replica("b", load=2800), replica("c", load=2700)]
-    assert choose(fleet, 20, load_weight=0.02).name == "a"
-    # A short prompt has less to lose, and is sooner gone.
-    for load, name in ((240, "a"), (260, "b")):
-        assert choose([replica("a", {"GPU": 5}, load), replica("b")], 5, load_weight=0.02).name == name
 
 
 def test_what_is_new_to_all_goes_where_least_is_to_do_however_little_that_counts() -> None:
@@ -244,31 +228,6 @@ def test_a_random_program_is_routed_as_by_the_plain_rule(form: str, monkeypatch:
             assert choice.cached == (sum(chosen.prefix.values()) if chosen.is_sure else 0)
         reasons[choice.reason] += 1
     assert reasons.keys() == set(Reason) - {Reason.SESSION}
-
-
-CANDIDATES = st.builds(
-    Candidate,
-    name=st.uuids().map(str),
-    prefix=st.dictionaries(st.sampled_from(sorted(WEIGHTS)), st.integers(0, 100)),
-    load=st.integers(0, 200),
-    limit=st.integers(0, 300),
-    is_alive=st.booleans(),
-    is_sure=st.booleans(),
-)
-
-
-@settings(max_examples=brief(60, 300))
-@given(st.lists(CANDIDATES, max_size=6), st.integers(0, 500), st.integers(0, 10_000))
-def test_it_never_chooses_who_cannot_take_it_nor_a_worse_one(fleet: list[Candidate], size: int, turn: int) -> None:
-    choice = choose(fleet, size, turn=turn)
-    able = [score for score in choice.scores if score.work is not None]
-    assert [score.name for score in choice.scores] == [each.name for each in fleet]
-    assert [score.name for score in able] == [each.name for each in fleet if each.can_take]
-    if choice.name is None:
-        assert not able
-    elif choice.reason != Reason.UNSURE:
-        works = {score.name: score.work or 0 for score in able}
-        assert works[choice.name] <= min(works.values()) + 1e-6
 
 
 @pytest.mark.parametrize("name", ["kvtier.service.router.scores", "kvtier.service.router.scores_compiled"])

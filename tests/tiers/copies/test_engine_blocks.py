@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from device_rig import pairs
 from engine_layouts import Layout, dimension_first, keys_and_values, whole_layers
 from numpy.typing import NDArray
 
@@ -44,10 +45,6 @@ def tensors() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     shape = (BLOCKS, HEADS, TOKENS, 2 * DIM)
     return [torch.randn(shape, generator=generator, dtype=torch.bfloat16) for _ in range(LAYERS)]
-
-
-def pairs(blocks: list[int], slots: list[int], layers: tuple[int, int] | None = None) -> BlockCopies:
-    return BlockCopies(np.array(blocks, np.int64), np.array(slots, np.int64), layers)
 
 
 @pytest.mark.parametrize("parts", [keys_and_values, whole_layers, dimension_first])

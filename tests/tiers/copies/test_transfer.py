@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from device_rig import pairs
 from manual_copies import ManualCopyStream
 from numpy.typing import NDArray
 
@@ -24,10 +25,6 @@ def block_of(key: int) -> NDArray[np.uint8]:
     """The bytes of block `key`, [num_layers, layer_bytes]: every byte follows from key, layer and position."""
     position = np.arange(LAYER_BYTES)
     return np.stack([(key * 7 + layer * 31 + position) % 251 for layer in range(NUM_LAYERS)]).astype(np.uint8)
-
-
-def pairs(blocks: list[int], slots: list[int], layers: tuple[int, int] | None = None) -> BlockCopies:
-    return BlockCopies(np.array(blocks, np.int64), np.array(slots, np.int64), layers)
 
 
 class Rig:
