@@ -9,6 +9,8 @@ from kvtier.tiers.objects.layout import MAX_BLOCKS, TABLE_BYTES
 from kvtier.tiers.tier import Outcome
 
 LONG = chain_of(24)
+
+
 def test_a_batch_is_one_object_and_one_request(server: ObjectServer) -> None:
     with opened(server.endpoint) as store:
         assert requests(store, lambda: written(store, LONG)) == {"put": 1}
