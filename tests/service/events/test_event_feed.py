@@ -454,7 +454,7 @@ with zmq.Context() as context, context.socket(zmq.PUB) as out:
 """
 
 
-@pytest.mark.exhaustive  # thirteen seconds; readers of test_router_stop.py fall behind, too, by less
+@pytest.mark.exhaustive  # thirteen seconds; readers of test_router_processes.py fall behind, too, by less
 @pytest.mark.slow
 def test_a_reader_that_falls_behind_lives() -> None:
     """libzmq aborts a process whose heartbeat is late while its queue is full."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from _eviction_traces import TRACES, agent_sessions, without_hints
+from doubles import FakeClock
 from extent import brief
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,16 @@ from kvtier.service.simulation import Capacity, TraceReplay
 from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.pool import SlotPool
 from kvtier.tiers.reuse import Hint, LruShadow, RequestEnd, ReusePredictor
-from kvtier.tiers.reuse.predictor import NUM_ANSWERS, NUM_HINTS, class_of
+from kvtier.tiers.reuse.predictor import (
+    EDGES,
+    NUM_AGES,
+    NUM_ANSWERS,
+    NUM_CLASSES,
+    NUM_HINTS,
+    Hazards,
+    class_of,
+    expected,
+)
 from kvtier.tiers.tier import ChainHash
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,21 +39,11 @@ NO_TAGS = np.zeros(0, np.uint64)
 TRACE = ROOT.parent / "shared" / "traces" / "conversation_trace.jsonl.gz"
 
 
-class Clock:
-    """Seconds that a story decides."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Served:
     """A pool that requests come to, and its hits."""
 
     def __init__(self, num_slots: int, policy: str = "tail", *, tells: bool = True) -> None:
-        self.clock = Clock()
+        self.clock = FakeClock(0.0)
         self.pool = SlotPool(num_slots, policy=policy, clock=self.clock)
         self.num_slots, self.tells = num_slots, tells
         self.num_hits = self.num_asked = 0
@@ -203,7 +203,7 @@ class SlowOrder:
 @settings(max_examples=brief(20, 60), deadline=None)
 def test_the_order_is_that_of_a_slow_list(steps: list[tuple[str, int, int]]) -> None:
     """Eight conversations of four blocks each, none of them the parent of another."""
-    clock, slow = Clock(), SlowOrder()
+    clock, slow = FakeClock(0.0), SlowOrder()
     pool = SlotPool(32, policy="tail", clock=clock)
     order = pool._learned
     assert order is not None
@@ -489,3 +489,36 @@ def test_a_conversation_that_began_shorter_than_a_block_is_known_by_its_answer()
     answer = np.array([1, 2], np.uint64)
     assert returns.record(RequestEnd((), 0, 100), answer, lambda _: 0, lambda: 1.0).kind == class_of(0, 100, 0)
     assert note(returns, 50.0, [1, 2, 3]) == 1
+
+
+# What classes of requests waited, in sums: the same as each request's own seconds at each age.
+
+
+Ages = NDArray[np.float64]
+
+
+def spans(start: Ages, end: Ages) -> Ages:
+    """`[n, ages]`: how much of the time from one age to another, in seconds, lies in each of the ages."""
+    upper = np.append(EDGES[1:], np.inf)
+    between: Ages = np.maximum(np.minimum(end[:, None], upper) - np.maximum(start[:, None], EDGES), 0.0)
+    return between
+
+
+def test_sums_by_age_are_those_of_single_requests() -> None:
+    draw = np.random.default_rng(3)
+    start = np.append(draw.uniform(0, 1.5 * EDGES[-1], 3000), [0.0, EDGES[5], 0.0])
+    end = np.append(start[:3000] + draw.choice([0.0, 1.0, 300.0, 5000.0], 3000), [0.0, EDGES[6], 9e4])
+    kinds = draw.integers(0, NUM_CLASSES, len(start))
+    hazards = Hazards()
+    hazards.waited(kinds, start, end)
+    one_by_one = np.zeros((NUM_CLASSES, NUM_AGES))
+    np.add.at(one_by_one, kinds, spans(start, end))
+    assert np.allclose(hazards._waited, one_by_one, rtol=1e-9, atol=1e-6)
+    assert (hazards._waited >= 0).all()
+
+
+def test_returns_to_be_expected_are_the_hazard_times_the_seconds() -> None:
+    draw = np.random.default_rng(4)
+    start, hazard = draw.uniform(0, 1.2 * EDGES[-1], 500), draw.uniform(0.001, 0.1, NUM_AGES)
+    end = start + draw.choice([0.0, 5.0, 4000.0], 500)
+    assert np.allclose(expected(hazard, start, end), spans(start, end) @ hazard)
