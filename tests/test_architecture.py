@@ -147,7 +147,6 @@ EXPLAINED: Final = {
     "tiers/pool/core.py": "one extension module: its classes call one another in C",
     "service/events/holders.py": "the same",
     "tiers/pool/core.py:SlotCore": "all that happens to a slot, over one set of arrays; pools are verbs over it",
-    "tiers/reuse/predictor.py:record": "what is known of one end, by what was looked up before",
     "tiers/hierarchy/io_queue.py:begun:except": "what work raises is for whoever has its future",
     "tiers/hierarchy/io_queue.py:run:except": "the same",
     "tiers/hierarchy/io_queue.py:_work:except": "top of the worker loop: a failed end is logged, the thread lives on",

@@ -1,15 +1,16 @@
 """The daemon's HTTP application: pages, operators' verbs and transfers; each error is one line of JSON."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from threading import Event, Lock
+from threading import Event
 from typing import Annotated, Any, Final, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -28,7 +29,7 @@ from kvtier.service.observe import EXPOSITION, LivePage, daemon_lines, statuses
 from kvtier.service.web import Guard, HttpServer, HttpSocket, OperatorToken, page, read_body
 from kvtier.tiers import ConfigError, FingerprintMismatch, FormatError, KVTierError, TierUnavailable, load_key
 from kvtier.tiers.config import ByteSize, Lifetime
-from kvtier.tiers.hierarchy import begun, evict_everywhere
+from kvtier.tiers.hierarchy import evict_everywhere
 
 # --- the bodies of requests ------------------------------------------------------------------------------------------
 
@@ -267,61 +268,59 @@ def _notify_clients(namespace: Namespace) -> None:
 
 # --- exports, imports and traces -------------------------------------------------------------------------------------
 
-Steps = Generator[Json]
-IsOver = Callable[[], bool]  # whether a transfer must end early
+Steps = AsyncGenerator[Json, None]
 
 PERIOD: Final = 0.25  # seconds between lines
-_STUCK: Final = 120.0  # seconds without a step: the disk hangs
-_LAST: Final = 1.0  # seconds for the last step, when the daemon stops
 
 
 class Transfers:
-    """Running transfers, each on a thread: one export or import at a time, and one trace of each model."""
+    """Running transfers: one export or import at a time, and one trace of each model. On the HTTP loop alone."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
-        self._copying, self._tracing = Lock(), Lock()  # held by a copy under way; while a trace begins
+        self._is_copying = False
 
-    def export(self, body: ExportBody, is_over: IsOver) -> Steps:
-        with self._alone(), held_open(self._daemon, body.model) as namespace:
-            selection = body.selection
-            names = None if selection is None else selection.names(namespace, _PATIENCE)[0]
+    async def export(self, body: ExportBody) -> Steps:
+        async with self._copying(), self._held_open(body.model) as namespace:
+            names = None
+            if (selection := body.selection) is not None:
+                names, _ = await asyncio.to_thread(selection.names, namespace, _PATIENCE)
             what = namespace.hierarchy, namespace.fingerprint, namespace.blocks.block_size
-            file = self._archive(body.file)
-            copy = export_blocks(*what, file, names, force=body.force, key=self._key(), cancelled=is_over)
-            with closing(copy):
-                for progress in copy:
+            file = await self._archive(body.file)
+            steps = export_blocks(*what, file, names, force=body.force, key=await self._key())
+            async with aclosing(steps):
+                async for progress in steps:
                     yield _shown(namespace, progress)
 
-    def import_(self, body: ImportBody, is_over: IsOver) -> Steps:
-        with self._alone(), held_open(self._daemon, body.model) as namespace:
+    async def import_(self, body: ImportBody) -> Steps:
+        async with self._copying(), self._held_open(body.model) as namespace:
             what = namespace.hierarchy, namespace.fingerprint, namespace.blocks.block_size
-            copy = import_blocks(*what, self._archive(body.file), self._key(), unsealed=body.unsealed)
+            file = await self._archive(body.file)
+            steps = import_blocks(*what, file, await self._key(), unsealed=body.unsealed)
             try:
-                with closing(copy):
-                    for progress in copy:
+                async with aclosing(steps):
+                    async for progress in steps:
                         yield _shown(namespace, progress)
             finally:
-                namespace.tiers.quotas.recount()
+                await asyncio.to_thread(namespace.tiers.quotas.recount)
 
-    def trace(self, body: TraceBody, is_over: IsOver) -> Steps:
-        with held_open(self._daemon, body.model) as namespace:
+    async def trace(self, body: TraceBody) -> Steps:
+        async with self._held_open(body.model) as namespace:
             tiers = namespace.tiers
-            with self._tracing:
-                if tiers.recorder is not None:
-                    raise TierUnavailable("a trace of this model is being recorded already; wait for its end")
-                recorder = tiers.recorder = node.TraceRecorder(self._archive(body.file))
+            if tiers.recorder is not None:
+                raise TierUnavailable("a trace of this model is being recorded already; wait for its end")
+            recorder = tiers.recorder = await node.TraceRecorder.start(await self._archive(body.file))
             until = time.monotonic() + (body.duration or float("inf"))
             try:
                 while time.monotonic() < until:
                     yield _counts(namespace, recorder)
-                    time.sleep(min(PERIOD, max(0.0, until - time.monotonic())))
+                    await asyncio.sleep(min(PERIOD, max(0.0, until - time.monotonic())))
             finally:
                 tiers.recorder = None
-                recorder.stop()
+                await recorder.stop()
             yield _counts(namespace, recorder)
 
-    def _archive(self, file: Path) -> Path:
+    async def _archive(self, file: Path) -> Path:
         """A file's path: below one directory, so that the daemon writes nowhere else."""
         service, slabs = self._daemon.config.service, self._daemon.config.file.path
         root = service.archives or (slabs and slabs / "archives")
@@ -329,66 +328,68 @@ class Transfers:
             raise ConfigError(
                 "[service] archives none: there is no [file] path either; name a directory for such files"
             )
-        return _below(root, file)
+        return await asyncio.to_thread(_below, root, file)
 
-    def _key(self) -> bytes | None:
+    async def _key(self) -> bytes | None:
         path = self._daemon.config.file.key_file
-        return load_key(path, "[file] key_file") if path is not None else None
+        return await asyncio.to_thread(load_key, path, "[file] key_file") if path is not None else None
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        if not self._copying.acquire(blocking=False):
+    @asynccontextmanager
+    async def _copying(self) -> AsyncIterator[None]:
+        if self._is_copying:
             raise TierUnavailable("an export or import is under way already; wait for its end")
+        self._is_copying = True
         try:
             yield
         finally:
-            self._copying.release()
+            self._is_copying = False
+
+    @asynccontextmanager
+    async def _held_open(self, model: str | None) -> AsyncIterator[Namespace]:
+        hold = node.OperatorHold()
+        namespace = await asyncio.to_thread(node.hold_open, self._daemon, model, hold)
+        try:
+            yield namespace
+        finally:
+            node.release_hold(self._daemon, namespace, hold)
 
 
 class RunningTransfer:
-    """A transfer as lines of JSON, on a thread of its own: it ends early if its client leaves, or `stopping` is set."""
+    """A transfer as lines of JSON, in a task of its own: cancelled if its client leaves, or `stopping` is set."""
 
-    def __init__(self, begin: Callable[[IsOver], Steps], stopping: Event) -> None:
+    def __init__(self, steps: Steps, stopping: Event) -> None:
         self._latest: Json = {}
-        self._stepped = time.monotonic()
-        self._left, self._stopping = Event(), stopping
-        self._done = asyncio.wrap_future(begun("kvtier-transfer", partial(self._run, begin)))
+        self._stopping = stopping
+        self._task = asyncio.create_task(self._run(steps))
 
     async def begun(self) -> None:
-        await asyncio.wait({self._done}, timeout=PERIOD)
-        if self._done.done():
-            self._done.result()
+        await asyncio.wait({self._task}, timeout=PERIOD)
+        if self._task.done():
+            self._task.result()
 
     async def lines(self) -> AsyncIterator[bytes]:
         try:
-            while not (self._done.done() or self._is_over() or time.monotonic() - self._stepped > _STUCK):
+            while not self._task.done():
                 yield _line(self._latest)
-                await asyncio.wait({self._done}, timeout=PERIOD)
-            if self._is_over():
-                await asyncio.wait({self._done}, timeout=_LAST)
+                await asyncio.wait({self._task}, timeout=PERIOD)
+                if self._stopping.is_set():
+                    self._task.cancel()
             yield _line(self._ending())
         finally:
-            self._left.set()
+            self._task.cancel()
 
-    def _is_over(self) -> bool:
-        return self._left.is_set() or self._stopping.is_set()
-
-    def _run(self, begin: Callable[[IsOver], Steps]) -> None:
-        with closing(begin(self._is_over)) as steps:
-            for self._latest in steps:
-                self._stepped = time.monotonic()
-                if self._is_over():
-                    raise TierUnavailable("the daemon is stopping")
+    async def _run(self, steps: Steps) -> None:
+        async with aclosing(steps):
+            async for self._latest in steps:
+                pass
 
     def _ending(self) -> Json:
         try:
-            if not self._done.done():
-                raise TierUnavailable(f"the disk has not answered for {_STUCK:g} s")
-            self._done.result()
-        except KVTierError as error:
+            self._task.result()
+        except (KVTierError, asyncio.CancelledError) as error:
             # would be status 400 if known at the start
             is_mistake = isinstance(error, ConfigError | FormatError | FingerprintMismatch)
-            return {**self._latest, "error": str(error), "mistake": is_mistake}
+            return {**self._latest, "error": str(error) or "the daemon is stopping", "mistake": is_mistake}
         return {**self._latest, "done": True}
 
 
@@ -482,11 +483,11 @@ def make_app(
 
         return Route(path, endpoint, methods=["POST"])
 
-    def transfer(path: str, body_type: type[BaseModel], verb: Callable[[Any, IsOver], Steps]) -> Route:
+    def transfer(path: str, body_type: type[BaseModel], verb: Callable[[Any], Steps]) -> Route:
         async def endpoint(request: Request) -> Response:
             guard.admit(request)
             body = parse(body_type, await read_body(request, MAX_BODY))
-            running = RunningTransfer(partial(verb, body), stopping)
+            running = RunningTransfer(verb(body), stopping)
             await running.begun()
             return StreamingResponse(running.lines(), media_type="application/x-ndjson")
 
@@ -500,7 +501,7 @@ def make_app(
             named = False
         return JSONResponse((await run_in_threadpool(partial(memory, daemon, use, named=named))).as_json())
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         task = asyncio.create_task(_upkeep(pins, token))
         async with live.remembering():

@@ -1,19 +1,21 @@
 """Archive files of blocks: their format, exports and imports, while the hierarchy goes on serving."""
 
+import asyncio
+import contextlib
 import os
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Final
+from threading import Event
+from typing import Final
 
 import xxhash
 
 from kvtier import tiers
-from kvtier.service import private_file
+from kvtier.service.web import LoopFile
 from kvtier.tiers import BlockRecord, ChainHash, Encryption, FingerprintMismatch, FormatError, Outcome, checksum
 from kvtier.tiers.hierarchy import HeldRun, Hierarchy, held_runs, load_and_lease
 from kvtier.tiers.pool import Lease, Reservation
@@ -221,13 +223,11 @@ class ArchiveProgress:
 
 
 class Export:
-    def __init__(
-        self, hierarchy: Hierarchy, header: Header, file: BinaryIO, key: bytes | None, cancelled: Callable[[], bool]
-    ) -> None:
+    def __init__(self, hierarchy: Hierarchy, header: Header, file: LoopFile, key: bytes | None) -> None:
         self._cipher = ArchiveCipher(header, key) if key is not None else None
         self._hierarchy = hierarchy
         self._host = hierarchy.host
-        self._header, self._file, self._cancelled = header, file, cancelled
+        self._header, self._file = header, file
         self._window = max(1, min(self._host.pool.num_slots // _SHARE, _WINDOW_BYTES // header.slot_bytes))
         self._digest = xxhash.xxh3_128()
         self._num_blocks = self._num_bytes = self._num_synced = 0
@@ -238,17 +238,17 @@ class Export:
     def progress(self) -> ArchiveProgress:
         return ArchiveProgress(self._num_blocks, self._header.num_blocks, self._num_bytes, dict(self._lost))
 
-    def begin(self) -> None:
+    async def begin(self) -> None:
         encoded = encode_header(self._header)
         self._digest.update(encoded)
-        self._write([encoded])
+        await self._write([encoded])
 
-    def run(self, run: HeldRun) -> Iterator[ArchiveProgress]:
+    async def run(self, run: HeldRun) -> AsyncIterator[ArchiveProgress]:
         at = 0
         reason = Outcome.PARENT_FAILED if run.parent in self._lost_names else None
         while at < len(run.hashes) and reason is None:
             window = run.hashes[at : at + self._window]
-            num_copied, reason = self._copy(window)
+            num_copied, reason = await self._copy(window)
             at += num_copied
             yield self.progress()
         if reason is not None:
@@ -256,21 +256,20 @@ class Export:
             self._lost_names.update(run.hashes[at:])
             yield self.progress()
 
-    def end(self) -> None:
-        self._write([encode_trailer(self._num_blocks, self._digest.digest())])
-        os.fsync(self._file.fileno())
+    async def end(self) -> None:
+        await self._write([encode_trailer(self._num_blocks, self._digest.digest())])
+        await self._file.sync()
+        await self._file.close()
 
-    def _copy(self, window: Sequence[ChainHash]) -> tuple[int, Outcome | None]:
+    async def _copy(self, window: Sequence[ChainHash]) -> tuple[int, Outcome | None]:
         """Copy leading blocks. Returns how many, and the reason if the run must end."""
         was_held = self._host.pool.holds(window)
-        # Not linked to the block before it, which L2 may hold: its chain could not make room for the window then.
-        until = time.monotonic() + _PATIENCE
-        lease = load_and_lease(self._hierarchy, window, UNKNOWN, until, cancelled=self._cancelled)
+        lease = await self._bring(window)
         if lease is None:
             return 0, Outcome.NO_SLOT
         with lease:
-            pieces = self._encode(lease)
-            self._write(pieces)
+            pieces = await asyncio.to_thread(self._encode, lease)
+            await self._write(pieces)
             num_copied = len(pieces) // 2
             corrupt = lease.hashes[num_copied : num_copied + 1]
             self._host.pool.evict(corrupt)
@@ -285,6 +284,29 @@ class Export:
         if num_copied:
             return num_copied, None
         return 0, Outcome.ABSENT if self._hierarchy.lookup(window[:1]).miss else Outcome.TIMEOUT
+
+    async def _bring(self, window: Sequence[ChainHash]) -> Lease | None:
+        """Lease the blocks in L2, after loading them if needed. None if requests hold all slots they may."""
+        # Not linked to the block before it, which L2 may hold: its chain could not make room for the window then.
+        deadline = time.monotonic() + _PATIENCE
+        is_over = Event()
+        taken: list[Lease] = []
+
+        def work() -> Lease | None:
+            lease = load_and_lease(self._hierarchy, window, UNKNOWN, deadline, cancelled=is_over.is_set)
+            if lease is not None:
+                taken.append(lease)
+                if is_over.is_set():
+                    lease.release()
+            return lease
+
+        try:
+            return await asyncio.to_thread(work)
+        except asyncio.CancelledError:
+            is_over.set()
+            for lease in taken:  # the caller has left; releasing twice is harmless
+                lease.release()
+            raise
 
     def _encode(self, lease: Lease) -> list[bytes | memoryview]:
         """Entry and payload of each block, up to the first whose bytes do not match their checksum."""
@@ -301,13 +323,12 @@ class Export:
             pieces += [entry, payload]
         return pieces
 
-    def _write(self, pieces: Sequence[bytes | memoryview]) -> None:
-        self._file.writelines(pieces)
-        self._file.flush()
+    async def _write(self, pieces: Sequence[bytes | memoryview]) -> None:
+        await self._file.write(pieces)
         self._num_bytes += sum(map(len, pieces))
         if self._num_bytes - self._num_synced >= _SYNC_BYTES:
             self._num_synced = self._num_bytes
-            os.fsync(self._file.fileno())
+            await self._file.sync()
 
 
 class Import:
@@ -327,7 +348,7 @@ class Import:
         return ArchiveProgress(self.num_blocks, self._num_planned, self._num_bytes, dict(self._lost))
 
     def store(self, data: memoryview) -> tuple[list[ChainHash], FormatError | None]:
-        """Verify the archive's next bytes, and store their blocks: names, and the error after them."""
+        """Verify the archive's next bytes, and store their blocks: names, and the error after them. On a thread."""
         runs: list[list[tuple[BlockRecord, memoryview]]] = []
         problem = None
         try:
@@ -361,14 +382,14 @@ class Import:
         self._lose(hashes[count:], Outcome.NO_SLOT)
         return reservation
 
-    def settle(self, hashes: Sequence[ChainHash], num_bytes: int) -> None:
+    async def settle(self, hashes: Sequence[ChainHash], num_bytes: int) -> None:
         """Wait, up to a deadline, until a batch has reached its tier; count it, and free L2 for others."""
         self._num_bytes += num_bytes
         deadline = time.monotonic() + _SETTLE
         while not self._settled(hashes) and time.monotonic() < deadline:
-            time.sleep(_LOOK)
+            await asyncio.sleep(_LOOK)
         if self._hierarchy.settings.write_policy == "write_back" and self._hierarchy.ports:
-            self._hierarchy.drain(_SETTLE)
+            await asyncio.to_thread(self._hierarchy.drain, _SETTLE)
         if self._hierarchy.epoch != self._epoch:
             raise tiers.KVTierError(
                 "import: the tiers were reset meanwhile, and imported blocks were dropped; start again"
@@ -380,16 +401,17 @@ class Import:
         if self._pool.counts().free < self.batch:
             deadline = time.monotonic() + _LEAVE
             while not self._left(names) and time.monotonic() < deadline:
-                time.sleep(_LOOK)
+                await asyncio.sleep(_LOOK)
             _give_back(self._hierarchy, names)
 
-    def recount(self) -> None:
+    async def recount(self) -> None:
         stored = [name for name in self.parser.names if name not in self._lost_names]
         self.num_blocks = 0
         for first in range(0, len(stored), _RECOUNT):
             held = _held_anywhere(self._hierarchy, stored[first : first + _RECOUNT])
             self.num_blocks += sum(held)
             self._lost.update([Outcome.EVICTED] * held.count(False))
+            await asyncio.sleep(0)
 
     def _settled(self, hashes: Sequence[ChainHash]) -> bool:
         names = [name for name in hashes if name not in self._lost_names]
@@ -433,7 +455,7 @@ def _give_back(hierarchy: Hierarchy, hashes: Sequence[ChainHash]) -> None:
 __all__ = ["ArchiveProgress", "export_blocks", "import_blocks"]
 
 
-def export_blocks(
+async def export_blocks(
     hierarchy: Hierarchy,
     fingerprint: bytes,
     block_size: int,
@@ -442,14 +464,13 @@ def export_blocks(
     *,
     force: bool = False,
     key: bytes | None = None,
-    cancelled: Callable[[], bool] = bool,
-) -> Generator[ArchiveProgress]:
+) -> AsyncGenerator[ArchiveProgress, None]:
     """Write all blocks of L2 and of tiers that can list theirs to `path`, or one prompt's only (`hashes`, head first).
 
     `block_size` is the namespace's, in tokens. With `key` (32 bytes) the archive is encrypted. Blocks stored meanwhile
     are left out. If a block is evicted meanwhile, it and those after it in its chain are lost. The file is written as
     `path`.part, and renamed at the end. The export takes at most an eighth of L2, and gives it back. To leave it early,
-    close the generator; once `cancelled` returns True it waits for no block. The hierarchy must stay open until then.
+    call `aclose` (`contextlib.aclosing`); the hierarchy must stay open until then.
 
     Raises ConfigError if the file exists (without `force`) or cannot be created. Raises KVTierError if it cannot be
     written; then no file is left.
@@ -458,32 +479,39 @@ def export_blocks(
         raise ValueError(f"fingerprint of {len(fingerprint)} bytes, or a chain hash: must be 32")
     if hashes is not None and len(set(hashes)) < len(hashes):
         raise ValueError("a chain hash is given twice")
-    _require_vacant(path, force)
+    path = Path(path)
+    await _require_vacant(path, force)
     part = path.with_name(path.name + ".part")
-    file, published = private_file(part), False
+    file = await LoopFile.create(part)
+    published = False
     try:
-        with file:
-            runs = held_runs(hierarchy) if hashes is None else [HeldRun(UNKNOWN, list(hashes))]
-            encryption = Encryption.fresh(key) if key is not None else None
-            num_blocks = sum(len(run.hashes) for run in runs)
-            header = Header(fingerprint, hierarchy.host.region.slot_bytes, block_size, num_blocks, encryption)
-            export = Export(hierarchy, header, file, key, cancelled)
-            export.begin()
-            for run in runs:
-                yield from export.run(run)
-            export.end()
-        _require_vacant(path, force)
-        _publish(part, path)
+        if hashes is None:
+            runs = await asyncio.to_thread(held_runs, hierarchy)
+        else:
+            runs = [HeldRun(UNKNOWN, list(hashes))]
+        encryption = Encryption.fresh(key) if key is not None else None
+        num_blocks = sum(len(run.hashes) for run in runs)
+        header = Header(fingerprint, hierarchy.host.region.slot_bytes, block_size, num_blocks, encryption)
+        export = Export(hierarchy, header, file, key)
+        await export.begin()
+        for run in runs:
+            async for progress in export.run(run):
+                yield progress
+        await export.end()
+        await _require_vacant(path, force)
+        await asyncio.to_thread(_publish, part, path)
         published = True
         yield export.progress()
     except OSError as error:
-        raise tiers.KVTierError(f"{part}: {error.strerror}") from error
+        raise tiers.KVTierError(f"{path}: {error.strerror}") from error
     finally:
+        with contextlib.suppress(tiers.KVTierError):
+            await file.close()
         if not published:
             part.unlink(missing_ok=True)
 
 
-def import_blocks(
+async def import_blocks(
     hierarchy: Hierarchy,
     fingerprint: bytes,
     block_size: int,
@@ -491,53 +519,47 @@ def import_blocks(
     key: bytes | None = None,
     *,
     unsealed: bool = False,
-) -> Generator[ArchiveProgress]:
+) -> AsyncGenerator[ArchiveProgress, None]:
     """Store every block of an archive as if it had been computed now. Each is verified before it can be found.
 
     With `key` an archive that is not encrypted by it is refused, unless `unsealed`: its origin is unknown. To leave
-    the import early, close the generator; the hierarchy must stay open until then. However it ends, blocks stored so
-    far are whole and stay.
+    the import early, call `aclose`; the hierarchy must stay open until then. However it ends, blocks stored so far are
+    whole and stay.
 
     Raises FingerprintMismatch for another model or block size, and ConfigError for another key. Raises FormatError if
     the file is not an archive, damaged or cut short, and KVTierError if it cannot be read or the tiers were reset.
     """
+    path = Path(path)
+    file = await LoopFile.open(path)
     work = None
     try:
-        with _opened(path) as file:
-            encoded = file.read(HEADER_BYTES)
-            header = decode_header(encoded)
-            _require_same(header, Header(fingerprint, hierarchy.host.region.slot_bytes, block_size, 0))
-            _require_key(header, key, path, unsealed=unsealed)
-            work = Import(hierarchy, header, encoded, key)
-            buffer = memoryview(bytearray(work.batch * header.record_bytes))
-            num_read = len(buffer)
-            while num_read == len(buffer):
-                num_read = file.readinto(buffer)
-                hashes, problem = work.store(buffer[:num_read])
-                work.settle(hashes, num_read)
-                yield work.progress()
-                if problem is not None:
-                    raise problem
+        encoded = bytearray(HEADER_BYTES)
+        encoded = encoded[: await file.read_into(memoryview(encoded))]
+        header = decode_header(bytes(encoded))
+        _require_same(header, Header(fingerprint, hierarchy.host.region.slot_bytes, block_size, 0))
+        _require_key(header, key, path, unsealed=unsealed)
+        work = Import(hierarchy, header, bytes(encoded), key)
+        buffer = memoryview(bytearray(work.batch * header.record_bytes))
+        while True:
+            num_read = await file.read_into(buffer)
+            hashes, problem = await asyncio.to_thread(work.store, buffer[:num_read])
+            await work.settle(hashes, num_read)
+            yield work.progress()
+            if problem is not None:
+                raise problem
+            if num_read < len(buffer):
+                break
         if not work.parser.ended:
             raise work.parser.broken_off()
-        work.recount()
+        await work.recount()
         yield work.progress()
     except FormatError as error:
         num_blocks = work.num_blocks if work is not None else 0
         raise FormatError(f"{path}: {error}; {num_blocks} blocks were imported and stay") from None
     except FingerprintMismatch as error:
         raise FingerprintMismatch(f"{path}: {error}") from None
-    except OSError as error:
-        raise tiers.KVTierError(f"{path}: {error.strerror}") from error
-
-
-def _opened(path: Path) -> BufferedReader:
-    try:
-        if not path.is_file():  # to open a pipe may take for ever
-            raise tiers.ConfigError(f"{path}: not a file; name a file that an export wrote")
-        return path.open("rb")
-    except OSError as error:
-        raise tiers.ConfigError(f"{path}: {error.strerror}; choose a file that can be read") from error
+    finally:
+        await file.close()
 
 
 def _publish(part: Path, path: Path) -> None:
@@ -549,8 +571,8 @@ def _publish(part: Path, path: Path) -> None:
         os.close(directory)
 
 
-def _require_vacant(path: Path, force: bool) -> None:
-    if not force and os.path.lexists(path):
+async def _require_vacant(path: Path, force: bool) -> None:
+    if not force and await asyncio.to_thread(os.path.lexists, path):
         raise tiers.ConfigError(f"{path}: exists already; choose another name, or overwrite it with --force")
 
 

@@ -3,12 +3,15 @@ from .lookups import OptimumWatch as OptimumWatch
 from .lookups import TraceRecorder as TraceRecorder
 from .lookups import WatchedModel as WatchedModel
 from .namespaces import Namespace as Namespace
+from .namespaces import OperatorHold as OperatorHold
 from .operators import BlockSelection as BlockSelection
 from .operators import NotFound as NotFound
 from .operators import Pins as Pins
 from .operators import explain as explain
 from .operators import explain_request as explain_request
 from .operators import held_open as held_open
+from .operators import hold_open as hold_open
+from .operators import release_hold as release_hold
 from .peer_server import PeerFeeds as PeerFeeds
 from .peer_server import PeerServer as PeerServer
 from .served_tiers import MAX_QUOTAS as MAX_QUOTAS

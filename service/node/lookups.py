@@ -1,5 +1,6 @@
 """The daemon's lookups: recorded as a trace on disk, and the last hour compared with the best possible policy."""
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -16,9 +17,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.service import private_file
 from kvtier.service.observe import statuses
 from kvtier.service.simulation import Optimum
+from kvtier.service.web import LoopFile
 from kvtier.tiers import ChainHash, KVTierError
 from kvtier.tiers.pool import to_words
 from kvtier.tiers.reuse import RequestEnd
@@ -29,7 +30,6 @@ _MAX_UNWRITTEN: Final = 1 << 19  # blocks of lookups not written yet
 _MAX_KNOWN: Final = 1 << 18  # blocks with a number
 _MAX_BYTES: Final = 4 << 30  # of one trace
 _PERIOD: Final = 0.1  # seconds between writes
-_DEADLINE: Final = 60.0  # seconds for the last write
 _PATIENCE: Final = 60.0  # seconds a lookup waits for its request's end: lines keep the order of lookups
 _LAST: Final = 2  # last blocks of a prompt that may end its lookup: a lookup may omit the last
 
@@ -58,7 +58,7 @@ class _RecordedLookup:
 
 
 class TraceRecorder:
-    """Writes lookups to a new file, on a thread of its own. Any thread may call `record` and `ended`, which never wait.
+    """Writes lookups to a file. Any thread may call `record` and `ended`, which never wait; all else is a loop's.
 
     A line is written once its request has ended, after `patience` seconds, or when half of `max_waiting` waits;
     never before the lines above it.
@@ -70,7 +70,7 @@ class TraceRecorder:
 
     def __init__(
         self,
-        path: Path,
+        file: LoopFile,
         *,
         max_waiting: int = _MAX_UNWRITTEN,
         max_known: int = _MAX_KNOWN,
@@ -78,9 +78,7 @@ class TraceRecorder:
         patience: float = _PATIENCE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the file, which only its owner can read. ConfigError if it exists, or cannot be created."""
-        self._path, self._file = path, private_file(path)
-        self._max_waiting, self._max_bytes = max_waiting, max_bytes
+        self._file, self._max_waiting, self._max_bytes = file, max_waiting, max_bytes
         self._patience, self._clock = patience, clock
         self._start = clock()
         self._ids = _Numbers(max_known)
@@ -90,9 +88,13 @@ class TraceRecorder:
         self._num_waiting = 0  # blocks
         self._num_recorded = self._num_dropped = self._num_bytes = 0
         self._ended = False
-        self._stopping = threading.Event()
-        self._writer = threading.Thread(target=self._write_on, name="kvtier-trace", daemon=True)
-        self._writer.start()
+        self._stopping = asyncio.Event()
+        self._writer = asyncio.create_task(self._write_on())
+
+    @classmethod
+    async def start(cls, path: Path, *, max_bytes: int = _MAX_BYTES) -> "TraceRecorder":
+        """Record into a new file that only its owner can read. ConfigError if it exists, or cannot be created."""
+        return cls(await LoopFile.create(Path(path)), max_bytes=max_bytes)
 
     def record(
         self, hashes: Sequence[ChainHash], input_length: int, output_length: int = 0, *, block_size: int = 0
@@ -130,42 +132,43 @@ class TraceRecorder:
         with self._lock:
             return TraceCounts(self._num_recorded + len(self._waiting), self._num_dropped, self._num_bytes)
 
-    def stop(self) -> TraceCounts:
+    async def stop(self) -> TraceCounts:
         self._stopping.set()
-        self._writer.join(_DEADLINE)
+        await self._writer
         return self.counts()
 
-    def _write_on(self) -> None:
+    async def _write_on(self) -> None:
         try:
-            is_last = False
-            while not is_last:
-                is_last = self._stopping.wait(_PERIOD)
-                self._write_waiting()
-            self._file.close()
-        except (OSError, KVTierError) as error:
-            why = f"{self._path}: {error.strerror}" if isinstance(error, OSError) else error
-            _log.warning("trace: recording ends: %s", why)
+            stopping = False
+            while not stopping:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_PERIOD):
+                        stopping = await self._stopping.wait()
+                await self._write_waiting()
+        except KVTierError as error:
+            _log.warning("trace: recording ends: %s", error)
         finally:
             self._end()
-            with contextlib.suppress(OSError):
-                self._file.close()
+            try:
+                await self._file.close()
+            except KVTierError as error:
+                _log.warning("trace: %s", error)
 
-    def _write_waiting(self) -> None:
+    async def _write_waiting(self) -> None:
         lookups = self._ripe()
         if not lookups:
             return
         try:
-            lines = [self._line(lookup) for lookup in lookups]
+            lines = await asyncio.to_thread(lambda: [self._line(lookup) for lookup in lookups])
             room = self._max_bytes - self._num_bytes
             fitting = sum(size <= room for size in itertools.accumulate(map(len, lines)))
-            self._file.writelines(lines[:fitting])
-            self._file.flush()
+            await self._file.write(lines[:fitting])
         except BaseException:
             self._settle(lookups, 0, 0)
             raise
         self._settle(lookups, fitting, sum(map(len, lines[:fitting])))
         if fitting < len(lines):
-            raise KVTierError(f"{self._path}: the trace has {self._num_bytes} bytes, all it may have")
+            raise KVTierError(f"{self._file.path}: the trace has {self._num_bytes} bytes, all it may have")
 
     def _ripe(self) -> list[_RecordedLookup]:
         """The leading lookups that wait for nothing any more."""

@@ -6,5 +6,6 @@ from .http_server import HttpSocket as HttpSocket
 from .http_server import disconnected as disconnected
 from .http_server import page as page
 from .http_server import read_body as read_body
+from .loop_file import LoopFile as LoopFile
 from .operator_token import OperatorToken as OperatorToken
 from .operator_token import token_at as token_at

@@ -4,6 +4,7 @@
 `main`, run in a checkout of that commit (with its rigs on PYTHONPATH).
 """
 
+import asyncio
 import lzma
 import sys
 from collections.abc import Iterator
@@ -61,7 +62,12 @@ def test_an_archive(tmp_path: Path) -> None:
     path = tmp_path / "archive"
     path.write_bytes(held()["archive"])
     hierarchy = hierarchy_of(slots=16)
-    assert list(import_blocks(hierarchy, FINGERPRINT, BLOCK_SIZE, path))
+
+    async def bring() -> None:
+        async for _ in import_blocks(hierarchy, FINGERPRINT, BLOCK_SIZE, path):
+            pass
+
+    asyncio.run(bring())
     assert [fetch(hierarchy, chain) for chain in chains()] == [2, 2, 2]
     hierarchy.close()
 
@@ -101,7 +107,12 @@ def main() -> None:
                 store(hierarchy, chain)
             assert hierarchy.drain(60)
             path = Path(folder).with_suffix(".archive")
-            list(export_blocks(hierarchy, FINGERPRINT, BLOCK_SIZE, path))
+
+            async def export() -> None:
+                async for _ in export_blocks(hierarchy, FINGERPRINT, BLOCK_SIZE, path):
+                    pass
+
+            asyncio.run(export())
             kept["archive"] = path.read_bytes()
             path.unlink()
         kept["slab"] = {each.name: each.read_bytes() for each in Path(folder).iterdir() if each.stat().st_size}

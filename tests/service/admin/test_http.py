@@ -176,23 +176,6 @@ def test_a_mistake_that_is_found_late_is_one_all_the_same(
 # who may
 
 
-def test_a_transfer_whose_disk_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_app, "_STUCK", 0.3)
-    monkeypatch.setattr(http_app, "PERIOD", 0.05)
-    answers = Event()
-
-    def copy(is_over: http_app.IsOver) -> http_app.Steps:
-        yield {"blocks": 1}
-        answers.wait(30)
-
-    async def lines() -> list[bytes]:
-        return [line async for line in http_app.RunningTransfer(copy, Event()).lines()]
-
-    *_, last = asyncio.run(lines())
-    answers.set()
-    assert json.loads(last) == {"blocks": 1, "error": "the disk has not answered for 0.3 s", "mistake": False}
-
-
 def test_admin_routes_want_the_token_and_pages_do_not(guarded: DaemonProcess) -> None:
     for path in PAGES:
         assert httpx2.get(url(guarded, path)).status_code == 200

@@ -1,5 +1,7 @@
 """Stories of archives: blocks exported while a hierarchy serves, and imported into another, whatever happens."""
 
+import asyncio
+import contextlib
 import errno
 import os
 import resource
@@ -8,11 +10,11 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from threading import Event
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import pytest
 import xxhash
@@ -23,6 +25,7 @@ from fork_rig import SERVICES, Forked
 from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
 
+from kvtier.service import command_line
 from kvtier.service.archive import archive
 from kvtier.service.archive import archive as archive_copy
 from kvtier.service.archive.archive import (
@@ -33,6 +36,7 @@ from kvtier.service.archive.archive import (
     export_blocks,
     import_blocks,
 )
+from kvtier.service.web import loop_file
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.cipher import key_id
 from kvtier.tiers.errors import ConfigError, FingerprintMismatch, FormatError, KVTierError
@@ -43,6 +47,7 @@ from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.tier import ChainHash, Outcome
 
+T = TypeVar("T")
 RECORD_BYTES = 104 + 4 * BLOCK_SIZE + SLOT_BYTES
 key: bytes | None = None  # of the archives of the story that is being told
 
@@ -60,8 +65,12 @@ def _key(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def last(copy: Iterator[ArchiveProgress]) -> ArchiveProgress:
-    seen = list(copy)
+def run(story: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(story)
+
+
+async def last(copy: AsyncIterator[ArchiveProgress]) -> ArchiveProgress:
+    seen = [progress async for progress in copy]
     assert [p.num_bytes for p in seen] == sorted(p.num_bytes for p in seen)
     return seen[-1]
 
@@ -69,11 +78,11 @@ def last(copy: Iterator[ArchiveProgress]) -> ArchiveProgress:
 def exported(
     hierarchy: Hierarchy, path: Path, hashes: Sequence[ChainHash] | None = None, force: bool = False
 ) -> ArchiveProgress:
-    return last(export_blocks(hierarchy, FINGERPRINT, BLOCK_SIZE, path, hashes, force=force, key=key))
+    return run(last(export_blocks(hierarchy, FINGERPRINT, BLOCK_SIZE, path, hashes, force=force, key=key)))
 
 
 def imported(hierarchy: Hierarchy, path: Path) -> ArchiveProgress:
-    return last(import_blocks(hierarchy, FINGERPRINT, BLOCK_SIZE, path, key))
+    return run(last(import_blocks(hierarchy, FINGERPRINT, BLOCK_SIZE, path, key)))
 
 
 def num_held(hierarchy: Hierarchy, chain: TokenChain) -> int:
@@ -216,38 +225,96 @@ def test_stores_and_requests_go_on_during_an_export(tmp_path: Path) -> None:
     chains = [chain_of(16, first_token=1000 * n) for n in range(4)]
     source = slab_of(tmp_path / "slab", chains)
 
-    seen, num_stored = [], 0
-    for progress in export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all", key=key):
-        seen.append(progress)
-        # Between any two pieces a new chain is stored and an old one is read.
-        num_stored += store(source, chain_of(3, first_token=100_000 + 1000 * num_stored))
-        assert fetch(source, chains[num_stored % 4], 8) == 8
+    async def story() -> tuple[ArchiveProgress, int]:
+        seen, num_stored = [], 0
+        async for progress in export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all", key=key):
+            seen.append(progress)
+            # Between any two pieces a new chain is stored and an old one is read.
+            num_stored += store(source, chain_of(3, first_token=100_000 + 1000 * num_stored))
+            assert fetch(source, chains[num_stored % 4], 8) == 8
+        return seen[-1], num_stored
+
+    progress, num_stored = run(story())
     assert num_stored >= 30
-    assert seen[-1].num_blocks + sum(seen[-1].lost.values()) == 64
+    assert progress.num_blocks + sum(progress.lost.values()) == 64
     settle(source)
     target = over_slab(tmp_path / "other")
-    assert imported(target, tmp_path / "all").num_blocks == seen[-1].num_blocks
+    assert imported(target, tmp_path / "all").num_blocks == progress.num_blocks
     settle(target)
 
 
-def test_an_export_left_early_leaves_neither_file_nor_lease(tmp_path: Path) -> None:
-    source = slab_of(tmp_path / "slab", [chain_of(40)])
-    with closing(export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all", key=key)) as copy:
-        assert any(progress.num_blocks > 4 for progress in copy)
-    assert os.listdir(tmp_path) == ["slab"]
+def test_the_loop_is_free_while_the_disk_is_slow(tmp_path: Path) -> None:
+    tier = MemoryTier()
+    tier.fill(chain := chain_of(8))
+    source = hierarchy_of(slots=16, tier=tier)
+
+    async def story() -> int:
+        tier.gate.clear()
+        task = asyncio.create_task(last(export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all", key=key)))
+        ticks = 0
+        while ticks < 50:  # the tier answers nothing, and others have their turns
+            await asyncio.sleep(0.002)
+            ticks += 1
+        assert not task.done()
+        tier.gate.set()
+        return (await task).num_blocks
+
+    assert run(story()) == len(chain.hashes)
     settle(source)
 
 
-def test_a_cancelled_export_waits_for_no_block(tmp_path: Path) -> None:
-    tier = MemoryTier()
-    tier.fill(chain_of(8))
-    source = hierarchy_of(slots=16, tier=tier)
-    tier.gate.clear()  # the tier answers nothing
-    copy = export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all", key=key, cancelled=lambda: True)
-    with closing(copy):
-        assert next(copy).num_blocks == 0
-    assert os.listdir(tmp_path) == []
-    tier.gate.set()
+def test_a_cancelled_export_leaves_neither_file_nor_lease(tmp_path: Path) -> None:
+    source = slab_of(tmp_path / "slab", [chain_of(40)])
+
+    async def leave_early() -> None:
+        async with contextlib.aclosing(
+            export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all", key=key)
+        ) as copy:
+            async for progress in copy:
+                if progress.num_blocks > 4:
+                    break
+
+    async def be_cancelled() -> None:
+        begun = asyncio.Event()
+
+        async def export() -> None:
+            async for _ in export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all", key=key):
+                begun.set()  # and on it goes: what waits for this comes before the next block is read
+
+        task = asyncio.create_task(export())
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    for story in (leave_early, be_cancelled):
+        run(story())
+        assert os.listdir(tmp_path) == ["slab"]
+    settle(source)
+
+
+def test_an_export_cancelled_at_file_creation_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = slab_of(tmp_path / "slab", [chain_of(4)])
+    asked, may_open = Event(), Event()
+
+    def slow_open(path: str, flags: int, mode: int) -> int:
+        asked.set()
+        assert may_open.wait(30)
+        return os.open(path, flags, mode)
+
+    # The disk is slow to create the file, and the client leaves before it is there.
+    monkeypatch.setattr(command_line, "os", SimpleNamespace(**{**vars(os), "open": slow_open}))
+
+    async def be_cancelled() -> None:
+        task = asyncio.create_task(last(export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all", key=key)))
+        assert await asyncio.to_thread(asked.wait, 30)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        may_open.set()
+
+    run(be_cancelled())  # ends once the thread has ended
+    assert os.listdir(tmp_path) == ["slab"]
     settle(source)
 
 
@@ -271,11 +338,12 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
             exported(source, tmp_path / name)
 
     # The name is taken while the export runs: it is not overwritten either.
-    late = export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "late", key=key)
-    next(late)
-    (tmp_path / "late").write_text("somebody's")
+    async def taken_meanwhile() -> None:
+        async for _ in export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "late", key=key):
+            (tmp_path / "late").write_text("somebody's")
+
     with pytest.raises(ConfigError, match="late: exists already"):
-        last(late)
+        run(taken_meanwhile())
     assert (tmp_path / "late").read_text() == "somebody's"
     assert not (tmp_path / "late.part").exists()
     source.check()
@@ -295,6 +363,17 @@ def test_a_full_disk_is_one_line_and_no_file(tmp_path: Path, blocks_that_fit: in
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)
+    assert os.listdir(tmp_path) == []
+    settle(source)
+
+
+def test_a_file_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = hierarchy_of(slots=16)
+    store(source, chain_of(8))
+    monkeypatch.setattr(loop_file, "_DEADLINE", 0.3)
+    monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(1.0))
+    with pytest.raises(KVTierError, match=r"all\.part: the disk has not answered"):
+        exported(source, tmp_path / "all")
     assert os.listdir(tmp_path) == []
     settle(source)
 
@@ -323,9 +402,9 @@ def test_another_models_archive_is_refused_naming_both(archive_of_12: Path) -> N
     target = hierarchy_of(slots=16)
     other = b"another model".ljust(32, b".")
     with pytest.raises(FingerprintMismatch, match=rf"twelve: .*{FINGERPRINT.hex()}.*{other.hex()}"):
-        last(import_blocks(target, other, BLOCK_SIZE, archive_of_12, key))
+        run(last(import_blocks(target, other, BLOCK_SIZE, archive_of_12, key)))
     with pytest.raises(FingerprintMismatch, match=r"have 4 tokens and 4096 bytes, but here they have 8 and 4096"):
-        last(import_blocks(target, FINGERPRINT, 8, archive_of_12, key))
+        run(last(import_blocks(target, FINGERPRINT, 8, archive_of_12, key)))
     assert target.host.pool.counts().ready == 0
     target.close()
 
@@ -451,26 +530,31 @@ def test_an_import_needs_no_admission_and_may_be_repeated(archive_of_12: Path) -
 def test_a_reset_ends_an_import(archive_of_12: Path) -> None:
     target = hierarchy_of(slots=32)
 
-    copy = import_blocks(target, FINGERPRINT, BLOCK_SIZE, archive_of_12, key)
-    assert next(copy).num_blocks
-    target.reset()
+    async def story() -> None:
+        async for progress in import_blocks(target, FINGERPRINT, BLOCK_SIZE, archive_of_12, key):
+            if progress.num_blocks:
+                await asyncio.to_thread(target.reset)
+
     with pytest.raises(KVTierError, match="the tiers were reset meanwhile"):
-        last(copy)
+        run(story())
     assert target.host.pool.counts().ready == 0
     settle(target)
 
 
 IMPORTER = """
-import sys, time
+import asyncio, sys
 from pathlib import Path
 from fault_rig import FINGERPRINT, over_slab
 from doubles import BLOCK_SIZE
 from kvtier.service.archive.archive import import_blocks
 
-hierarchy = over_slab(Path(sys.argv[1]), slots=16)
-for progress in import_blocks(hierarchy, FINGERPRINT, BLOCK_SIZE, Path(sys.argv[2]), KEY):
-    print(progress.num_blocks, flush=True)
-    time.sleep(0.002)
+async def main():
+    hierarchy = over_slab(Path(sys.argv[1]), slots=16)
+    async for progress in import_blocks(hierarchy, FINGERPRINT, BLOCK_SIZE, Path(sys.argv[2]), KEY):
+        print(progress.num_blocks, flush=True)
+        await asyncio.sleep(0.002)
+
+asyncio.run(main())
 """
 
 
@@ -506,11 +590,13 @@ def test_an_export_waits_while_requests_hold_all_they_may(tmp_path: Path, monkey
     assert progress.lost == {Outcome.NO_SLOT: 1, Outcome.PARENT_FAILED: 7}
     monkeypatch.undo()
 
-    with ThreadPoolExecutor(1) as thread:
-        copy = thread.submit(exported, source, tmp_path / "all")
-        time.sleep(0.05)
+    async def story() -> ArchiveProgress:
+        task = asyncio.create_task(last(export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all", key=key)))
+        await asyncio.sleep(0.05)
         source.cancel(greedy)
-        assert copy.result().num_blocks == 16
+        return await task
+
+    assert run(story()).num_blocks == 16
     settle(source)
 
 
@@ -518,7 +604,7 @@ def test_names_are_checked_before_anything_is_touched(tmp_path: Path) -> None:
     source = hierarchy_of()
     for fingerprint, hashes in ((b"short", None), (FINGERPRINT, [b"x" * 31]), (FINGERPRINT, [b"x" * 32] * 2)):
         with pytest.raises(ValueError, match=r"32 bytes|must be 32|given twice"):
-            last(export_blocks(source, fingerprint, BLOCK_SIZE, tmp_path / "file", hashes))
+            run(last(export_blocks(source, fingerprint, BLOCK_SIZE, tmp_path / "file", hashes)))
     assert os.listdir(tmp_path) == []
     assert archive.ArchiveProgress is ArchiveProgress
     source.close()
@@ -555,9 +641,9 @@ def test_an_encrypted_archive_needs_its_key(tmp_path: Path, archive_of_12: Path)
     if key is None:  # in the clear: whoever has a key must want it so
         what = target, FINGERPRINT, BLOCK_SIZE, archive_of_12, bytes(32)
         with pytest.raises(ConfigError, match=r"twelve: not encrypted, and .* its origin is unknown"):
-            last(import_blocks(*what))
+            run(last(import_blocks(*what)))
         assert target.host.pool.counts().ready == 0
-        assert last(import_blocks(*what, unsealed=True)).num_blocks == 12
+        assert run(last(import_blocks(*what, unsealed=True))).num_blocks == 12
         settle(target)
         return
     for other, complaint in (
@@ -565,7 +651,7 @@ def test_an_encrypted_archive_needs_its_key(tmp_path: Path, archive_of_12: Path)
         (bytes(32), rf"encrypted with key {key_id(key).hex()}, \[file\] key_file holds {key_id(bytes(32)).hex()}"),
     ):
         with pytest.raises(ConfigError, match=rf"twelve: {complaint}; set the key it was exported with"):
-            last(import_blocks(target, FINGERPRINT, BLOCK_SIZE, archive_of_12, other))
+            run(last(import_blocks(target, FINGERPRINT, BLOCK_SIZE, archive_of_12, other)))
     assert target.host.pool.counts().ready == 0
     # The same key's id over another salt: nothing in it is authentic.
     content = bytearray(archive_of_12.read_bytes())

@@ -1,5 +1,6 @@
 """An archive's bytes: as docs/format.md has them, and nothing a file says is believed before it was checked."""
 
+import asyncio
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -96,8 +97,13 @@ def test_sizes_are_compared_before_anything_is_allocated(tmp_path: Path) -> None
     hierarchy = hierarchy_of()
     for claimed in (Header(FINGERPRINT, 1 << 60, BLOCK_SIZE, 1), Header(FINGERPRINT, SLOT_BYTES, (1 << 32) - 1, 1)):
         (tmp_path / "file").write_bytes(archive_format.encode_header(claimed) + bytes(1000))
+
+        async def story() -> None:
+            async for _ in import_blocks(hierarchy, FINGERPRINT, BLOCK_SIZE, tmp_path / "file"):
+                pass
+
         with pytest.raises(FingerprintMismatch, match="export it again"):
-            next(import_blocks(hierarchy, FINGERPRINT, BLOCK_SIZE, tmp_path / "file"))
+            asyncio.run(story())
     hierarchy.close()
 
 
