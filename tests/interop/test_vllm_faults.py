@@ -65,12 +65,7 @@ def test_a_block_damaged_on_disk_is_not_served(model: Path, expected: list[list[
     ],
 )
 def test_a_failed_load_is_computed_again(
-    family: str,
-    kind: str,
-    caching: bool,
-    failing_loads: FailingLoads,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, kind: str, caching: bool, failing_loads: FailingLoads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "asynchronous":
         monkeypatch.setattr("kvtier.connector.vllm.scheduler._TINY", 0)

@@ -9,12 +9,7 @@ from unittest.mock import patch
 import torch
 from extent import brief
 from tiny_models import SIZES, VOCAB, config_of
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    Gemma3TextConfig,
-    RwkvConfig,
-)
+from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, RwkvConfig
 
 from kvtier.connector.models import cache_option
 from kvtier.connector.transformers import tier_blocks

@@ -684,10 +684,7 @@ def test_slots_that_were_never_granted(fake: Fake, client: Client, answer: objec
     ("frame", "why"),
     [
         (pack_handshake(Refused("no room, lower it")), "no room, lower it"),
-        (
-            pack_handshake(Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 1.0)),
-            "a welcome without its region",
-        ),
+        (pack_handshake(Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 1.0)), "a welcome without its region"),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "frame of 1347703880 bytes"),
     ],
 )

@@ -9,13 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtier.service.events.prefix_index import PrefixIndex, prompt_hashes
 from kvtier.service.events.publisher import MAX_RUN, AnnouncedBlocks
-from kvtier.service.events.wire import (
-    BlockRemoved,
-    BlockStored,
-    KVEvent,
-    external_hash,
-    namespace_of,
-)
+from kvtier.service.events.wire import BlockRemoved, BlockStored, KVEvent, external_hash, namespace_of
 from kvtier.tiers.hierarchy.hierarchy import Removed, Stored
 from kvtier.tiers.kinds import TIERS
 from kvtier.tiers.naming.chain import TokenChain, root_hash

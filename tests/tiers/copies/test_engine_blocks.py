@@ -50,11 +50,7 @@ def tensors() -> list[torch.Tensor]:
 @pytest.mark.parametrize("parts", [keys_and_values, whole_layers, dimension_first])
 @pytest.mark.parametrize("way", ["compiled", "kernel", "numpy"])
 def test_a_block_comes_back_as_it_was(
-    parts: Layout,
-    way: str,
-    tensors: list[torch.Tensor],
-    region: HostRegion,
-    monkeypatch: pytest.MonkeyPatch,
+    parts: Layout, way: str, tensors: list[torch.Tensor], region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way != "compiled":
         monkeypatch.setenv("KVTIER_COMPILED", "off")

@@ -17,13 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.tiers.naming import chain
-from kvtier.tiers.naming.chain import (
-    TokenChain,
-    chain_hashes,
-    compiled,
-    root_hash,
-    token_array,
-)
+from kvtier.tiers.naming.chain import TokenChain, chain_hashes, compiled, root_hash, token_array
 
 ROOT = root_hash(bytes(range(32)))
 TWIN = compiled()
