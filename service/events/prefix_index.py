@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from kvtier.service.events import holders as interpreted
-from kvtier.service.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, ExtraKeys, KVEvent, as_u64
+from kvtier.service.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, as_u64
 from kvtier.tiers import TIERS, TierKind
 from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import MAX_BLOCKS
@@ -223,7 +223,9 @@ class PrefixIndex:
     def _sequences(self, event: BlockStored, parent: tuple[int, int] | None) -> tuple[int, list[int]]:
         """The seed of the chain's hashes if it has a namespace, else 0; and the blocks' sequence hashes."""
         before, namespaced = (None, 0) if parent is None else parent
-        keys = [_without(event.lora_name, one) for one in event.extra_keys or ()]
+        named, keys = event.lora_name, [one or () for one in event.extra_keys or ()]
+        if named is not None:  # the adapter's name comes first, and is a field of its own
+            keys = [each[1:] if each and each[0] == named else each for each in keys]
         if parent is None and keys:
             namespace = next((key for key in keys[0] if isinstance(key, str)), None)
             if namespace is not None:
@@ -293,10 +295,3 @@ def _words(kinds: Iterable[TierKind]) -> dict[str | None, int]:
 
 
 _UNSTABLE: Final = "its hashes are not stable: give it a fixed PYTHONHASHSEED"
-
-
-def _without(lora_name: str | None, keys: ExtraKeys | None) -> ExtraKeys:
-    """A block's extra keys without the adapter's name, which comes first and is a field of its own."""
-    if not keys:
-        return ()
-    return keys[1:] if lora_name is not None and keys[0] == lora_name else keys

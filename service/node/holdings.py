@@ -223,10 +223,7 @@ class Holdings:
         self.news.append(news)
 
     def _renew(self, op: wire.Renew) -> None:
-        at = now()
-        for number in op.claims:
-            if number in self._renewed:
-                self._renewed[number] = at
+        self._renewed |= dict.fromkeys(self._renewed.keys() & op.claims, now())
 
     def _cancel(self, op: wire.Cancel) -> None:
         for number in op.claims:

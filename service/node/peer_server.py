@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 import numpy as np
@@ -83,11 +83,14 @@ class LentModel:
 
         def register() -> RemoteMemory:
             memory = RemoteMemory()
-            memory.register(self.hierarchy.host.region.slot(0))
+            try:
+                memory.register(self.hierarchy.host.region.slot(0))
+            except Exception as error:
+                _log.warning("[peers] blocks are sent over tcp: %s", error)
+                raise
             return memory
 
         self._memory = begun("kvtier-nixl", register)
-        self._memory.add_done_callback(_warn_of_failure)
 
     def memory(self, seconds: float = 0.0) -> RemoteMemory | None:
         """What borrowers read, once it is registered; None: they get blocks over the connection."""
@@ -417,16 +420,9 @@ class PeerServer:
             self.counts[event] += 1
 
 
-def _warn_of_failure(registered: "Future[RemoteMemory]") -> None:
-    if (error := registered.exception()) is not None:
-        _log.warning("[peers] blocks are sent over tcp: %s", error)
-
-
 def _shut(connection: socket.socket) -> None:
-    try:
+    with suppress(OSError):  # it has ended by itself
         connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # it has ended by itself
-        return
 
 
 def _listen(address: str) -> socket.socket:

@@ -684,17 +684,14 @@ class Fleet:
             replica.stand(self.scores, row)
         self._changed()
 
-    def _drop_idle(self) -> None:
-        for replica in [each for each in self._leaving if not each.in_flight]:
-            self._leaving.remove(replica)
-            replica.client.close()
-            if replica.name not in self._by_name:
-                self._left(replica.name)
-
     async def _tend(self) -> None:
         """Run until cancelled: drop idle leaving replicas, and give up answers that hanging replicas have not begun."""
         while True:
-            self._drop_idle()
+            for replica in [each for each in self._leaving if not each.in_flight]:
+                self._leaving.remove(replica)
+                replica.client.close()
+                if replica.name not in self._by_name:
+                    self._left(replica.name)
             if any(replica.state is ReplicaState.UP for replica in self.replicas):
                 for replica in self.replicas:
                     if replica.state is ReplicaState.DOWN and time.monotonic() - replica.since > _HOPELESS:

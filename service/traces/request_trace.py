@@ -44,10 +44,6 @@ HINTS: Final[tuple[Hint, ...]] = get_args(Hint)
 
 Fields = dict[str, Any]
 
-MOONCAKE: Final = "Mooncake"
-BAILIAN: Final = "Bailian"
-LMCACHE: Final = "LMCache lookup log"
-
 # A field of another kind of file, and what such a file is.
 _FOREIGN: Final[Mapping[str, str]] = {
     "custom_id": "a batch of OpenAI requests: it has texts, and no names of blocks",
@@ -80,21 +76,6 @@ def fields_of(line: bytes) -> Fields:
     if not isinstance(value, dict):
         raise FormatError("not a JSON object; write one a line" if isinstance(value, list) else "not a JSON object")
     return value
-
-
-def form_of(fields: Fields) -> str:
-    """The form of a file with this line. ForeignTrace names a file of another kind."""
-    if "hash_ids" in fields:
-        return BAILIAN if "chat_id" in fields else MOONCAKE
-    if "chunk_hashes" in fields:
-        return LMCACHE
-    for name, what in _FOREIGN.items():
-        if name in fields:
-            raise ForeignTrace(f"it has {name!r}: this is {what}; {_KNOWN}")
-    if fields.keys().isdisjoint(("timestamp", "input_length", "output_length")):
-        named = ", ".join(map(repr, sorted(fields)[:6]))[:80]
-        raise ForeignTrace(f"no hash_ids among {named or 'no fields'}; {_KNOWN}")
-    return MOONCAKE
 
 
 F = TypeVar("F", bound=Struct)
@@ -170,8 +151,19 @@ class LookupLog:
         )
 
 
-def parser_of(form: str) -> Callable[[Fields], TraceLine]:
-    return {MOONCAKE: mooncake, BAILIAN: bailian}.get(form) or LookupLog()
+def parser_of(fields: Fields) -> Callable[[Fields], TraceLine]:
+    """What reads the lines of a file with this one. ForeignTrace names a file of another kind."""
+    if "hash_ids" in fields:
+        return bailian if "chat_id" in fields else mooncake
+    if "chunk_hashes" in fields:
+        return LookupLog()
+    for name, what in _FOREIGN.items():
+        if name in fields:
+            raise ForeignTrace(f"it has {name!r}: this is {what}; {_KNOWN}")
+    if fields.keys().isdisjoint(("timestamp", "input_length", "output_length")):
+        named = ", ".join(map(repr, sorted(fields)[:6]))[:80]
+        raise ForeignTrace(f"no hash_ids among {named or 'no fields'}; {_KNOWN}")
+    return mooncake
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -261,7 +253,7 @@ def _taken(
     """The line as a request or a fault, and the parser of the file, set by its first whole line."""
     try:
         fields = fields_of(line)
-        parser = parser or parser_of(form_of(fields))
+        parser = parser or parser_of(fields)
         return parser, parser(fields)
     except FormatError as error:
         return parser, type(error)(f"{file}:{number}: {error}")
@@ -269,11 +261,7 @@ def _taken(
 
 def parse_line(line: bytes) -> TraceLine:
     fields = fields_of(line)
-    return parser_of(form_of(fields))(fields)
-
-
-def has_times(lines: Sequence[TraceLine]) -> bool:
-    return bool(lines) and all(line.has_time for line in lines) and any(line.timestamp for line in lines)
+    return parser_of(fields)(fields)
 
 
 # --- the blocks of answers -------------------------------------------------------------------------------------------
@@ -383,7 +371,7 @@ def trace_of(lines: Sequence[TraceLine], *, block_size: int | None = None) -> Re
         np.int64,
     )
     lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    if has_times(lines):
+    if lines and all(line.has_time for line in lines) and any(line.timestamp for line in lines):
         begun = np.array([line.timestamp / 1e3 for line in lines])
     else:
         begun = _GAP * np.arange(len(lines))
