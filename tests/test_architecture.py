@@ -154,8 +154,6 @@ EXPLAINED: Final = {
     "tiers/hierarchy/io_queue.py:_result:except": "a job that raises is counted, the thread lives on",
     "service/router/fleet.py:look:except": "whatever a replica says, it is looked at again",
     "service/node/loop.py:_settle:except": "what a call ended with is its caller's, who waits for it on another thread",
-    "service/node/daemon.py:aside:except": "top of a thread: what it ended with is handed to whoever started it",
-    "service/node/daemon.py:run:except": "the same",
     "service/node/daemon.py:_ready:except": "one client's words must not end the service: it is cut off, counted",
     "connector/scheduler.py:SchedulerSide": "all that an engine's scheduler asks and tells, request by request",
     "connector/vllm/connector.py:KVTierConnector": "vLLM's interface, whose methods these are; each is a line or two",
