@@ -9,19 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvtier.engine import FinishReason, TokenLogprobs
-from kvtier.service import Json, request_id
+from kvtier.service import Json, openai, request_id
 from kvtier.service.engine.loop import EngineLoop, LiveRequest, PromptSource, SequenceInput, SequenceUpdate
-from kvtier.service.openai import (
-    AnswerPart,
-    CallReader,
-    Detokenizer,
-    MessagesBody,
-    OpenAIError,
-    ResponsesBody,
-    TokenTexts,
-    ToolCall,
-    overlap,
-)
+from kvtier.service.openai import AnswerPart, MessagesBody, OpenAIError, ResponsesBody, ToolCall
 
 # --- how likely an answer's tokens were ------------------------------------------------------------------------------
 
@@ -31,7 +21,7 @@ _LEAST: Final = -9999.0  # JSON has no infinity; OpenAI and vLLM write this
 class ChatLogprobs:
     """Of one choice of a chat: each token with its bytes, and the likeliest in its place. Each is sent once."""
 
-    def __init__(self, texts: TokenTexts) -> None:
+    def __init__(self, texts: openai.TokenTexts) -> None:
         self._texts = texts
         self._content: list[Json] = []
 
@@ -51,7 +41,7 @@ class ChatLogprobs:
 class TextLogprobs:
     """Of one choice of a completion: four lists. `top_logprobs` includes the token itself, as OpenAI's does."""
 
-    def __init__(self, texts: TokenTexts) -> None:
+    def __init__(self, texts: openai.TokenTexts) -> None:
         self._texts = texts
         self._offset = 0  # characters of the tokens so far, each by itself
         self._begin()
@@ -99,7 +89,7 @@ class TextLogprobs:
 class AnswerText:
     """Tokens in, text out. Holds back text that may begin a stop string until it is certain."""
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
+    def __init__(self, detokenizer: openai.Detokenizer, stops: Sequence[str]) -> None:
         self.stopped_by: str | None = None  # the stop string that was found: no more text is sent
         self._detokenizer, self._stops = detokenizer, stops
         self._held = ""
@@ -121,7 +111,7 @@ class AnswerText:
             stopped_at, self.stopped_by = found
             self._held = ""
             return text[:stopped_at]
-        num_held = max((overlap(text, stop) for stop in self._stops), default=0)
+        num_held = max((openai.overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
 
@@ -199,7 +189,7 @@ class CompletionRequest:
     texts: Sequence[AnswerText]
     logprobs: Sequence[ChatLogprobs | TextLogprobs | None]
     echoes: Sequence[Echo | None]
-    readers: Sequence[CallReader | None]  # of tool calls
+    readers: Sequence[openai.CallReader | None]  # of tool calls
     num_choices: int
     deadline: float  # on the event loop's clock
     streams: bool = False

@@ -26,30 +26,14 @@ from kvtier.connector.models import name_of, require_checkpoint
 from kvtier.connector.segments import SEGMENT_OUTCOMES
 from kvtier.engine import Engine, NamedPrompt, open_engine
 from kvtier.service import Json, explain, openai
-from kvtier.service.engine import request_parser
-from kvtier.service.engine.completion import (
-    CHAT,
-    TEXT,
-    CompletionFormat,
-    OpenAICompletion,
-    Precomputation,
-    TranslatedCompletion,
-    late,
-)
+from kvtier.service.engine import completion, request_parser
+from kvtier.service.engine.completion import OpenAICompletion, Precomputation
 from kvtier.service.engine.loop import EngineLoop
 from kvtier.service.engine.request_parser import Served
 from kvtier.service.events import Publisher, Source, TierFeed, namespace_of
 from kvtier.service.explain import RequestLog
 from kvtier.service.observe import EXPOSITION, counter, figures, gauge, histogram, labelled, statuses, text_of, wanting
-from kvtier.service.openai import (
-    ChatBody,
-    CompletionBody,
-    MessagesBody,
-    OpenAIError,
-    Prompts,
-    ResponsesBody,
-    bad_field,
-)
+from kvtier.service.openai import ChatBody, CompletionBody, MessagesBody, OpenAIError, Prompts, ResponsesBody, bad_field
 from kvtier.service.web import Guard, HttpServer, HttpSocket, disconnected, page, read_body
 from kvtier.tiers import L1, ChainHash, RequestError
 from kvtier.tiers.config import Config
@@ -286,13 +270,13 @@ def make_app(served: Served) -> Starlette:
             async with asyncio.timeout_at(deadline):
                 await reading.acquire()
         except TimeoutError:
-            raise late() from None
+            raise completion.late() from None
         try:
             return await run_in_threadpool(wanted, data, deadline)  # runs to its end
         finally:
             reading.release()
 
-    def post(path: str, body_type: type[CompletionBody] | type[ChatBody], form: CompletionFormat) -> Route:
+    def post(path: str, body_type: type[CompletionBody] | type[ChatBody], form: completion.CompletionFormat) -> Route:
         async def endpoint(request: Request) -> Response:
             wanted = await read(request, partial(request_parser.completion_of, served, body_type))
             return await _answered(request, OpenAICompletion(wanted, form, served.loop))
@@ -314,8 +298,8 @@ def make_app(served: Served) -> Starlette:
         return Route(path, endpoint, methods=["POST"])
 
     routes = [
-        post("/v1/completions", CompletionBody, TEXT),
-        post("/v1/chat/completions", ChatBody, CHAT),
+        post("/v1/completions", CompletionBody, completion.TEXT),
+        post("/v1/chat/completions", ChatBody, completion.CHAT),
         _translated(served, read, "/v1/responses", ResponsesBody),
         _translated(served, read, "/v1/messages", MessagesBody),
         about_tokens("/v1/messages/count_tokens", request_parser.count_of),
@@ -352,7 +336,7 @@ def _translated(
     async def endpoint(request: Request) -> Response:
         try:
             body, of_chat = await read(request, wanted)
-            return await _answered(request, TranslatedCompletion(of_chat, served.loop, body))
+            return await _answered(request, completion.TranslatedCompletion(of_chat, served.loop, body))
         except OpenAIError as error:
             served.loop.tally.refused[str(error.status)] += 1
             return JSONResponse(body_type.refused(error), error.status, error.headers)
@@ -369,7 +353,7 @@ def _resetting(served: Served, guard: Guard) -> Route:
             async with asyncio.timeout(served.config.request_timeout):
                 fingerprint = await asyncio.wrap_future(served.loop.reset())
         except TimeoutError:
-            raise late() from None
+            raise completion.late() from None
         return JSONResponse({"reset": [fingerprint]})
 
     return Route("/admin/reset", reset, methods=["POST"])
@@ -392,10 +376,10 @@ async def _answered(request: Request, wanted: OpenAICompletion | Precomputation)
 
 
 class _EventStream(StreamingResponse):
-    def __init__(self, completion: OpenAICompletion, first: bytes, chunks: AsyncIterator[bytes]) -> None:
-        headers = {"cache-control": "no-store", **completion.headers}
+    def __init__(self, answer: OpenAICompletion, first: bytes, chunks: AsyncIterator[bytes]) -> None:
+        headers = {"cache-control": "no-store", **answer.headers}
         super().__init__(self._all(first, chunks), media_type="text/event-stream", headers=headers)
-        self._completion = completion
+        self._completion = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

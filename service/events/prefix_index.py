@@ -13,17 +13,9 @@ import xxhash
 
 from kvtier.service.events import holders as interpreted
 from kvtier.service.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, as_u64
-from kvtier.tiers import TIERS, TierKind
+from kvtier.tiers import TIERS, TierKind, naming
 from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import MAX_BLOCKS
-from kvtier.tiers.naming import (
-    Tokens,
-    dynamo_block_hashes,
-    dynamo_local_hashes,
-    dynamo_seed,
-    dynamo_sequence_hashes,
-    pack_tokens,
-)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,10 +32,10 @@ _U64: Final = 2**64 - 1
 
 
 def prompt_hashes(
-    tokens: Tokens, block_size: int, lora_name: str | None = None, namespace: str | None = None
+    tokens: naming.Tokens, block_size: int, lora_name: str | None = None, namespace: str | None = None
 ) -> list[int]:
     """A prompt's blocks as an index names them: Dynamo's sequence hashes, of the full blocks."""
-    return dynamo_block_hashes(tokens, block_size, dynamo_seed(lora_name, namespace))
+    return naming.dynamo_block_hashes(tokens, block_size, naming.dynamo_seed(lora_name, namespace))
 
 
 def _holders(num_tiers: int) -> "Holders":
@@ -230,17 +222,17 @@ class PrefixIndex:
             namespace = next((key for key in keys[0] if isinstance(key, str)), None)
             if namespace is not None:
                 keys[0] = tuple(key for key in keys[0] if key is not namespace)
-                namespaced = dynamo_seed(event.lora_name, namespace)
-        seed = namespaced or dynamo_seed(event.lora_name)
+                namespaced = naming.dynamo_seed(event.lora_name, namespace)
+        seed = namespaced or naming.dynamo_seed(event.lora_name)
         if not any(keys):
-            return namespaced, dynamo_block_hashes(event.token_ids, self.block_size, seed, before)
-        hashes = dynamo_local_hashes(event.token_ids, self.block_size, seed)
+            return namespaced, naming.dynamo_block_hashes(event.token_ids, self.block_size, seed, before)
+        hashes = naming.dynamo_local_hashes(event.token_ids, self.block_size, seed)
         for block, key in enumerate(keys):
             if key:  # an image, an embedding: the same tokens, another block
                 words = event.token_ids[block * self.block_size : (block + 1) * self.block_size]
                 digest = xxhash.xxh3_64_intdigest(msgpack.packb(key), 2)
-                hashes[block] = xxhash.xxh3_64_intdigest(pack_tokens(words), (seed + digest) & _U64)
-        return namespaced, dynamo_sequence_hashes(hashes, before)
+                hashes[block] = xxhash.xxh3_64_intdigest(naming.pack_tokens(words), (seed + digest) & _U64)
+        return namespaced, naming.dynamo_sequence_hashes(hashes, before)
 
     def _remove(self, who: str, worker: _Worker, tier: int, event: BlockRemoved) -> None:
         unknown = self._holders.remove(worker.number, event.block_hashes, tier)

@@ -164,7 +164,8 @@ class HttpClient:
         if answer.status_code == 401 and self._no_token is not None:
             return self._no_token
         if answer.status_code == 401 and self._is_daemon:
-            return ConfigError("[service] token: the daemon does not take it; give its own, by --token or the file")
+            fix = "give the daemon's, by --token or the file"
+            return ConfigError(f"[service] token: the daemon does not take it; {fix}")
         if answer.status_code == 401:
             return ConfigError(f"{self._where}: the token is not taken; give its own, by --token")
         why = self._object(self._whole(answer)).get("error")

@@ -62,13 +62,16 @@ def test_what_was_measured_is_shown_again_and_other_files_are_named(tmp_path: Pa
     whole = path.read_text()
     for text, complaint in (
         ("[" * 100_000, "not JSON"),
-        (whole.replace('"tokens": 100', '"tokens": Infinity'), "a value of another kind ("),
-        (whole.replace('"tokens": 100', '"tokens": -100'), "tokens: not from 1 to "),
-        (whole.replace('"bytes_per_token": 8.0', '"bytes_per_token": NaN'), "bytes_per_token nan: not above 0"),
-        (whole.replace('"gpu_hour": 3.6', '"gpu_hour": 1' + "0" * 400), "a value of another kind ("),
+        (whole.replace('"tokens": 100', '"tokens": Infinity'), "Expected `float` < "),
+        (whole.replace('"tokens": 100', '"tokens": -100'), "Expected `float` > 0.0 - at `$.times"),
+        (
+            whole.replace('"bytes_per_token": 8.0', '"bytes_per_token": NaN'),
+            "Expected `float` > 0.0 - at `$.bytes_per_token`",
+        ),
+        (whole.replace('"gpu_hour": 3.6', '"gpu_hour": 1' + "0" * 400), "Number out of range - at `$.gpu_hour`"),
         ("[]", 'no "kvtier_worth": 1 there'),
-        ('{"kvtier_worth": 1}', "times: missing; "),
-        (whole.replace("1.0", "-1.0"), "times: none, or not above 0 s"),
+        ('{"kvtier_worth": 1}', "Object missing required field `model`"),
+        (whole.replace("1.0", "-1.0"), "Expected `float` > 0.0 - at `$.times"),
     ):
         path.write_text(text)
         ended = kvtier("worth", "--from", path)
