@@ -255,7 +255,6 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has work or outputs left."""
         return self.scheduler.has_unfinished or bool(self._unclaimed)
 
     @property
@@ -449,7 +448,6 @@ class Engine:
                 self._turn.leave()
 
     def _end_left(self) -> None:
-        """Abort requests whose outputs are no longer read; with the turn."""
         while self._left and not self._is_torn:
             self._abort(self._left.popleft())
 
@@ -487,7 +485,6 @@ class Engine:
 
 
 def _warn_of_l1(num_tokens: int, max_model_len: int, num_blocks: int, shape: KVShape) -> None:
-    """Log that L1, not the model, limits a request, and the size for `num_blocks`."""
     size = -(-num_blocks * shape.block_bytes // _MIB)
     cut = f"[l1] holds {num_tokens} tokens, and longer requests are refused: this model takes {max_model_len}"
     _log.warning('%s; [l1] size = "%dMiB" or num_blocks = %d holds that many', cut, size, num_blocks)

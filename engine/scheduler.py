@@ -34,11 +34,9 @@ class HeldBlocks:
 
     @property
     def are_draining(self) -> bool:
-        """Whether blocks without a request will soon be free, once their copies end."""
         return bool(self.left)
 
     def hold(self, blocks: abc.Sequence[int]) -> None:
-        """A copy of each of these blocks begins."""
         self._pool.hold(blocks)
         self.copies.update(blocks)
 
@@ -47,7 +45,6 @@ class HeldBlocks:
         self.left.update(block for block in blocks if block in self.copies)
 
     def copied(self, blocks: abc.Sequence[int]) -> None:
-        """A copy has ended for each mention of a block."""
         distinct = len(set(blocks)) == len(blocks)
         for some in [blocks] if distinct else [(block,) for block in blocks]:
             self._pool.free(some)
@@ -509,5 +506,4 @@ def answered_of(sequence: Sequence, reason: FinishReason, calls_tool: CallsTool 
 
 
 def _is_call(sequence: Sequence, calls_tool: CallsTool | None) -> bool:
-    """Whether a finished answer calls a tool."""
     return sequence.params.is_call or (calls_tool is not None and calls_tool(sequence.generated))

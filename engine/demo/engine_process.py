@@ -71,7 +71,6 @@ class EngineProcess:
         self._progress.update(task, total=total or 1, completed=total or 1)
 
     def close(self) -> None:
-        """Let the process end by itself, or kill it after a while."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:

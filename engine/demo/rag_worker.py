@@ -42,7 +42,6 @@ class RagEngines:
         self._home = home
 
     def precompute(self, kind: str, documents: list[list[int]], done: Done) -> dict[str, Any]:
-        """Compute documents, each alone, and wait until they are on the slab."""
         with self._engine(kind, SEGMENTS) as engine:
             for number, document in enumerate(documents):
                 engine.precompute([document])
@@ -117,7 +116,6 @@ def _completed(engine: Engine, texts: list[list[int]], repair: Repair | None) ->
 
 
 def _settled(engine: Engine) -> bool:
-    """Wait until every block that is going to be stored is on the slab."""
     assert isinstance(engine.connector, LocalConnector)
     return engine.drain(_DEADLINE) and engine.connector.hierarchy.drain(_DEADLINE)
 

@@ -90,7 +90,6 @@ class DemoEngine:
         )
 
     def settle(self) -> bool:
-        """Wait until every block computed so far is on the disk."""
         return self.connector.hierarchy.drain(_STORE_DEADLINE)
 
 

@@ -317,7 +317,6 @@ class Publisher:
         self._submit(1, lambda: self._send(fingerprint, self._announced_of(fingerprint).clear()))
 
     def tells_all(self, fingerprint: bytes) -> bool:
-        """Whether every block that the model has in host memory is announced, of those taken in. For any thread."""
         announced = self._announced.get(fingerprint)
         return announced is None or not (announced.num_withheld or announced.num_hidden)
 
@@ -509,7 +508,6 @@ class TierFeed:
 
     @property
     def tells_all(self) -> bool:
-        """`Publisher.tells_all`, of all tenants. For any thread."""
         return self._has_all_roots and self._publisher.tells_all(self._fingerprint)
 
     def pump(self) -> bool:

@@ -161,7 +161,6 @@ class MessagesBody(CountBody):
 
     @property
     def is_marked(self) -> bool:
-        """Whether `cache_control` is on anything."""
         contents = [self.system, *(message.content for message in self.messages)]
         blocks = [block for content in contents if isinstance(content, list) for block in content]
         return any(getattr(each, "cache_control", False) for each in (self, *blocks, *(self.tools or ())))

@@ -631,7 +631,6 @@ class Fleet:
 
     @property
     def served(self) -> frozenset[str]:
-        """The names of all models."""
         return self._view.served
 
     @property
