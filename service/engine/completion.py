@@ -1,6 +1,5 @@
 """One OpenAI completion: an engine's updates become choices, stream chunks and usage; or texts are precomputed."""
 
-import asyncio
 import json
 import secrets
 import time
@@ -233,7 +232,7 @@ class OpenAICompletion:
         self._wanted = request
         self._form, self._loop = form, loop
         name = f"{form.prefix}{request_id() or 'local'}-{secrets.token_hex(6)}"  # clients may send one id twice
-        self._live = LiveRequest(request.inputs, name)
+        self._live = LiveRequest(request.inputs, name, request.deadline)
         self._unfinished = set(range(len(request.inputs)))
         self._begun: set[int] = set()
         self._usage = _Usage(
@@ -305,7 +304,7 @@ class OpenAICompletion:
 
     async def _pieces(self) -> AsyncIterator[Piece]:
         while self._unfinished:
-            update = await self._next()
+            update = await self._live.next()
             if update.index not in self._unfinished:
                 continue  # tokens after a stop string
             text, reason = self._text_of(update)
@@ -315,13 +314,6 @@ class OpenAICompletion:
                 self._begun.add(update.index)
                 stopped_by = None if reason is None else self._wanted.texts[update.index].stopped_by
                 yield Piece(update.index, parsed.text, reason, is_first, calls=parsed.calls, stopped_by=stopped_by)
-
-    async def _next(self) -> SequenceUpdate:
-        try:
-            async with asyncio.timeout_at(self._wanted.deadline):
-                return await self._live.next()
-        except TimeoutError:
-            raise late() from None
 
     def _parsed(self, index: int, text: str, reason: str | None) -> tuple[AnswerPart, str | None]:
         """The text and the calls in a piece of an answer's text, and why the answer has ended, if it has."""
@@ -402,11 +394,6 @@ class TranslatedCompletion(OpenAICompletion):
                 yield b"".join(named)
 
 
-def late() -> OpenAIError:
-    message = "the answer was not there in time; ask for less, or raise [server] request_timeout"
-    return OpenAIError(504, message, code="timeout", headers={"x-should-retry": "false"})
-
-
 def _event(content: Json) -> bytes:
     """One event, in ASCII: some clients treat U+2028 and similar characters as line ends."""
     return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
@@ -431,22 +418,18 @@ class Precomputation:
         """Submits the texts. Raises OpenAIError if the engine has no room for them."""
         self._wanted = request
         self._loop = loop
-        self._live = LiveRequest(request.inputs, f"precompute-{secrets.token_hex(12)}")
+        self._live = LiveRequest(request.inputs, f"precompute-{secrets.token_hex(12)}", request.deadline)
         self._unfinished = set(range(len(request.inputs)))
         loop.submit(self._live)
 
     async def whole(self) -> Json:
         """How many tokens of each text were held and computed, as the response's JSON. Raises OpenAIError."""
         num_held = [0] * len(self._wanted.inputs)
-        try:
-            async with asyncio.timeout_at(self._wanted.deadline):
-                while self._unfinished:
-                    update = await self._live.next()
-                    self._unfinished.discard(update.index)
-                    if update.source is not None:
-                        num_held[update.index] = sum(update.source.cached.values())
-        except TimeoutError:
-            raise late() from None
+        while self._unfinished:
+            update = await self._live.next()
+            self._unfinished.discard(update.index)
+            if update.source is not None:
+                num_held[update.index] = sum(update.source.cached.values())
         lengths = [len(each.prompt.token_ids) for each in self._wanted.inputs]
         texts = [_counts(length, held) for length, held in zip(lengths, num_held, strict=True)]
         total = _counts(sum(lengths), sum(num_held))

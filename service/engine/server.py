@@ -28,7 +28,7 @@ from kvtier.engine import Engine, NamedPrompt, open_engine
 from kvtier.service import Json, explain, openai
 from kvtier.service.engine import completion, request_parser
 from kvtier.service.engine.completion import OpenAICompletion, Precomputation
-from kvtier.service.engine.loop import EngineLoop
+from kvtier.service.engine.loop import EngineLoop, late
 from kvtier.service.engine.request_parser import Served
 from kvtier.service.events import Publisher, Source, TierFeed, namespace_of
 from kvtier.service.explain import RequestLog
@@ -270,7 +270,7 @@ def make_app(served: Served) -> Starlette:
             async with asyncio.timeout_at(deadline):
                 await reading.acquire()
         except TimeoutError:
-            raise completion.late() from None
+            raise late() from None
         try:
             return await run_in_threadpool(wanted, data, deadline)  # runs to its end
         finally:
@@ -353,7 +353,7 @@ def _resetting(served: Served, guard: Guard) -> Route:
             async with asyncio.timeout(served.config.request_timeout):
                 fingerprint = await asyncio.wrap_future(served.loop.reset())
         except TimeoutError:
-            raise completion.late() from None
+            raise late() from None
         return JSONResponse({"reset": [fingerprint]})
 
     return Route("/admin/reset", reset, methods=["POST"])
