@@ -571,22 +571,18 @@ async def _readiness(daemon: Daemon) -> Response:
     return JSONResponse(page, 503 if missing else 200)
 
 
-def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    why = {404: "no such page", 405: "this page does not take that method"}.get(error.status_code, error.detail)
-    headers = {**(error.headers or {}), **({"connection": "close"} if error.status_code in (408, 413) else {})}
-    return JSONResponse({"error": why}, error.status_code, headers)
+async def _failed(request: Request, error: Exception) -> Response:
+    why, headers = str(error), {}
+    status = next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), 500)
+    if isinstance(error, HTTPException):
+        status = error.status_code
+        why = {404: "no such page", 405: "this page does not take that method"}.get(status, error.detail)
+        headers = {**(error.headers or {}), **({"connection": "close"} if status in (408, 413) else {})}
+    elif not isinstance(error, KVTierError):
+        _log.error("%s %s: %r", request.method, request.url.path, error)
+        why = "an internal error; see the daemon's log"
+    return JSONResponse({"error": why}, status, headers)
 
 
-def _failed(request: Request, error: Exception) -> Response:
-    code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), 500)
-    return JSONResponse({"error": str(error)}, code)
-
-
-def _broke(request: Request, error: Exception) -> Response:
-    _log.error("%s %s: %r", request.method, request.url.path, error)
-    return JSONResponse({"error": "an internal error; see the daemon's log"}, 500)
-
-
-_CODES: Final = {NotFound: 404, TierUnavailable: 503, ConfigError: 400, FormatError: 400, FingerprintMismatch: 400}
-_HANDLERS: Final = {HTTPException: _refused, KVTierError: _failed, Exception: _broke}
+_STATUSES: Final = {NotFound: 404, TierUnavailable: 503, ConfigError: 400, FormatError: 400, FingerprintMismatch: 400}
+_HANDLERS: Final = dict.fromkeys((HTTPException, KVTierError, Exception), _failed)

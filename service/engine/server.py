@@ -30,7 +30,7 @@ from kvtier.service.engine import completion, request_parser
 from kvtier.service.engine.completion import OpenAICompletion, Precomputation
 from kvtier.service.engine.loop import EngineLoop, late
 from kvtier.service.engine.request_parser import Served
-from kvtier.service.events import Publisher, Source, TierFeed, namespace_of
+from kvtier.service.events import Publisher, Source, namespace_of
 from kvtier.service.explain import RequestLog
 from kvtier.service.observe import EXPOSITION, counter, figures, gauge, histogram, labelled, statuses, text_of, wanting
 from kvtier.service.openai import ChatBody, CompletionBody, MessagesBody, OpenAIError, Prompts, ResponsesBody, bad_field
@@ -463,7 +463,15 @@ class EngineServer:
             self.engine.scheduler.reasoning = prompts.reasoning()
             if self.engine.scheduler.reasoning is None:
                 _log.info("this model's chat template keeps reasoning in later turns: whole answers are stored")
-        self._feed = None if self.publisher is None else _feed(self.publisher, self.engine)
+        self._feed = None
+        if (
+            self.publisher is not None
+        ):  # of L1, and of lower tiers if they are this process's: a daemon publishes its own
+            sources: list[Source] = [TierEvents(L1, self.engine.pool)]
+            connector = self.engine.connector
+            if isinstance(connector, LocalConnector) and isinstance(connector.tiers, Hierarchy):
+                sources.append(EventSource(connector.hierarchy))
+            self._feed = self.publisher.feed(self.engine.identity.fingerprint(), *sources)
         self.loop = EngineLoop(self.engine, settings.max_waiting, self._feed, self._log)
         self.name, self._patience = settings.name or name_of(model), settings.patience
         guides = request_parser.JsonGuides(
@@ -498,12 +506,3 @@ class EngineServer:
     def stop(self) -> None:
         """Take no more requests, and end those under way. Any thread or signal handler may call it."""
         self.loop.stop(self._patience)
-
-
-def _feed(publisher: Publisher, engine: Engine) -> TierFeed:
-    """Events of L1, and of lower tiers if this process owns them; a daemon publishes its own."""
-    sources: list[Source] = [TierEvents(L1, engine.pool)]
-    connector = engine.connector
-    if isinstance(connector, LocalConnector) and isinstance(connector.tiers, Hierarchy):
-        sources.append(EventSource(connector.hierarchy))
-    return publisher.feed(engine.identity.fingerprint(), *sources)
