@@ -67,9 +67,11 @@ class EngineConfig:
 
     @property
     def token_budget(self) -> int:
+        """Tokens a step may compute."""
         return min(self.max_num_batched_tokens, self.exact_rows) if self.exact else self.max_num_batched_tokens
 
     def blocks_for(self, block_bytes: int) -> int:
+        """L1's size in blocks of `block_bytes` each."""
         num_blocks = self.num_blocks if self.num_blocks is not None else self.l1_bytes // block_bytes
         if num_blocks < 1:
             raise ConfigError(f"l1_bytes {self.l1_bytes}: one block of this model takes {block_bytes} bytes; raise it")

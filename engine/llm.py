@@ -255,6 +255,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
+        """Whether `step` has work or outputs left."""
         return self.scheduler.has_unfinished or bool(self._unclaimed)
 
     @property
