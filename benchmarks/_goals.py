@@ -169,12 +169,12 @@ engine_ttft:
   kvtier / this <= 1 | TTFT {prompt tokens} tokens: kvtier over example, mean | =\(c\)
   kvtier / this <= 1.02 | never-hit: CPU with over without, mean | never hitting
 eviction:
-  tail less lru >= -0.5 | {trace}, {blocks} blocks, {through}: tail less LRU, points
-  tail less the best >= -2 | {trace}, {blocks} blocks, {through}: tail less the best of others, points
-  tail % >= 15 | {trace}, {blocks} blocks, {through}: found without hints, % | production.*=4096; through=pool$
-  tail, hints % >= 21 | {trace}, {blocks} blocks: found with hints, 9 of 10 right, % | production.*=4096; through=pool$
+  predicted less lru >= -0.5 | {trace}, {blocks} blocks, {through}: predicted less LRU, points
+  predicted less the best >= -2 | {trace}, {blocks} blocks, {through}: predicted less the best of others, points
+  predicted % >= 15 | {trace}, {blocks} blocks, {through}: found without hints, % | production.*=4096; through=pool$
+  predicted, hints % >= 21 | {trace}, {blocks} blocks: with hints, 9 of 10 right, % | production.*=4096; through=pool$
   apart <= 1 | hierarchy, {policy}: points between live and simulated
-  tail over lru, us/block <= 0.3 | {trace}, {blocks} blocks: CPU of tail over LRU, us a block
+  predicted over lru, us/block <= 0.3 | {trace}, {blocks} blocks: CPU of predicted over LRU, us a block
 file_bandwidth:
   ratio >= 0.9 | {what}, {block KiB} KiB: ratio to fio
   GB/s >= 0.8 | {what}, {block KiB} KiB: GB/s | busy
@@ -250,8 +250,8 @@ step_stores:
   CPU ms a step <= 0.07 | {setting}: CPU ms of a step of {sequences} stores | sequences=4\b
   CPU ms a step <= 0.15 | {setting}: CPU ms of a step of {sequences} stores | sequences=16\b
   CPU ms a step <= 0.4 | {setting}: CPU ms of a step of {sequences} stores | sequences=64\b
-tail_cost:
-  more us <= 0.3 | tail over LRU, requests of {blocks} blocks, us per block
+order_cost:
+  more us <= 0.3 | predicted over LRU, requests of {blocks} blocks, us per block
 ttft:
   cold / l2 >= 10 | cold / L2 at {prompt tokens} tokens
   cold / file >= 6 | cold / L3 at {prompt tokens} tokens
@@ -269,8 +269,8 @@ UNHELD: Final[Mapping[str, Sequence[Unheld]]] = {
     "encryption": (Unheld("ratio", "what=(write|cold)", "held in `of the limit`"),),
     "engine_ttft": (Unheld("(a) / this", r"engine=\([bc]\)", "other engines' figures"),),
     "eviction": (
-        Unheld("tail %", "", "of other traces and sizes: held as `tail less lru`"),
-        Unheld("tail, hints %", "", "of other traces and sizes: no goal was set for these"),
+        Unheld("predicted %", "", "of other traces and sizes: held as `predicted less lru`"),
+        Unheld("predicted, hints %", "", "of other traces and sizes: no goal was set for these"),
     ),
     "file_bandwidth": (Unheld("GB/s", "", "held in `ratio`, beside fio; a warm read has no disk below it"),),
     "gpu_bandwidth": (Unheld("", "", "the least of each kind is held"),),

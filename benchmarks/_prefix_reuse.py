@@ -279,15 +279,15 @@ class BoundedCache:
             return
         for other in [other for other, held in following.items() if tokens[: len(held)] == held]:
             self._drop(other)  # this goes on as that one does
-        is_tail = len(tokens) < self._size
-        if is_tail and self._kind is Tails.AGED and len(self._tails) >= max(1, self._num_slots // 8):
+        is_partial = len(tokens) < self._size
+        if is_partial and self._kind is Tails.AGED and len(self._tails) >= max(1, self._num_slots // 8):
             self._drop(next(iter(self._tails)))
         while len(self._blocks) >= self._num_slots:
             is_first = self._kind is Tails.FIRST and self._tails
             self._drop(next(iter(self._tails if is_first else self._blocks)))
         self._blocks[name] = parent, tokens
         self._children[parent][name] = tokens
-        if is_tail:
+        if is_partial:
             self._tails[name] = None
 
     def _drop(self, name: Name) -> None:

@@ -48,7 +48,7 @@ PRODUCTION_SIZES: Final = (883, 4096, 17669)
 GOAL_SIZE: Final = 4096
 SLAB: Final = 4  # times L2
 WRONG: Final = 0.1  # of the hints
-POLICIES: Final = ("lru", "s3fifo", "tail")
+POLICIES: Final = ("lru", "s3fifo", "predicted")
 _LIVE_BYTES: Final = 4096  # of a block with bytes
 _TIMED: Final = 800  # requests whose CPU time is taken
 _DEADLINE: Final = 60.0  # seconds for a request of the live replay
@@ -75,7 +75,7 @@ def kept(
     }
     runs = sweep(TraceReplay(bare, BLOCK_BYTES), [*capacities.values()], lambda *_: None, processes)
     shares = {key: _share(run.found, trace) for key, run in zip(capacities, runs, strict=True)}
-    hinted = [capacities[room, "tail"] for room in rooms]
+    hinted = [capacities[room, "predicted"] for room in rooms]
     runs = sweep(TraceReplay(told, BLOCK_BYTES), hinted, lambda *_: None, processes)
     with_hints = {room: _share(run.found, trace) for room, run in zip(rooms, runs, strict=True)}
     optimum = optimum_of(trace)
@@ -83,14 +83,14 @@ def kept(
         through = "pool and slab" if room[1] else "pool"
         row: Row = {"trace": name, "blocks": room[0], "through": through}
         row |= {f"{policy} %": shares[room, policy] for policy in POLICIES}
-        row["tail, hints %"] = with_hints[room]
+        row["predicted, hints %"] = with_hints[room]
         row["optimum %"] = 100 * optimum.share(sum(room))
-        row["tail less lru"] = shares[room, "tail"] - shares[room, "lru"]
+        row["predicted less lru"] = shares[room, "predicted"] - shares[room, "lru"]
         if others and not room[1]:
             row |= {f"{each} %": 100 * share_of(OTHERS[each], trace, room[0]) for each in others}
             best = max(row[f"{each} %"] for each in ("lru", "s3fifo", *others))
-            row["tail less the best"] = row["tail %"] - best
-        progress(f"{name}, {room[0]} blocks, {through}: lru {row['lru %']:.1f}, tail {row['tail %']:.1f} %")
+            row["predicted less the best"] = row["predicted %"] - best
+        progress(f"{name}, {room[0]} blocks, {through}: lru {row['lru %']:.1f}, predicted {row['predicted %']:.1f} %")
         yield row
 
 
@@ -102,7 +102,7 @@ def through_a_hierarchy(num_requests: int) -> Iterator[Row]:
     """Chats through a whole hierarchy, L2 and slab, with bytes; and what a simulation says of the same."""
     trace = without_hints(made_up("chats", limit=num_requests))
     slots, disk = 88, 1 << 20
-    for policy in ("lru", "tail"):
+    for policy in ("lru", "predicted"):
         with tempfile.TemporaryDirectory() as directory:
             config = Config.load(
                 host={"size": slots * _LIVE_BYTES, "huge_pages": False},
@@ -125,25 +125,29 @@ def through_a_hierarchy(num_requests: int) -> Iterator[Row]:
 
 
 def costs(name: str, trace: RequestTrace, size: int, rounds: int) -> Row:
-    """CPU time of a replay by block of prompt and answer, `tail` and LRU in turns; the median of the pairs."""
+    """CPU time of a replay by block of prompt and answer, `predicted` and LRU in turns; the median of the pairs."""
     replay, per_block = TraceReplay(without_hints(trace), BLOCK_BYTES), 1e6 / len(trace.blocks)
 
     def turn(policy: str) -> float:
         progress(f"CPU time, {policy}")
         return took(lambda: replay.run(Capacity(size * BLOCK_BYTES, policy=policy)), time.process_time) * per_block
 
-    taken = in_turns({policy: partial(turn, policy) for policy in ("lru", "tail")}, rounds, warm_up=1)
+    taken = in_turns({policy: partial(turn, policy) for policy in ("lru", "predicted")}, rounds, warm_up=1)
     row: Row = {"trace": name, "blocks": size, "pairs": rounds}
     row |= {f"{policy}, us/block": median(times) for policy, times in taken.items()}
-    return row | {"tail over lru, us/block": of_pairs(taken["lru"], taken["tail"], lambda lru, tail: tail - lru)}
+    return row | {
+        "predicted over lru, us/block": of_pairs(
+            taken["lru"], taken["predicted"], lambda lru, predicted: predicted - lru
+        )
+    }
 
 
 def targets_of(rows: Sequence[Row]) -> list[Target]:
-    """How far `tail` is on the way from LRU to the optimum, of recorded agents in a large L2."""
+    """How far `predicted` is on the way from LRU to the optimum, of recorded agents in a large L2."""
     found = []
     for row in rows:
         if row["trace"].startswith(AGENTS) and row["blocks"] >= AGENT_SIZES[-1] and row["through"] == "pool":
-            share = 100 * row["tail less lru"] / (row["optimum %"] - row["lru %"])
+            share = 100 * row["predicted less lru"] / (row["optimum %"] - row["lru %"])
             name = f"{row['trace']}, {row['blocks']} blocks, pool: of the way from LRU to the optimum, %"
             found.append(Target(name, 45.0, share, at_most=False))
     return found
@@ -151,7 +155,7 @@ def targets_of(rows: Sequence[Row]) -> list[Target]:
 
 def charts(rows: Sequence[Row]) -> list[Chart]:
     """Shares by size through the pool, of the traces that are most unlike each other."""
-    columns, made = (*(f"{policy} %" for policy in (*POLICIES, *OTHERS)), "tail, hints %", "optimum %"), []
+    columns, made = (*(f"{policy} %" for policy in (*POLICIES, *OTHERS)), "predicted, hints %", "optimum %"), []
     for name in (PRODUCTION, f"{AGENTS}, cut {CUTS[0]}", "sub-agents", "documents"):
         own = [row for row in rows if row["trace"] == name and row.get("through") == "pool"]
         sizes = [row["blocks"] for row in own]

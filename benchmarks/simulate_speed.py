@@ -39,10 +39,10 @@ class Case(NamedTuple):
 
 CASES: Final = (
     Case("lru", "L2", 64),
-    Case("tail", "L2", 64),
+    Case("predicted", "L2", 64),
     Case("lru", "L2 and slab", 64),
-    Case("tail", "L2 and slab", 64),
-    Case("tail", "L2 and slab", 2),
+    Case("predicted", "L2 and slab", 64),
+    Case("predicted", "L2 and slab", 2),
 )
 
 

@@ -468,14 +468,18 @@ class Scheduler:
     def _keep_partial(self, sequence: Sequence) -> None:
         """Keep the partial last block, in which a conversation's next turn begins."""
         num_kept = min(sequence.num_computed, sequence.num_shareable)
-        tail = sequence.chain.tail(num_kept) if num_kept // self._config.block_size == sequence.num_named else None
-        if tail is None:
+        partial = (
+            sequence.chain.partial_block(num_kept)
+            if num_kept // self._config.block_size == sequence.num_named
+            else None
+        )
+        if partial is None:
             return
         block = sequence.block_table.pop(sequence.num_named)
-        if sequence.stats is self.stats and self._connector.store_partial(sequence.request_id, tail, block):
+        if sequence.stats is self.stats and self._connector.store_partial(sequence.request_id, partial, block):
             self._held.hold([block])
             self._held.release_request([block])
-        self._pool.retire_tail(block, tail)
+        self._pool.retire_partial(block, partial)
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.request_id in self._connector.overlapped:

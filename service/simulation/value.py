@@ -33,7 +33,7 @@ class Capacity:
     disk: int = 0  # bytes of the slab; 0: none
     redis: int = 0  # bytes in Redis; 0: none
     redis_ttl: float = 86400.0  # seconds
-    policy: str = "tail"  # of L2
+    policy: str = "predicted"  # of L2
     admit_after: int = 1  # sightings of a block before it is stored
 
 

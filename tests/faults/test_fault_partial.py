@@ -131,7 +131,7 @@ def lies(engine: Engine) -> dict[str, Sequence[ChildBlock]]:
     chain, request = chain_of(engine, HELD), chain_of(engine, REQUEST)
     more = request.block_tokens(2)  # the request's own next block
     other = pack_tokens([*REQUEST[OWN : OWN + SHARED + 1], 7, 7, 7])
-    tail = chain.tail(len(HELD))
+    tail = chain.partial_block(len(HELD))
     assert tail is not None
     return {
         "more tokens": [ChildBlock(chain.hashes[2], more)],

@@ -487,9 +487,9 @@ def evict_everywhere(hierarchy: Hierarchy, hashes: Sequence[ChainHash], timeout:
     """
     pool, deadline = hierarchy.host.pool, time.monotonic() + timeout
     hierarchy.drain(timeout, below=False)
-    tails = [tail.chain_hash for tail in hierarchy.host.tails_behind(hashes)]
+    partial_blocks = [each.chain_hash for each in hierarchy.host.partial_behind(hashes)]
     gone = {L2: pool.evict(hashes)}
-    pool.evict(tails)
+    pool.evict(partial_blocks)
     for port in hierarchy.ports:
         port.queue.drain(max(0.0, deadline - time.monotonic()))  # writes under way still have leases on their blocks
         tier = port.tier  # a probe may detach it meanwhile

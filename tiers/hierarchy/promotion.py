@@ -576,7 +576,7 @@ class Promoter:
         reservation = pool.reserve([*rest, *behind], parent)  # links the block after the gap to its parent again
         if reservation is None:  # perhaps only its own ancestors could be evicted
             reservation = pool.reserve(rest, None)
-        while reservation is None and len(rest) > 1:  # the head matters more than the tail
+        while reservation is None and len(rest) > 1:  # the head matters more than the end
             rest = rest[: len(rest) // 2]
             reservation = pool.reserve(rest, parent)
         if reservation is None:

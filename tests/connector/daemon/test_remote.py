@@ -436,7 +436,7 @@ def test_a_step_of_more_stores_than_a_message_takes(served: DaemonThread, client
     tiers = client()
     member, gate = tiers.member, threading.Event()
     names = [number.to_bytes(32, "little") for number in range(5000)]
-    step = [Wanted([name], chain.root, chain.tenant, is_tail=True) for name in names]
+    step = [Wanted([name], chain.root, chain.tenant, is_partial=True) for name in names]
     granted = [each for each in tiers.reserve(step) if each is not None and len(each)]
     assert len(granted) == 64
     assert drops(tiers, Outcome.NO_SLOT) == 5000 - 64

@@ -115,13 +115,13 @@ def test_a_tail_that_is_none_is_refused(home: Path, serve: Serve, attach: Attach
     tiers, stored = attach(), prompt(70, 71, 72, 1)
     store(tiers, stored, last=2)
     with greeted(home / "s") as rude:
-        wanted = Wanted(stored.hashes[2:], stored.hashes[1], stored.tenant, is_tail=True)
+        wanted = Wanted(stored.hashes[2:], stored.hashes[1], stored.tenant, is_partial=True)
         rude.sendall(pack_request(1, [Reserve.of(1, [wanted])]))
         assert rude.recv(4096)
         rude.sendall(pack_request(0, [Seal(0, [1], [1], [np.arange(num_tokens, dtype="<u4").tobytes()])]))
         assert rude.recv(10) == b""
     with greeted(home / "s") as rude:
-        wanted = Wanted(stored.hashes[1:], stored.hashes[0], stored.tenant, is_tail=True)
+        wanted = Wanted(stored.hashes[1:], stored.hashes[0], stored.tenant, is_partial=True)
         rude.sendall(pack_request(1, [Reserve.of(1, [wanted])]))
         assert rude.recv(10) == b""
     wait_until(lambda: served.daemon.counts["malformed_holding"] + served.daemon.counts["malformed"] == 2)

@@ -87,7 +87,7 @@ class Program:
             if reservation is None:
                 return None
             taken = *self._taken(reservation), reservation.num_refused
-            reservation.is_tail = verb == "tail" and len(reservation) > 0
+            reservation.is_partial = verb == "tail" and len(reservation) > 0
             if verb == "reserve":
                 self.open.append(reservation)
             else:
@@ -184,13 +184,13 @@ def name_of(chain: int, block: int, *, crowded: bool) -> ChainHash:
 @pytest.mark.parametrize(
     ("policy", "seed", "crowded"),
     brief(
-        [("lru", 0, True), ("s3fifo", 1, False), ("tail", 2, True)],
+        [("lru", 0, True), ("s3fifo", 1, False), ("predicted", 2, True)],
         [*itertools.product(POLICIES, range(4), [False, True])],
     ),
 )
 def test_long_chains_end_alike_in_both_forms(policy: str, seed: int, crowded: bool) -> None:
     stories = [Program(form, policy, listens=False, num_slots=400) for form in ("compiled", "interpreted")]
-    if policy == "tail":
+    if policy == "predicted":
         for story in stories:
             story.pool._learned.rival.leads = False  # type: ignore[union-attr]  # as after the first requests
     draw = random.Random(seed)

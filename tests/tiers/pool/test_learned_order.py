@@ -1,4 +1,4 @@
-"""The policy "tail": blocks go in the order in which their requests return least, and by age where nobody tells."""
+"""The policy "predicted": blocks of requests that return least go first; without reports it goes by age."""
 
 import gzip
 import hashlib
@@ -42,7 +42,7 @@ TRACE = ROOT.parent / "shared" / "traces" / "conversation_trace.jsonl.gz"
 class Served:
     """A pool that requests come to, and its hits."""
 
-    def __init__(self, num_slots: int, policy: str = "tail", *, tells: bool = True) -> None:
+    def __init__(self, num_slots: int, policy: str = "predicted", *, tells: bool = True) -> None:
         self.clock = FakeClock(0.0)
         self.pool = SlotPool(num_slots, policy=policy, clock=self.clock)
         self.num_slots, self.tells = num_slots, tells
@@ -204,7 +204,7 @@ class SlowOrder:
 def test_the_order_is_that_of_a_slow_list(steps: list[tuple[str, int, int]]) -> None:
     """Eight conversations of four blocks each, none of them the parent of another."""
     clock, slow = FakeClock(0.0), SlowOrder()
-    pool = SlotPool(32, policy="tail", clock=clock)
+    pool = SlotPool(32, policy="predicted", clock=clock)
     order = pool._learned
     assert order is not None
     order.returns = returns = MadeUpReturns()
@@ -270,7 +270,7 @@ def test_on_made_up_traces_it_is_no_more_than_a_point_below_lru(name: str) -> No
     """The first 700 requests each, in a cache that holds a part of what returns."""
     requests = TRACES[name](1)[:700]
     shares = {}
-    for policy in ("tail", "lru"):
+    for policy in ("predicted", "lru"):
         served = Served(360, policy)
         for each in requests:
             served.clock.now = each.arrival
@@ -278,7 +278,7 @@ def test_on_made_up_traces_it_is_no_more_than_a_point_below_lru(name: str) -> No
             served.serve(names, each.num_prompt, tokens=each.num_output_tokens)
         served.pool.check()
         shares[policy] = served.num_hits / served.num_asked
-    assert shares["tail"] >= shares["lru"] - 0.01
+    assert shares["predicted"] >= shares["lru"] - 0.01
 
 
 def test_it_gives_way_while_lru_does_better() -> None:
@@ -341,14 +341,14 @@ def test_the_shadow_counts_the_hits_that_lru_has(name: str, monkeypatch: pytest.
     leads: list[int] = []
     monkeypatch.setattr(LruShadow, "_judge", lambda self, num_prompt, lead: leads.append(lead))
     found = {}
-    for policy in ("tail", "lru"):
+    for policy in ("predicted", "lru"):
         served = Served(500, policy)
         for each in TRACES[name](1)[:600]:
             served.clock.now = each.arrival
             names = [(block + 1).to_bytes(32, "little") for block in each.blocks]
             served.serve(names, each.num_prompt, tokens=each.num_output_tokens)
         found[policy] = served.num_hits
-    assert found["tail"] - sum(leads) == pytest.approx(found["lru"], rel=0.01)
+    assert found["predicted"] - sum(leads) == pytest.approx(found["lru"], rel=0.01)
 
 
 def test_a_beginning_that_requests_share_outlives_what_they_have_alone() -> None:
@@ -368,7 +368,7 @@ def test_a_beginning_that_requests_share_outlives_what_they_have_alone() -> None
 def test_what_is_worth_less_than_all_that_is_here_is_refused() -> None:
     """Long conversations go on every minute, more than fit. Those that are here stay, so some of them always hit."""
     shares = {}
-    for policy in ("tail", "lru"):
+    for policy in ("predicted", "lru"):
         served = Served(400, policy)
         for turn in range(1, 60):
             for who in range(6):
@@ -377,7 +377,7 @@ def test_what_is_worth_less_than_all_that_is_here_is_refused() -> None:
         shares[policy] = served.num_hits / served.num_asked
         served.pool.check()
     assert shares["lru"] == 0.0
-    assert shares["tail"] > 0.3
+    assert shares["predicted"] > 0.3
 
 
 class FixedReturns(ReusePredictor):
@@ -390,7 +390,7 @@ class FixedReturns(ReusePredictor):
 
 
 def test_a_refusal_keeps_the_head_and_says_how_much_it_left() -> None:
-    pool = SlotPool(8, policy="tail")
+    pool = SlotPool(8, policy="predicted")
     order = pool._learned
     assert order is not None
     order.returns = returns = FixedReturns()
@@ -428,7 +428,7 @@ def test_after_a_reset_lru_would_have_nothing_either(monkeypatch: pytest.MonkeyP
 def test_on_recorded_agents_it_beats_lru_by_far(num_slots: int, lead: float) -> None:
     assert agents is not None
     replay, asked = TraceReplay(without_hints(agents), 1), int(agents.num_prompt.sum())
-    lru, tail = (replay.run(Capacity(num_slots, policy=policy)).found.sum() / asked for policy in ("lru", "tail"))
+    lru, tail = (replay.run(Capacity(num_slots, policy=policy)).found.sum() / asked for policy in ("lru", "predicted"))
     assert tail >= lru + lead
 
 
@@ -438,7 +438,7 @@ def test_on_the_production_trace_it_beats_lru_by_far() -> None:
     shares = {}
     with gzip.open(TRACE, "rt") as lines:
         rows = [json.loads(line) for line, _ in zip(lines, range(4000), strict=False)]
-    for policy in ("tail", "lru"):
+    for policy in ("predicted", "lru"):
         served = Served(2048, policy)
         for row in rows:
             served.clock.now = row["timestamp"] / 1e3
@@ -446,7 +446,7 @@ def test_on_the_production_trace_it_beats_lru_by_far() -> None:
             served.serve(names, len(names), tokens=row["output_length"])
         served.pool.check()
         shares[policy] = served.num_hits / served.num_asked
-    assert shares["tail"] >= shares["lru"] + 0.02
+    assert shares["predicted"] >= shares["lru"] + 0.02
 
 
 def note(returns: ReusePredictor, now: float, tags: list[int], **told: Any) -> int:

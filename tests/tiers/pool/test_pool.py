@@ -353,7 +353,7 @@ def test_s3fifo_keeps_what_comes_back(chain: Chain) -> None:
     assert shares["s3fifo"] > 0.1  # of at most 20 × 49 / (20 × 50 + 30 × 150) = 0.178
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo", "tail"])
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "predicted"])
 def test_threads_storing_and_reading_the_same_chains(chain: Chain, policy: str) -> None:
     """FAULTS 20: whoever seals a block writes its own key into the slot; a lease always finds the key it asked for."""
     pool = SlotPool(64, policy=policy)

@@ -38,8 +38,8 @@ def serve(pool: SlotPool, known: list[ChainHash], new: list[ChainHash], tokens: 
 
 
 def measure(size: int, num_slots: int, num_requests: int) -> Row:
-    """Median CPU time a block of each policy, µs, and what tail takes more in the median group of requests."""
-    pools = {policy: SlotPool(num_slots, policy=policy) for policy in ("lru", "tail")}
+    """Median CPU time a block of each policy, µs, and what predicted takes more in the median group of requests."""
+    pools = {policy: SlotPool(num_slots, policy=policy) for policy in ("lru", "predicted")}
     rng, dice, half = np.random.default_rng(7), random.Random(1), size // 2
     lately: deque[list[ChainHash]] = deque(maxlen=16)
     took_of: dict[str, list[float]] = {policy: [] for policy in pools}
@@ -53,9 +53,9 @@ def measure(size: int, num_slots: int, num_requests: int) -> Row:
         lately.append([*known[: half // 2], *new[: half - half // 2]])
     for pool in pools.values():
         pool.check()
-    groups = [np.array(took_of[policy][-num_requests:]) for policy in ("lru", "tail")]
-    lru, tail = (each[: len(each) // GROUP * GROUP].reshape(-1, GROUP).mean(1) / size * 1e6 for each in groups)
-    columns = {"lru us": lru, "tail us": tail, "more us": tail - lru, "ratio": tail / lru}
+    groups = [np.array(took_of[policy][-num_requests:]) for policy in ("lru", "predicted")]
+    lru, predicted = (each[: len(each) // GROUP * GROUP].reshape(-1, GROUP).mean(1) / size * 1e6 for each in groups)
+    columns = {"lru us": lru, "predicted us": predicted, "more us": predicted - lru, "ratio": predicted / lru}
     return {"blocks": size, **{name: float(median(each)) for name, each in columns.items()}}
 
 
@@ -63,7 +63,7 @@ def main() -> int:
     chosen = parser(__doc__).parse_args()
     num_slots, num_blocks = (4_096, 1 << 15) if chosen.quick else (16_384, 1 << 17)
     rows = [measure(size, num_slots, max(100, num_blocks // size)) for size in SIZES]
-    return report("tail_cost", rows, [], chosen.json, chosen.save)
+    return report("order_cost", rows, [], chosen.json, chosen.save)
 
 
 if __name__ == "__main__":
