@@ -101,8 +101,8 @@ def test_a_full_l1_waits_for_the_tails_copy() -> None:
     """The blocks of a request that ended are free, but for the one that a copy still reads."""
 
     class Takes(ScriptedConnector):
-        def store_partial(self, request_id: str, tail: BlockRecord, block_id: int) -> bool:
-            self.log.append(("tail", request_id, len(tail.tokens) // 4))
+        def store_partial(self, request_id: str, partial: BlockRecord, block_id: int) -> bool:
+            self.log.append(("partial", request_id, len(partial.tokens) // 4))
             return True
 
     story = Story(4, connector := Takes(), partial_blocks=True)
@@ -110,8 +110,8 @@ def test_a_full_l1_waits_for_the_tails_copy() -> None:
     story.add("b", tokens(50, 15))
     story.step()
     story.step()
-    assert ("tail", "a", 2) in connector.log
-    assert connector.log.index(("tail", "a", 2)) < connector.log.index(("finished", "a"))
+    assert ("partial", "a", 2) in connector.log
+    assert connector.log.index(("partial", "a", 2)) < connector.log.index(("finished", "a"))
     stored = tuple(story.scheduler._held.copies.elements())
     assert stored
     assert story.pool.num_free_blocks < 4

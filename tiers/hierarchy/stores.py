@@ -380,7 +380,7 @@ class StoreQueue:
         return found
 
     def _is_covered(self, store: Filled) -> bool:
-        """Whether it is a partial block that a longer one in L2 begins with. If so, its slot is freed; nothing is counted."""
+        """Whether a longer block in L2 begins with this partial one. If so, its slot is free; nothing is counted."""
         if not (store[0].hashes and self._host.is_covered(_first_record(store))):
             return False
         self._host.pool.abandon(store[0])

@@ -172,7 +172,7 @@ class SlotPool:
         """Publish the reservation's blocks, at `positions` in its hashes or all still filling, and lease them.
 
         Nothing evicts them before the lease is released. ValueError if a position given is not filling any more.
-        After a `reset` they get their lease but no name. Of partial blocks the oldest beyond an eighth of all slots goes.
+        After a `reset` they get their lease but no name. Partial blocks take an eighth of all slots: the oldest goes.
         """
         return self.seal_each([reservation], positions)
 

@@ -129,7 +129,7 @@ def test_the_command_says_what_sizes_are_worth(tmp_path: Path) -> None:
     shown = kvtier("simulate", *arguments, "--png", tmp_path / "a.png", "--html", page, columns="200").stdout
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert page.read_text().count("<svg") == 2
-    assert "<td>tail</td>" in page.read_text()
+    assert "<td>predicted</td>" in page.read_text()
     assert not re.search(r"<script|(src|href)=.?https?:", page.read_text())  # nothing from elsewhere
     assert "money saved" in shown
     assert "- token_bytes: 16 bytes of KV a token" in shown
@@ -143,7 +143,7 @@ def test_the_command_says_what_sizes_are_worth(tmp_path: Path) -> None:
         (["--memory", "1"], '--memory "1": 1 bytes are less than a block of any model; did you mean "1GiB"?'),
         (["--memory", "1KiB", "--token-bytes", "1024"], "--memory 1024: a block has 4096 bytes; give room for one"),
         (["--disk", "64"], '--disk "64": 64 bytes are less than a block of any model; did you mean "64GiB"?'),
-        (["--policy", "best"], "--policy 'best': use tail, lru, s3fifo"),
+        (["--policy", "best"], "--policy 'best': use predicted, lru, s3fifo"),
         (["--redis-ttl", "soon"], '--redis-ttl "soon": not a time'),
         (["--from", "/dev/null"], "--from /dev/null: not JSON"),
         (["--gpu-hour", "inf"], "--gpu-hour inf: use a number from 1e-09 to 1e+12"),

@@ -151,7 +151,7 @@ BAD_VALUES: list[tuple[Mapping[str, object], str]] = [
     ({"cache": {"block_size": True}}, "[cache] block_size true: not a whole number; write one, as in 16"),
     ({"cache": {"block_size": 1.5}}, "[cache] block_size 1.5: not a whole number; write one, as in 16"),
     ({"cache": {"block_size": None}}, "[cache] block_size null: not a whole number; write one, as in 16"),
-    ({"cache": {"policy": "lfu"}}, "[cache] policy \"lfu\": not one of its values; write 'tail', 'lru' or 's3fifo'"),
+    ({"cache": {"policy": "lfu"}}, "[cache] policy \"lfu\": not one of its values; write 'predicted', 'lru' or 's3fifo'"),
     ({"cache": {"hash": 5}}, "[cache] hash 5: not one of its values; write 'sha256' or 'xxh3'"),
     ({"cache": {"cache_salt": ""}}, '[cache] cache_salt "": not a text of one character or more; leave the option out for none'),
     ({"file": {"path": 3}}, "[file] path 3: not a directory's name; write one, or leave the option out to switch the tier off"),
@@ -325,3 +325,11 @@ def test_what_is_shown_can_be_read_back(tmp_path: Path) -> None:
     }
     assert shown["host"]["size"] == "1536MiB"
     assert Config.load(None, **shown) == config
+
+
+def test_a_policys_earlier_name_is_accepted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        assert Config.load(cache={"policy": "tail"}).cache.policy == "predicted"
+    assert caplog.messages == [
+        '[cache] policy "tail" is called "predicted" now; write that: the old name goes with release 0.3'
+    ]
