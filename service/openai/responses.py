@@ -1,11 +1,12 @@
 """`POST /v1/responses`, OpenAI's newer API, as a translation to a chat and back: nothing is kept between requests."""
 
+import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Field, Tag
 
-from kvtier.service import Json
+from kvtier.service import Json, writable
 from kvtier.service.openai.bodies import (
     MAX_LIST,
     ApiCacheSalt,
@@ -79,11 +80,17 @@ _Item = Annotated[
 ]
 
 
+def _as_json(value: Json) -> Json:
+    """What the answer repeats has to be JSON: the parser takes NaN and half a surrogate."""
+    writable(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    return value
+
+
 class _Tool(Tolerant):
     type: Literal["function"]
     name: Text
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_as_json)] | None = None
     strict: bool | None = None
 
 
@@ -167,7 +174,7 @@ class ResponsesBody(Tolerant):
     max_tool_calls: Annotated[None, must_be()] = None
     store: Ignored = None
     include: Ignored = None
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[Text, Text], Field(max_length=16)] | None = None
     user: Ignored = None
     safety_identifier: Ignored = None
     service_tier: Ignored = None
