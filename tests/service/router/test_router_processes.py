@@ -145,6 +145,13 @@ def test_one_that_hangs_is_replaced(pair: Pair) -> None:
             assert 'kvtier_route_replaced_processes_total{reason="hung"}' in router.metrics()
 
 
+def test_one_that_hangs_does_not_hold_up_the_end(pair: Pair) -> None:
+    with several(*pair, hung=3.0) as router:  # far less than `drain`
+        os.kill(router.pids[0], signal.SIGSTOP)
+        router.process.send_signal(signal.SIGTERM)
+        assert router.process.wait(PATIENCE) == 0
+
+
 def test_what_is_half_written_is_not_read() -> None:
     board = Board(1)
     assert (board.read(0), board.age(0)) == ({}, float("inf"))
