@@ -413,7 +413,7 @@ _HOP: Final = frozenset(
 )
 _LATER: Final = {"retry-after": "1"}
 _NOT_AGAIN: Final = {"x-should-retry": "false"}  # a second try would take as long
-NOT_ASKED: Final = _HOP | frozenset(b"host content-length authorization accept-encoding expect".split())
+NOT_ASKED: Final = _HOP | frozenset(b"host content-length authorization x-api-key accept-encoding expect".split())
 NOT_ANSWERED: Final = _HOP | frozenset(b"content-length date server".split())
 
 
