@@ -92,6 +92,7 @@ def test_it_has_the_version_of_kvtier_and_helm_finds_no_fault() -> None:
         ({"engine": {"kind": "vllm"}}, "name a claim with the model"),
         ({"node": {"config": {"host": "64GiB"}}}, "node.config.host: Invalid type"),
         ({"images": {"registry": "registry.example"}}, "images.registry: Does not match pattern"),
+        ({"images": {"tag": "sha256:0123"}}, "images.tag: Does not match pattern"),
         ({"engine": {"replicas": None}}, "engine: replicas is required"),
         ({"engine": {"autoscaling": None}}, "engine: autoscaling is required"),
         ({"node": {"runDirectory": None}}, "node: runDirectory is required"),
