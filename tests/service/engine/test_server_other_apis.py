@@ -9,6 +9,7 @@ from anthropic import Anthropic, BadRequestError, NotFoundError
 from server_rig import MODEL, WITH_TOOLS, ServerThread, save_checkpoint, tokenizer
 
 from kvtier.engine.requests import SampledToken
+from kvtier.service.engine.completion import OpenAICompletion, late
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.reuse import Hint, RequestEnd
 
@@ -327,6 +328,26 @@ def test_what_a_response_repeats_is_json(server: ServerThread, value: str) -> No
         answer = server.http.post("/v1/responses", content=body % value, headers=headers)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == named
+
+
+def test_an_error_in_a_stream_is_of_its_kind(server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = OpenAICompletion._next
+
+    async def is_late(self: OpenAICompletion) -> Any:
+        if self._begun:
+            raise late()
+        return await original(self)
+
+    monkeypatch.setattr(OpenAICompletion, "_next", is_late)
+    ask: dict[str, Any] = {"model": MODEL, "stream": True}
+    for path, body in (
+        ("messages", {"max_tokens": 40, "messages": [{"role": "user", "content": "?"}]}),
+        ("responses", {"input": "?"}),
+    ):
+        last = server.post(path, **ask, **body).text.strip().splitlines()[-2:]
+        assert last[0] == "event: error"
+        assert json.loads(last[1].removeprefix("data: "))["error"]["type"] == "timeout_error"
+        server.settle()
 
 
 def test_requests_of_both_are_aborted_when_their_client_leaves(server: ServerThread) -> None:
