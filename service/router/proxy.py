@@ -221,6 +221,9 @@ class Ledger:
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by "tokenise", "score"
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # (replica, reason) of failed requests
     given: Counter[str] = field(default_factory=Counter)  # requests by replica
+    list_errors: Counter[str] = field(default_factory=Counter)  # why the list of replicas could not be read
+    skipped: Counter[str] = field(default_factory=Counter)  # events that could not be true
+    forgotten: int = 0  # blocks, for lack of room in the index
     cpu: float = 0.0  # seconds
     decisions: deque[tuple[float, int, Choice]] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
