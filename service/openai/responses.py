@@ -63,7 +63,8 @@ class _Reasoned(Tolerant):
     @property
     def text(self) -> str:
         parts = self.content or ()
-        return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
+        return "".join(text for text in texts if isinstance(text, str))
 
 
 def _item_kind(value: object) -> str | None:
@@ -345,22 +346,23 @@ class ResponseStream:
 
 def _add(turns: list[Json], item: Any) -> None:
     """Add an item to the turns of a chat. What an assistant said and called is one turn."""
-    is_assistant = bool(turns) and turns[-1]["role"] == "assistant"
+    last = turns[-1] if turns and turns[-1]["role"] == "assistant" else None
+    has_said = last is not None and ("content" in last or "tool_calls" in last)
+    if isinstance(item, _Reasoned) and not item.text:
+        return
     if isinstance(item, _Output):
         turns.append({"role": "tool", "tool_call_id": item.call_id, "content": sent_content(item.output)})
     elif isinstance(item, _Said) and item.role != "assistant":
         turns.append({"role": item.role, "content": sent_content(item.content)})
     else:
-        if not is_assistant:
+        if last is None or (has_said and not isinstance(item, _Called)):
             turns.append({"role": "assistant"})
         if isinstance(item, _Reasoned):
-            turns[-1] |= {"reasoning": item.text} if item.text else {}
+            turns[-1]["reasoning"] = turns[-1].get("reasoning", "") + item.text
         elif isinstance(item, _Called):
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             turns[-1]["tool_calls"] = [*turns[-1].get("tool_calls", ()), call]
-        elif "content" in turns[-1] or "tool_calls" in turns[-1]:
-            turns.append({"role": "assistant", "content": sent_content(item.content)})
         else:
             turns[-1]["content"] = sent_content(item.content)
 

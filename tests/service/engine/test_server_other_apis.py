@@ -287,6 +287,31 @@ def test_items_of_earlier_turns_are_turns_of_a_chat(
     assert asked[-1]["tool_choice"] == {"type": "function", "function": {"name": "weather"}}
 
 
+def test_each_thought_stays_with_what_followed_it(
+    server: ServerThread, said: list[str], asked: list[dict[str, Any]]
+) -> None:
+    def thought(text: str | None) -> dict[str, Any]:
+        return {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+    items: Any = [
+        {"role": "user", "content": "Will it rain?"},
+        thought("One. "), thought("Two."),
+        {"role": "assistant", "content": "I look."},
+        thought("Three."),
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        thought(None),
+        {"role": "user", "content": "Well?"},
+    ]  # fmt: skip
+    responses(server).create(model=MODEL, input=items)
+    turns = asked[-1]["messages"]
+    assert [turn["role"] for turn in turns] == ["user", "assistant", "assistant", "tool", "user"]
+    assert [turn.get("reasoning") for turn in turns] == [None, "One. Two.", "Three.", None, None]
+    assert [sorted(turn) for turn in turns[1:3]] == [
+        ["content", "reasoning", "role"], ["reasoning", "role", "tool_calls"],
+    ]  # fmt: skip
+
+
 def test_a_format_of_text_is_followed(server: ServerThread) -> None:
     schema = {
         "type": "object",
