@@ -247,6 +247,7 @@ class OpenAICompletion:
             "model": request.model,
             "system_fingerprint": request.fingerprint,
         }
+        self._error: OpenAIError | None = None  # a stream's last event
         loop.submit(self._live)
 
     @property
@@ -291,6 +292,7 @@ class OpenAICompletion:
         except OpenAIError as error:
             if not is_sent:
                 raise
+            self._error = error
             yield _event(error.content)
             return
         if self._wanted.wants_usage:
@@ -384,11 +386,10 @@ class TranslatedCompletion(OpenAICompletion):
         async for chunk in super().chunks():
             if chunk == DONE:
                 events = stream.end()
-            elif "error" in (content := json.loads(chunk.removeprefix(b"data: "))):
-                error = OpenAIError(500, content["error"]["message"])
-                events = iter([("error", self._body.refused(error))])
+            elif self._error is not None:
+                events = iter([("error", self._body.refused(self._error))])
             else:
-                events = stream.push(content)
+                events = stream.push(json.loads(chunk.removeprefix(b"data: ")))
             named = [b"event: %b\n%b" % (name.encode(), _event({"type": name, **each})) for name, each in events]
             if named:
                 yield b"".join(named)

@@ -391,7 +391,7 @@ def count_of(served: Served, data: bytes) -> Json:
     """Answers `/v1/messages/count_tokens`. Raises OpenAIError."""
     body, prompts = parsed(served, openai.CountBody, data), served.prompts
     require_model(served, body.model)
-    chat = openai.ChatPrompt.model_validate(body.prompt)
+    chat = parse(openai.ChatPrompt, json.dumps(body.prompt).encode())
     return {"input_tokens": len(prompts.chat(chat.chat(prompts.prefix)).token_ids)}
 
 

@@ -334,12 +334,8 @@ def _translated(
         return body, request_parser.completion_of(served, ChatBody, chat, deadline)
 
     async def endpoint(request: Request) -> Response:
-        try:
-            body, of_chat = await read(request, wanted)
-            return await _answered(request, completion.TranslatedCompletion(of_chat, served.loop, body))
-        except OpenAIError as error:
-            served.loop.tally.refused[str(error.status)] += 1
-            return JSONResponse(body_type.refused(error), error.status, error.headers)
+        body, of_chat = await read(request, wanted)
+        return await _answered(request, completion.TranslatedCompletion(of_chat, served.loop, body))
 
     return Route(path, endpoint, methods=["POST"])
 

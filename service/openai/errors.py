@@ -16,6 +16,15 @@ _log = logging.getLogger(__name__)
 ErrorHandler = Callable[[Request, Exception], Awaitable[JSONResponse]]
 
 _TYPES: Final = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
+_MESSAGES: Final = "/v1/messages"  # Anthropic's pages begin so
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _NO_SUCH_PAGE: Final = (404, 405)
 _CLOSING: Final = (408, 413, 503)  # after these the connection closes: the rest of the request is not read
 
@@ -42,6 +51,12 @@ class OpenAIError(KVTierError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     @property
+    def anthropic_content(self) -> dict[str, Any]:
+        """The same in the form of Anthropic's API."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+
+    @property
     def response(self) -> JSONResponse:
         return JSONResponse(self.content, self.status, self.headers)
 
@@ -52,13 +67,18 @@ def bad_field(param: str, why: str, code: str = "invalid_value") -> OpenAIError:
 
 
 def error_handlers(refused: Counter[str]) -> dict[Any, ErrorHandler]:
-    """Starlette's handlers: each error becomes an OpenAIError, counted by status unless the page does not exist."""
+    """Starlette's handlers: each error becomes an OpenAIError, counted by status unless the page does not exist.
+
+    Anthropic's pages answer in that API's form.
+    """
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         converted = _as_openai(request, error)
         if not (isinstance(error, HTTPException) and error.status_code in _NO_SUCH_PAGE):
             refused[str(converted.status)] += 1
-        return converted.response
+        is_anthropic = request.url.path.startswith(_MESSAGES)
+        content = converted.anthropic_content if is_anthropic else converted.content
+        return JSONResponse(content, converted.status, converted.headers)
 
     return dict.fromkeys((HTTPException, OpenAIError, Exception), answer)
 

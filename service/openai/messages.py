@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, Tag
+from pydantic import Field, Tag, model_validator
 
 from kvtier.service import Json
 from kvtier.service.openai.bodies import (
@@ -71,9 +71,20 @@ _Block = Annotated[
 ]
 
 
+_BLOCKS: Final = {"user": (TextPart, _ToolResult), "assistant": (TextPart, _ToolUse, _Thinking, _Redacted)}
+
+
 class _Message(Tolerant):
     role: Literal["user", "assistant", "system"]
     content: TextOr[Annotated[list[_Block], Field(min_length=1, max_length=MAX_LIST)]]
+
+    @model_validator(mode="after")
+    def _has_its_blocks(self) -> Self:
+        known = _BLOCKS.get(self.role, TextPart)
+        blocks = self.content if isinstance(self.content, list) else []
+        if wrong := next((block.type for block in blocks if not isinstance(block, known)), None):
+            raise ValueError(f"content: a block of type {wrong} in a turn of role {self.role}; leave it out")
+        return self
 
 
 class _Tool(Tolerant):
@@ -109,7 +120,7 @@ class CountBody(Tolerant):
     @property
     def prompt(self) -> Json:
         """The fields of a chat that decide its tokens."""
-        turns = [] if self.system is None else [{"role": "system", "content": sent_content(self.system)}]
+        turns = [] if self.system in (None, []) else [{"role": "system", "content": sent_content(self.system)}]
         for message in self.messages:
             turns += _turns(message)
         chat: Json = {"model": self.model, "messages": turns}
@@ -178,10 +189,8 @@ class MessagesBody(CountBody):
 
     @staticmethod
     def refused(error: OpenAIError) -> Json:
-        kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
-        kinds |= {503: "overloaded_error", 504: "timeout_error"}
-        kind = kinds.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": str(error)}}
+        """An error in this API's form."""
+        return error.anthropic_content
 
 
 class MessageStream:

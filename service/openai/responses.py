@@ -1,11 +1,12 @@
 """`POST /v1/responses`, OpenAI's newer API, as a translation to a chat and back: nothing is kept between requests."""
 
+import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, Tag
+from pydantic import AfterValidator, Field, Tag
 
-from kvtier.service import Json
+from kvtier.service import Json, writable
 from kvtier.service.openai.bodies import (
     CACHING,
     MAX_LIST,
@@ -55,7 +56,8 @@ class _Reasoned(_InputItem):
     @property
     def text(self) -> str:
         parts = self.content or ()
-        return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
+        return "".join(text for text in texts if isinstance(text, str))
 
 
 _Item = Annotated[
@@ -72,11 +74,17 @@ _Item = Annotated[
 ]
 
 
+def _as_json(value: Json) -> Json:
+    """What the answer repeats has to be JSON: the parser takes NaN and half a surrogate."""
+    writable(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    return value
+
+
 class _Tool(Tolerant):
     type: Literal["function"]
     name: Text
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_as_json)] | None = None
     strict: bool | None = None
 
 
@@ -145,7 +153,7 @@ class ResponsesBody(Tolerant):
     truncation: Annotated[None, must_be("disabled")] = None
     top_logprobs: Annotated[None, must_be(0)] = None
     max_tool_calls: Annotated[None, must_be()] = None
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[Text, Text], Field(max_length=16)] | None = None
     # kvtier's own, as in a chat
     cache_salt: ApiCacheSalt | None = None
     kvtier: ChatReuse | None = None
@@ -304,22 +312,23 @@ class ResponseStream:
 
 def _add(turns: list[Json], item: Any) -> None:
     """Add an item to the turns of a chat. What an assistant said and called is one turn."""
-    is_assistant = bool(turns) and turns[-1]["role"] == "assistant"
+    last = turns[-1] if turns and turns[-1]["role"] == "assistant" else None
+    has_said = last is not None and ("content" in last or "tool_calls" in last)
+    if isinstance(item, _Reasoned) and not item.text:
+        return
     if isinstance(item, _Output):
         turns.append({"role": "tool", "tool_call_id": item.call_id, "content": sent_content(item.output)})
     elif isinstance(item, _Said) and item.role != "assistant":
         turns.append({"role": item.role, "content": sent_content(item.content)})
     else:
-        if not is_assistant:
+        if last is None or (has_said and not isinstance(item, _Called)):
             turns.append({"role": "assistant"})
         if isinstance(item, _Reasoned):
-            turns[-1] |= {"reasoning": item.text} if item.text else {}
+            turns[-1]["reasoning"] = turns[-1].get("reasoning", "") + item.text
         elif isinstance(item, _Called):
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             turns[-1]["tool_calls"] = [*turns[-1].get("tool_calls", ()), call]
-        elif "content" in turns[-1] or "tool_calls" in turns[-1]:
-            turns.append({"role": "assistant", "content": sent_content(item.content)})
         else:
             turns[-1]["content"] = sent_content(item.content)
 

@@ -111,6 +111,7 @@ class RouterProcesses:
         """
         deadline, is_ready = time.monotonic() + _STARTS, False
         while not self._num_signals():
+            self._end_hung()
             self._reap()
             ages = [self._board.age(place) for place in range(self._number)]
             if min(ages) == float("inf") and time.monotonic() > deadline:
@@ -121,15 +122,18 @@ class RouterProcesses:
                     child.pid, child.started, child.is_hung = os.fork(), time.monotonic(), False
                     if child.pid == 0:
                         return Seat(self._board, place, self._number)
-                elif child.pid and min(ages[place], time.monotonic() - child.started) > _HUNG:
-                    child.is_hung = True
-                    os.kill(child.pid, signal.SIGKILL)
             if not is_ready and max(ages) < float("inf"):
                 is_ready = True
                 ready()
             time.sleep(_LOOK)
         self._stop()
         return None
+
+    def _end_hung(self) -> None:
+        for place, child in enumerate(self._children):
+            if child.pid and min(self._board.age(place), time.monotonic() - child.started) > _HUNG:
+                child.is_hung = True
+                os.kill(child.pid, signal.SIGKILL)
 
     def _reap(self) -> None:
         for place, child in enumerate(self._children):
@@ -159,6 +163,7 @@ class RouterProcesses:
         while any(child.pid for child in self._children):
             is_late = self._num_signals() > 1 or time.monotonic() > end
             self._end(signal.SIGKILL if is_late else signal.SIGTERM)  # again and again: a new one hears no signal yet
+            self._end_hung()
             time.sleep(_LOOK)
             for child in self._children:
                 if child.pid and os.waitpid(child.pid, os.WNOHANG)[0]:

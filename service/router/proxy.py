@@ -206,6 +206,9 @@ class Ledger:
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by "tokenise", "score"
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # (replica, reason) of failed requests
     given: Counter[str] = field(default_factory=Counter)  # requests by replica
+    list_errors: Counter[str] = field(default_factory=Counter)  # why the list of replicas could not be read
+    skipped: Counter[str] = field(default_factory=Counter)  # events that could not be true
+    forgotten: int = 0  # blocks, for lack of room in the index
     cpu: float = 0.0  # seconds
     decisions: deque[tuple[float, int, Choice]] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
@@ -395,7 +398,7 @@ _HOP: Final = frozenset(
 )
 _LATER: Final = {"retry-after": "1"}
 _NOT_AGAIN: Final = {"x-should-retry": "false"}  # a second try would take as long
-NOT_ASKED: Final = _HOP | frozenset(b"host content-length authorization accept-encoding expect".split())
+NOT_ASKED: Final = _HOP | frozenset(b"host content-length authorization x-api-key accept-encoding expect".split())
 NOT_ANSWERED: Final = _HOP | frozenset(b"content-length date server".split())
 
 

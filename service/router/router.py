@@ -391,6 +391,9 @@ class Router:
     def _counted(self) -> Ledger:
         """What this process has counted, and those that had its place before."""
         counted = replace(self.ledger, failures=Counter(self.ledger.failures), given=Counter(self.ledger.given))
+        counted.list_errors = counted.list_errors + self.list.errors
+        counted.skipped = counted.skipped + Counter(self.holdings.skipped)
+        counted.forgotten += self.holdings.num_forgotten
         counted.cpu += time.process_time()
         for replica in self.fleet.replicas:
             counted.given[replica.name] += replica.num_requests
@@ -416,7 +419,7 @@ class Router:
             models=sorted(self.fleet.served),
             tier_captions=[statuses.TierCaption.model_validate(each) for each in tier_captions()],
             replicas=[self._replica(replica, ledger) for replica in (*self.fleet.replicas, *self.fleet.leaving)],
-            list=statuses.ReplicaListStatus(errors=dict(self.list.errors), why=self.list.why),
+            list=statuses.ReplicaListStatus(errors=dict(ledger.list_errors), why=self.list.why),
             decisions=ledger.latest(),
             requests=dict(by_reason),
             retries=dict(ledger.retries),
@@ -430,7 +433,7 @@ class Router:
                 told_tiers=dict(ledger.told_tiers),
             ),
             indexed_blocks=self.holdings.num_blocks,
-            forgotten_blocks=self.holdings.num_forgotten,
+            forgotten_blocks=ledger.forgotten,
             cpu_s=ledger.cpu,
         )
 
@@ -591,14 +594,14 @@ _COUNTED: Final = (
 
 def exposition(router: Router) -> str:
     total = router.total()
-    return text_of([*_counted(router, total), *_replicas(router, total), *_held(router)])
+    return text_of([*_counted(router, total), *_replicas(router, total), *_held(router, total)])
 
 
 def _counted(router: Router, ledger: Ledger) -> Iterator[Metric]:
     for name, text, what, *labels in _COUNTED:
         yield counter(name, text, getattr(ledger, what), *labels)
     text = "Changes of the list of replicas that could not be read, by reason"
-    yield counter("kvtier_route_list_errors", text, router.list.errors, "reason")
+    yield counter("kvtier_route_list_errors", text, ledger.list_errors, "reason")
     text = "Processes of the router that ended and were replaced, by reason"
     replaced = {} if router.seat is None else router.seat.replaced
     yield counter("kvtier_route_replaced_processes", text, replaced, "reason")
@@ -624,7 +627,7 @@ def _replicas(router: Router, ledger: Ledger) -> Iterator[Metric]:
         yield gauge(f"kvtier_route_{what}_seconds", help_text, waits, "replica", "quantile")
 
 
-def _held(router: Router) -> Iterator[Metric]:
+def _held(router: Router, ledger: Ledger) -> Iterator[Metric]:
     holdings = router.holdings
     states = {each.name: holdings.of(each.name).state(each.name) for each in router.fleet.replicas}
     publishers = {(name, "engine"): state.events for name, state in states.items()}
@@ -638,8 +641,8 @@ def _held(router: Router) -> Iterator[Metric]:
     yield gauge("kvtier_route_held_blocks", "Blocks it reports", held, "replica", "medium")
     yield gauge("kvtier_route_indexed_blocks", "Blocks that replicas hold", holdings.num_blocks)
     forgotten = "Blocks forgotten because too many are held"
-    yield counter("kvtier_route_forgotten_blocks", forgotten, holdings.num_forgotten)
-    yield counter("kvtier_route_skipped_events", "Events that could not be true, by reason", holdings.skipped, "reason")
+    yield counter("kvtier_route_forgotten_blocks", forgotten, ledger.forgotten)
+    yield counter("kvtier_route_skipped_events", "Events that could not be true, by reason", ledger.skipped, "reason")
 
 
 # --- its application -------------------------------------------------------------------------------------------------

@@ -42,7 +42,8 @@ class Guard:
     def admit(self, request: Request, *, any_type: bool = False) -> None:
         """HTTPException 401 without a hint, or 415. `any_type`: other types than JSON, too, except from a web page."""
         if self.token is not None:
-            given = request.headers.get("authorization", "").encode("latin-1")  # the bytes as received
+            key = request.headers.get("x-api-key", "")  # Anthropic's header
+            given = request.headers.get("authorization", f"Bearer {key}").encode("latin-1")  # the bytes as received
             expected = f"Bearer {self.token.get_secret_value()}".encode()
             allowed = hmac.compare_digest(given, expected)
         else:  # a web page in a local browser may send requests too, but not under a local name to itself

@@ -38,11 +38,11 @@ def helm(*words: str, values: Mapping[str, Any] | None = None) -> subprocess.Com
     return subprocess.run(command, input=json.dumps(values or {}), capture_output=True, text=True, timeout=120)
 
 
-def rendered(*values: Mapping[str, Any], namespace: str = "kvtier") -> list[dict[str, Any]]:
+def rendered(*values: Mapping[str, Any], namespace: str = "kvtier", name: str = "kv") -> list[dict[str, Any]]:
     merged: dict[str, Any] = {}
     for part, given in itertools.chain.from_iterable(each.items() for each in values):
         merged[part] = {**merged.get(part, {}), **given} if isinstance(given, dict) else given
-    done = helm("template", "kv", "--namespace", namespace, values=merged)
+    done = helm("template", name, "--namespace", namespace, values=merged)
     assert done.returncode == 0, done.stderr
     return [each for each in yaml.safe_load_all(done.stdout) if each]
 
@@ -92,6 +92,18 @@ def test_it_has_the_version_of_kvtier_and_helm_finds_no_fault() -> None:
         ({"engine": {"kind": "vllm"}}, "name a claim with the model"),
         ({"node": {"config": {"host": "64GiB"}}}, "node.config.host: Invalid type"),
         ({"images": {"registry": "registry.example"}}, "images.registry: Does not match pattern"),
+        ({"images": {"tag": "sha256:0123"}}, "images.tag: Does not match pattern"),
+        ({"engine": {"replicas": None}}, "engine: replicas is required"),
+        ({"engine": {"autoscaling": None}}, "engine: autoscaling is required"),
+        ({"node": {"runDirectory": None}}, "node: runDirectory is required"),
+        ({"router": {"hosts": None}}, "router: hosts is required"),
+        ({"secrets": {"eventKeys": None}}, "secrets: eventKeys is required"),
+        ({"monitoring": None}, "monitoring is required"),
+        ({"engine": {"env": [{"name": "A", "value": 1}]}}, "engine.env.0.value: Invalid type"),
+        (
+            {"engine": {"kind": "vllm", "modelClaim": "m", "config": {"l1": {"size": "1GiB"}}}},
+            "engine.config: only for",
+        ),
     ],
 )
 def test_wrong_values_are_refused_by_name(values: dict[str, Any], about: str) -> None:
@@ -121,6 +133,28 @@ def test_configuration_reaches_each_component(monkeypatch: pytest.MonkeyPatch) -
     assert loaded["router"].router.max_blocks == 40_000_000
     hosts = environment(known["router"])["KVTIER_ROUTER__ALLOWED_HOSTS"].split()
     assert hosts == ["router", "router.serving", "router.serving.svc", "router.serving.svc.cluster.local", "kv.example"]
+
+
+def test_values_without_content_are_as_if_left_out() -> None:
+    empty = dict.fromkeys(("config", "env", "pod", "container", "annotations"))
+    images = dict.fromkeys(("registry", "tag", "pullPolicy", "pullSecrets"))
+    values = {"node": empty, "engine": {**empty, "args": None}, "router": empty, "images": images}
+    assert comparable(rendered(values)) == comparable(rendered())
+
+
+def test_a_variable_comes_once_and_is_that_of_env() -> None:
+    value = {"name": "KVTIER_CACHE__BLOCK_SIZE", "value": "32"}
+    objects = rendered({"engine": {"config": {"cache": {"block_size": 64}}, "env": [value]}})
+    [engine] = dict(pods(objects))["engine"]["containers"]
+    assert [each for each in engine["env"] if each["name"] == value["name"]] == [value]
+
+
+def test_names_that_yaml_takes_for_numbers_are_texts() -> None:
+    scaled = {"autoscaling": {"enabled": True}}
+    more = {"engine": scaled, "router": scaled, "monitoring": {"enabled": True}}
+    for each in rendered(VALUES["peers"], more, namespace="123", name="null"):
+        assert each["metadata"]["namespace"] == "123"
+        assert each["metadata"]["labels"]["app.kubernetes.io/instance"] == "null"
 
 
 def test_the_values_of_the_page_do_what_they_say() -> None:

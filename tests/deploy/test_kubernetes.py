@@ -288,6 +288,10 @@ def test_valkey_is_the_one_of_compose() -> None:
     assert len(joined) == found("StatefulSet", "valkey")["spec"]["replicas"]
 
 
+def test_the_job_is_gone_when_an_upgrade_changes_it() -> None:
+    assert found("Job", "valkey-join")["spec"]["ttlSecondsAfterFinished"] > 0  # its template is immutable
+
+
 def test_masters_are_joined_by_their_addresses_once_they_are_known(tmp_path: Path) -> None:
     (join,) = dict(pods(base()))["valkey-join"]["containers"]
     script = join["command"][2].replace("/etc/kvtier/valkey/join.sh", "join.sh").replace("sleep 1", "sleep 0.01")

@@ -56,14 +56,15 @@
 {{- range concat ($pod.initContainers | default list) $pod.containers -}}
 {{- $name := first (splitList ":" .image) -}}
 {{- if hasPrefix "kvtier" $name -}}
-{{- $_ := set . "image" (printf "%s%s:%s" $root.Values.images.registry $name ($root.Values.images.tag | default $root.Chart.AppVersion)) -}}
+{{- $_ := set . "image" (printf "%s%s:%s" ($root.Values.images.registry | default "") $name ($root.Values.images.tag | default $root.Chart.AppVersion)) -}}
 {{- end -}}
 {{- if $root.Values.images.pullPolicy }}{{ $_ := set . "imagePullPolicy" $root.Values.images.pullPolicy }}{{ end -}}
 {{- end -}}
 {{- with $root.Values.images.pullSecrets }}{{ $names := list }}{{ range . }}{{ $names = append $names (dict "name" .) }}{{ end }}{{ $_ := set $pod "imagePullSecrets" $names }}{{ end -}}
 {{- $main := first $pod.containers -}}
 {{- $variables := (include "kvtier.variables" ($values.config | default dict) | fromYaml).env | default list -}}
-{{- include "kvtier.environment" (dict "container" $main "env" (concat $variables ($values.env | default list))) -}}
+{{- include "kvtier.environment" (dict "container" $main "env" $variables) -}}
+{{- include "kvtier.environment" (dict "container" $main "env" ($values.env | default list)) -}}
 {{- range $main.env -}}
 {{- with (.valueFrom | default dict).secretKeyRef -}}
 {{- if eq .name "kvtier-tokens" }}{{ $_ := set . "name" ($root.Values.secrets.tokens | default .name) }}{{ end -}}

@@ -229,6 +229,8 @@ def test_a_token_is_asked_for_without_a_hint(model: Path) -> None:
         allowed = client(guarded.url, TOKEN)
         assert allowed.models.list().data[0].id == MODEL
         allowed.close()
+        for key, status in ((TOKEN, 200), ("wrong", 401), ("", 401)):  # Anthropic's header
+            assert guarded.http.get("/v1/models", headers={"x-api-key": key}).status_code == status
 
 
 def test_too_many_requests_at_once_are_told_so(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Stories of the Responses API and of Anthropic's Messages API, through their official clients."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,12 +10,15 @@ from anthropic import Anthropic, BadRequestError, NotFoundError
 from server_rig import MODEL, WITH_TOOLS, ServerThread, save_checkpoint, tokenizer
 
 from kvtier.engine.requests import SampledToken
+from kvtier.service.engine.loop import LiveRequest
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.reuse import Hint, RequestEnd
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 ARGUMENTS = '{"city": "Rome"}'
+USE: dict[str, Any] = {"type": "tool_use", "id": "1", "name": "weather", "input": {}}
+RESULT: dict[str, Any] = {"type": "tool_result", "tool_use_id": "1", "content": "rain"}
 
 
 @pytest.fixture(scope="module")
@@ -176,14 +180,35 @@ def test_an_answer_that_was_begun_is_continued(
         ({"temperature": 1.5}, "temperature"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"tool_choice": {"type": "tool", "name": "none of them"}}, "tool_choice"),
+        ({"tools": [{"name": "", "input_schema": {}}]}, "tools.0.function.name"),
+        ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "messages.0"),
+        ({"messages": [{"role": "user", "content": [USE]}]}, "type tool_use in a turn of role user"),
+        ({"messages": [{"role": "assistant", "content": [RESULT]}]}, "type tool_result in a turn of role assistant"),
+        ({"messages": [{"role": "assistant", "content": [USE] * 1025}]}, "tool_calls"),
     ],
 )
 def test_a_wrong_field_is_named_in_anthropics_form(server: ServerThread, changed: dict[str, Any], named: str) -> None:
     body = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "?"}], **changed}
-    answer = server.post("messages", **{name: value for name, value in body.items() if value is not None})
-    assert answer.status_code == 400
-    assert (answer.json()["type"], answer.json()["error"]["type"]) == ("error", "invalid_request_error")
-    assert named in answer.json()["error"]["message"]
+    sent = {name: value for name, value in body.items() if value is not None}
+    is_counted = changed.keys() <= {"messages", "tools"}
+    for path in ("messages", *(["messages/count_tokens"] if is_counted else [])):
+        answer = server.post(path, **sent)
+        assert answer.status_code == 400
+        assert (answer.json()["type"], answer.json()["error"]["type"]) == ("error", "invalid_request_error")
+        assert named in answer.json()["error"]["message"]
+
+
+def test_every_refusal_is_in_anthropics_form(server: ServerThread) -> None:
+    as_text = server.http.post("/v1/messages", content="?", headers={"content-type": "text/plain"})
+    other = server.post("messages/count_tokens", model="other", messages=[{"role": "user", "content": "?"}])
+    for answer, status, kind in ((as_text, 415, "invalid_request_error"), (other, 404, "not_found_error")):
+        assert (answer.status_code, answer.json()["type"], answer.json()["error"]["type"]) == (status, "error", kind)
+
+
+def test_an_empty_system_is_none(server: ServerThread) -> None:
+    ask: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "?"}]}
+    bare, empty = (server.post("messages/count_tokens", **ask, **more).json() for more in ({}, {"system": []}))
+    assert bare == empty
 
 
 def test_clients_raise_their_own_errors(anthropic: Anthropic) -> None:
@@ -263,6 +288,31 @@ def test_items_of_earlier_turns_are_turns_of_a_chat(
     assert asked[-1]["tool_choice"] == {"type": "function", "function": {"name": "weather"}}
 
 
+def test_each_thought_stays_with_what_followed_it(
+    server: ServerThread, said: list[str], asked: list[dict[str, Any]]
+) -> None:
+    def thought(text: str | None) -> dict[str, Any]:
+        return {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+    items: Any = [
+        {"role": "user", "content": "Will it rain?"},
+        thought("One. "), thought("Two."),
+        {"role": "assistant", "content": "I look."},
+        thought("Three."),
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        thought(None),
+        {"role": "user", "content": "Well?"},
+    ]  # fmt: skip
+    responses(server).create(model=MODEL, input=items)
+    turns = asked[-1]["messages"]
+    assert [turn["role"] for turn in turns] == ["user", "assistant", "assistant", "tool", "user"]
+    assert [turn.get("reasoning") for turn in turns] == [None, "One. Two.", "Three.", None, None]
+    assert [sorted(turn) for turn in turns[1:3]] == [
+        ["content", "reasoning", "role"], ["reasoning", "role", "tool_calls"],
+    ]  # fmt: skip
+
+
 def test_a_format_of_text_is_followed(server: ServerThread) -> None:
     schema = {
         "type": "object",
@@ -290,6 +340,41 @@ def test_a_wrong_field_of_a_response_is_named(server: ServerThread, changed: dic
     answer = server.post("responses", **{"model": MODEL, "input": "?", **changed})
     assert answer.status_code == 400
     assert named in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("value", ["NaN", r'"\ud800"'])
+def test_what_a_response_repeats_is_json(server: ServerThread, value: str) -> None:
+    """It was computed, and then could not be sent."""
+    parameters = (
+        '{"model": "tiny", "input": "?", "tools": [{"type": "function", "name": "a", "parameters": {"a": %s}}]}'
+    )
+    metadata = '{"model": "tiny", "input": "?", "metadata": {"a": %s}}'
+    for body, named in ((metadata, "metadata.a"), (parameters, "tools.0.parameters")):
+        headers = {"content-type": "application/json"}
+        answer = server.http.post("/v1/responses", content=body % value, headers=headers)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == named
+
+
+def test_an_error_in_a_stream_is_of_its_kind(server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, num_updates = LiveRequest.next, Counter[LiveRequest]()
+
+    async def is_late(self: LiveRequest) -> Any:
+        num_updates[self] += 1
+        if num_updates[self] > 1:
+            self._deadline = 0.0
+        return await original(self)
+
+    monkeypatch.setattr(LiveRequest, "next", is_late)
+    ask: dict[str, Any] = {"model": MODEL, "stream": True}
+    for path, body in (
+        ("messages", {"max_tokens": 40, "messages": [{"role": "user", "content": "?"}]}),
+        ("responses", {"input": "?"}),
+    ):
+        last = server.post(path, **ask, **body).text.strip().splitlines()[-2:]
+        assert last[0] == "event: error"
+        assert json.loads(last[1].removeprefix("data: "))["error"]["type"] == "timeout_error"
+        server.settle()
 
 
 def test_requests_of_both_are_aborted_when_their_client_leaves(server: ServerThread) -> None:

@@ -149,6 +149,13 @@ def test_one_that_hangs_is_replaced(pair: Pair) -> None:
             assert 'kvtier_route_replaced_processes_total{reason="hung"}' in router.metrics()
 
 
+def test_one_that_hangs_does_not_hold_up_the_end(pair: Pair) -> None:
+    with several(*pair, hung=3.0) as router:  # far less than `drain`
+        os.kill(router.pids[0], signal.SIGSTOP)
+        router.process.send_signal(signal.SIGTERM)
+        assert router.process.wait(PATIENCE) == 0
+
+
 def test_what_is_half_written_is_not_read() -> None:
     board = Board(1)
     assert (board.read(0), board.age(0)) == ({}, float("inf"))
@@ -187,6 +194,22 @@ def test_a_replica_that_leaves_the_list_gets_nothing_from_any(pair: Pair, tmp_pa
         listed.write_text(f"{pair[0].url}\n")
         until(lambda: all(len(router.get("/status").json()["replicas"]) == 1 for _ in range(12)))
         assert {router.complete().headers["x-kvtier-replica"] for _ in range(12)} == {pair[0].name}
+
+
+def test_what_was_wrong_with_the_list_is_counted_by_all_and_stays(pair: Pair, tmp_path: Path) -> None:
+    listed = tmp_path / "replicas"
+    listed.write_text(f"{pair[0].url}\n")
+    with several(router__replicas_file=str(listed)) as router:
+        listed.write_text("no url\n")
+        until(lambda: router.told("kvtier_route_list_errors_total") >= 2)
+        listed.write_text(f"{pair[0].url}\n")
+        time.sleep(1.0)  # each has told the others
+        counted = router.told("kvtier_route_list_errors_total")
+        killed = router.pids[0]
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: len(router.pids) == 2 and killed not in router.pids)
+        for _ in range(8):  # whichever process is reached
+            until(lambda: router.told("kvtier_route_list_errors_total") == counted)
 
 
 def test_a_signal_stops_all_and_lets_answers_end(pair: Pair) -> None:
