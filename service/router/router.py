@@ -589,19 +589,25 @@ _COUNTED: Final = (
     ("kvtier_route_promised_tokens", "Of these, held by the chosen replica according to the index", "promised_tokens"),
     ("kvtier_route_told_prompt_tokens", "Tokens of prompts, by the replicas' usage", "told_prompt_tokens"),
     ("kvtier_route_told_cached_tokens", "Cached tokens of these, by the replicas' usage", "told_cached_tokens"),
+    (
+        "kvtier_route_list_errors",
+        "Changes of the list of replicas that could not be read, by reason",
+        "list_errors",
+        "reason",
+    ),
+    ("kvtier_route_forgotten_blocks", "Blocks forgotten because too many are held", "forgotten"),
+    ("kvtier_route_skipped_events", "Events that could not be true, by reason", "skipped", "reason"),
 )
 
 
 def exposition(router: Router) -> str:
     total = router.total()
-    return text_of([*_counted(router, total), *_replicas(router, total), *_held(router, total)])
+    return text_of([*_counted(router, total), *_replicas(router, total), *_held(router)])
 
 
 def _counted(router: Router, ledger: Ledger) -> Iterator[Metric]:
     for name, text, what, *labels in _COUNTED:
         yield counter(name, text, getattr(ledger, what), *labels)
-    text = "Changes of the list of replicas that could not be read, by reason"
-    yield counter("kvtier_route_list_errors", text, ledger.list_errors, "reason")
     text = "Processes of the router that ended and were replaced, by reason"
     replaced = {} if router.seat is None else router.seat.replaced
     yield counter("kvtier_route_replaced_processes", text, replaced, "reason")
@@ -627,7 +633,7 @@ def _replicas(router: Router, ledger: Ledger) -> Iterator[Metric]:
         yield gauge(f"kvtier_route_{what}_seconds", help_text, waits, "replica", "quantile")
 
 
-def _held(router: Router, ledger: Ledger) -> Iterator[Metric]:
+def _held(router: Router) -> Iterator[Metric]:
     holdings = router.holdings
     states = {each.name: holdings.of(each.name).state(each.name) for each in router.fleet.replicas}
     publishers = {(name, "engine"): state.events for name, state in states.items()}
@@ -640,9 +646,6 @@ def _held(router: Router, ledger: Ledger) -> Iterator[Metric]:
     held = {(name, medium): count for name, state in states.items() for medium, count in state.blocks.items()}
     yield gauge("kvtier_route_held_blocks", "Blocks it reports", held, "replica", "medium")
     yield gauge("kvtier_route_indexed_blocks", "Blocks that replicas hold", holdings.num_blocks)
-    forgotten = "Blocks forgotten because too many are held"
-    yield counter("kvtier_route_forgotten_blocks", forgotten, ledger.forgotten)
-    yield counter("kvtier_route_skipped_events", "Events that could not be true, by reason", ledger.skipped, "reason")
 
 
 # --- its application -------------------------------------------------------------------------------------------------

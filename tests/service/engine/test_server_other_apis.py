@@ -1,7 +1,6 @@
 """Stories of the Responses API and of Anthropic's Messages API, through their official clients."""
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ from anthropic import Anthropic, BadRequestError, NotFoundError
 from server_rig import MODEL, WITH_TOOLS, ServerThread, save_checkpoint, tokenizer
 
 from kvtier.engine.requests import SampledToken
-from kvtier.service.engine.loop import LiveRequest
+from kvtier.service.engine.loop import LiveRequest, late
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.reuse import Hint, RequestEnd
 
@@ -357,12 +356,12 @@ def test_what_a_response_repeats_is_json(server: ServerThread, value: str) -> No
 
 
 def test_an_error_in_a_stream_is_of_its_kind(server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, num_updates = LiveRequest.next, Counter[LiveRequest]()
+    original, begun = LiveRequest.next, set[LiveRequest]()
 
     async def is_late(self: LiveRequest) -> Any:
-        num_updates[self] += 1
-        if num_updates[self] > 1:
-            self._deadline = 0.0
+        if self in begun:
+            raise late()
+        begun.add(self)
         return await original(self)
 
     monkeypatch.setattr(LiveRequest, "next", is_late)
