@@ -76,7 +76,6 @@ class Architecture:
         return kind(text_config=getattr(transformers, self.text)(**options).to_dict(), **self.outer)
 
     def make_model(self) -> Any:
-        """A model with random weights, in fp32 and inference mode: the same in every process."""
         auto: Any = getattr(transformers, self.model)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)

@@ -25,8 +25,6 @@ class Side(asyncio.Protocol):
 
 
 class Asking(Side):
-    """The side of who connects; until its other one is connected, nothing is read."""
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.transport.pause_reading()

@@ -15,8 +15,6 @@ _LOAD: Final = "#1a6fb0"
 
 
 class Place(NamedTuple):
-    """A box: where a block can be, and the files that keep it there."""
-
     title: str
     text: str
     x: float

@@ -67,18 +67,18 @@ memory:
   a full L2 adds to a pass of Python's garbage collector: ms | gc pass
 order_memory:
   record of what left L2: bytes a slot | departures.*bytes
-  `tail` index, more than LRU: bytes a slot | ^tail.*bytes | Memory of books
+  `predicted` index, more than LRU: bytes a slot | ^predicted.*bytes | Memory of books
   same, whatever the slots: MiB | MiB
 # eviction
 eviction:
-  production trace, L2 of 4,096 blocks of 512: % found with `tail` | without hints, %$
+  production trace, L2 of 4,096 blocks of 512: % found with `predicted` | without hints, %$
   same, with hints of which nine of ten are right | 9 of 10 right, %$
-  all traces and sizes saved: `tail` less LRU, points | less LRU, points$
+  all traces and sizes saved: `predicted` less LRU, points | less LRU, points$
   same, less the best of LRU, S3-FIFO, 2Q, ARC and LHD | best of others, points$
   recorded agents, L2 of 2,720 blocks: % of the way from LRU to the optimum | way from LRU | Agents and the optimum
-  `tail` less LRU in a replay: CPU µs a block | ^.*: CPU of tail | The cost of tail
-tail_cost:
-  same, requests of 8 to 512 blocks in a full pool | ^tail over LRU | The cost of tail
+  `predicted` less LRU in a replay: CPU µs a block | ^.*: CPU of predicted | The cost of predicted
+order_cost:
+  same, requests of 8 to 512 blocks in a full pool | ^predicted over LRU | The cost of predicted
 eviction:
   chats through a whole hierarchy, live less simulated: points | ^hierarchy | Live and simulated
 simulate_speed:

@@ -1,7 +1,7 @@
 """Engines that start fast: one process imports what they need, and every engine is a fork of it.
 
-The benchmark's end is `EngineStarter`, the engine's end is `serve`. Between the two are sockets: one on which engines
-are asked for, and one for each engine, with a line of JSON for each command and each reply.
+The benchmark's end is `EngineStarter`, the engine's end is `serve`. Between the two are a socket on which engines are
+asked for, and a pipe for each engine: (command, arguments) one way, what came of it the other; None ends it.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -33,11 +34,11 @@ class EngineStarter:
     def __init__(self, python: Path, program: str, log: IO[bytes]) -> None:
         """`program` is a file of this folder that calls `serve` with its first argument, run by the engine's Python."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        paths = [ROOT, ROOT / "tests" / "interop", ROOT / "benchmarks"]
+        paths = os.pathsep.join(str(ROOT / each) for each in ("", "tests/interop", "benchmarks"))
         with theirs:
             self.process = subprocess.Popen(
                 [str(python), str(ROOT / "benchmarks" / program), str(theirs.fileno())],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -48,13 +49,12 @@ class EngineStarter:
             if self._control.recv(_MESSAGE):
                 return
         self.close()
-        raise EngineEnded(
-            "the process that starts engines ended or hangs; run `make test-vllm`: it shows what is wrong"
-        )
+        fix = "run `make test-vllm`: it shows what is wrong"
+        raise EngineEnded(f"the process that starts engines ended or hangs; {fix}")
 
     def start(self, setup: Mapping[str, Any], log: IO[bytes]) -> "ForkedEngine":
         """An engine that is ready; what it says goes to `log`. Raises EngineEnded."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = Pipe()
         with theirs:
             try:
                 socket.send_fds(self._control, [json.dumps(setup).encode()], [theirs.fileno(), log.fileno()])
@@ -73,53 +73,43 @@ class EngineStarter:
 
 
 class ForkedEngine:
-    def __init__(self, link: socket.socket) -> None:
+    def __init__(self, link: Connection) -> None:
         """Raises EngineEnded if it does not get ready."""
-        self._link, self._lines, self._pid = link, link.makefile("r"), 0
+        self._link, self._pid = link, 0
         try:
-            self._pid = self._reply(_START)["pid"]
+            self._pid = self._reply(_START)
             self._reply(_START)
         except EngineEnded:
             self.close()
             raise
 
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+    def ask(self, do: str, **arguments: Any) -> Any:
         """Have it `do` something, and wait for the answer. Raises EngineEnded."""
         try:
-            self._link.sendall(json.dumps({"do": do, **arguments}).encode() + b"\n")
+            self._link.send((do, arguments))
         except OSError as error:
             raise EngineEnded(f"it ended before it was asked to {do}: {error}") from None
         return self._reply(_ANSWER)
 
     def close(self) -> None:
         """Let it end, and kill it and all that it started if it takes longer than a minute. Idempotent."""
-        if self._lines.closed:
+        if self._link.closed:
             return
-        try:
-            self._link.settimeout(_END)
-            self._link.shutdown(socket.SHUT_WR)
-            while self._link.recv(_MESSAGE):
-                pass
-        except TimeoutError:
+        with contextlib.suppress(OSError, EOFError):  # it is gone
+            self._link.send(None)
+            while self._link.poll(_END):
+                self._link.recv()
             self._kill()
-        except OSError:
-            pass  # it is gone
-        self._lines.close()
         self._link.close()
 
-    def _reply(self, timeout: float) -> dict[str, Any]:
-        self._link.settimeout(timeout)
+    def _reply(self, timeout: float) -> Any:
         try:
-            line = self._lines.readline()
-        except TimeoutError:
-            self._kill()
-            raise EngineEnded(f"it did not answer within {timeout:.0f} s, and was killed") from None
-        except OSError as error:
-            raise EngineEnded(f"its socket failed: {error}") from None
-        if not line:
-            raise EngineEnded("it ended")
-        reply: dict[str, Any] = json.loads(line)
-        return reply
+            if self._link.poll(timeout):
+                return self._link.recv()
+        except (OSError, EOFError):
+            raise EngineEnded("it ended") from None
+        self._kill()
+        raise EngineEnded(f"it did not answer within {timeout:.0f} s, and was killed")
 
     def _kill(self) -> None:
         if self._pid:
@@ -142,28 +132,27 @@ def serve(arguments: Sequence[str], make: Callable[[dict[str, Any]], Any]) -> No
             return
         if not os.fork():
             control.close()
-            _be_engine(json.loads(setup), fds[0], fds[1], make)
+            _be_engine(json.loads(setup), Connection(fds[0]), fds[1], make)
         for fd in fds:
             os.close(fd)
 
 
-def _be_engine(setup: dict[str, Any], link: int, log: int, make: Callable[[dict[str, Any]], Any]) -> None:
-    """In the fork: answer commands until they end. Never returns."""
-    status, ours = 1, socket.socket(fileno=link)  # open until the process ends: whoever asked waits for that
+def _be_engine(setup: dict[str, Any], link: Connection, log: int, make: Callable[[dict[str, Any]], Any]) -> None:
+    """In the fork: answer commands until they end. Never returns: the pipe is open until then."""
+    status = 1
     try:
         os.setsid()  # it is killed with all that it started
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for stream in (1, 2):
             os.dup2(log, stream)
         os.close(log)
-        ours.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
+        link.send(os.getpid())
         served = make(setup)
         try:
-            ours.sendall(b"{}\n")
-            for line in ours.makefile("r"):
-                command = json.loads(line)
-                reply = getattr(served, command.pop("do"))(**command)
-                ours.sendall(json.dumps(reply).encode() + b"\n")
+            link.send("ready")
+            while (command := link.recv()) is not None:
+                do, options = command
+                link.send(getattr(served, do)(**options))
         finally:  # also if whoever asked is gone
             served.end()
         status = 0

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
+from _report import SHARED
 from numpy.typing import NDArray
 
 from kvtier.service.traces import HINTS, RequestTrace, load_trace
@@ -23,7 +23,7 @@ from kvtier.tiers.reuse import Hint
 
 PRODUCTION: Final = "production conversations"
 AGENTS: Final = "agent sessions"
-_FILES: Final = Path(__file__).resolve().parents[2] / "shared" / "traces"
+_FILES: Final = SHARED / "traces"
 BLOCK_SIZE: Final = 512  # tokens
 _GOES_ON, _FINISHED = (1 + HINTS.index(name) for name in ("goes_on", "finished"))
 _HINTS: Final = {1 + HINTS.index(hint.value): hint for hint in Hint}
@@ -33,8 +33,6 @@ Blocks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class SyntheticRequest:
-    """One request, by the blocks of its prompt and of its answer."""
-
     arrival: float  # seconds since the trace's start
     blocks: Blocks  # full blocks in chain order, the prompt's and then the answer's
     num_prompt: int  # so many of `blocks` are the prompt's
@@ -44,8 +42,6 @@ class SyntheticRequest:
 
 
 class _NextTurn(NamedTuple):
-    """A conversation's next request, in the queue of what is to come."""
-
     arrival: float
     number: int  # breaks ties
     history: Blocks
@@ -54,8 +50,6 @@ class _NextTurn(NamedTuple):
 
 
 class _ChatManner(NamedTuple):
-    """How one kind of conversation goes."""
-
     num_turns: Callable[[random.Random, float], int]  # given the time of its start
     gap: Callable[[random.Random], float]  # seconds between two turns
     asks: int  # blocks a turn adds before its answer
@@ -65,23 +59,18 @@ class _ChatManner(NamedTuple):
 
 
 class _TraceMaker:
-    """Makes the requests of conversations in the order of their arrival."""
-
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
         self._blocks, self._numbers = count(), count()
         self._turns: list[_NextTurn] = []
 
     def new(self, number: int) -> Blocks:
-        """So many blocks that nobody has yet."""
         return tuple(next(self._blocks) for _ in range(number))
 
     def push(self, arrival: float, beginning: Blocks, num_turns: int, kind: int) -> None:
-        """A conversation starts, or goes on."""
         heapq.heappush(self._turns, _NextTurn(arrival, next(self._numbers), beginning, num_turns, kind))
 
     def until(self, arrival: float, manners: list[_ChatManner]) -> Iterator[SyntheticRequest]:
-        """The turns that come up to then."""
         while self._turns and self._turns[0].arrival <= arrival:
             turn = heapq.heappop(self._turns)
             manner, goes_on = manners[turn.kind], turn.turns_left > 1
@@ -188,8 +177,6 @@ _STEP_TOKENS: Final = (0.0, 98.0, 151.0, 245.0, 452.0, 909.0, 1389.0, 3255.0)
 
 
 class _AgentStep(NamedTuple):
-    """A session's next request, in the queue of what is to come."""
-
     arrival: float
     number: int  # breaks ties
     context: Blocks
@@ -306,19 +293,12 @@ def cut(trace: RequestTrace, seed: int, share: float = 0.5) -> RequestTrace:
     span = share * float(begun[-1] - begun[0])
     shifts = [dice.uniform(0.0, span) - float(begun[each[0]]) for each in chosen]
     times = {request: float(begun[request]) + by for each, by in zip(chosen, shifts, strict=True) for request in each}
-    requests = sorted(times, key=times.__getitem__)
-    return _as_trace(
-        [
-            SyntheticRequest(
-                times[request],
-                tuple(trace.chain(request).tolist()),
-                int(trace.num_prompt[request]),
-                int(trace.num_output[request]),
-                _HINTS[int(trace.hints[request])],
-            )
-            for request in requests
-        ]
-    )
+    made = []
+    for request in sorted(times, key=times.__getitem__):
+        num_prompt, num_output = int(trace.num_prompt[request]), int(trace.num_output[request])
+        blocks, hint = tuple(trace.chain(request).tolist()), _HINTS[int(trace.hints[request])]
+        made.append(SyntheticRequest(times[request], blocks, num_prompt, num_output, hint))
+    return _as_trace(made)
 
 
 def _recorded(name: str, limit: int | None) -> RequestTrace | None:
@@ -338,7 +318,6 @@ def without_hints(trace: RequestTrace) -> RequestTrace:
 
 
 def spoiled(trace: RequestTrace, share: float, seed: int = 0) -> RequestTrace:
-    """So many of its hints say the opposite."""
     wrong = np.random.default_rng(seed).random(len(trace)) < share
     opposite = np.where(trace.hints == _FINISHED, _GOES_ON, _FINISHED)
     return replace(trace, hints=np.where(wrong, opposite, trace.hints).astype(np.int8))
@@ -357,19 +336,10 @@ def _goes_on(trace: RequestTrace) -> NDArray[np.int8]:
 
 
 def _as_trace(requests: Sequence[SyntheticRequest]) -> RequestTrace:
-    lengths, num_prompt, num_output, clients = (
-        np.array(each, np.int64)
-        for each in zip(*((len(r.blocks), r.num_prompt, r.num_output_tokens, r.client) for r in requests), strict=True)
-    )
+    columns = [(len(r.blocks), r.num_prompt, r.num_output_tokens, r.client) for r in requests]
+    lengths, num_prompt, num_output, clients = np.array(columns, np.int64).T.copy()
     _, blocks = np.unique([block for each in requests for block in each.blocks], return_inverse=True)
-    return RequestTrace(
-        BLOCK_SIZE,
-        blocks.astype(np.int64),
-        np.concatenate([[0], np.cumsum(lengths)]),
-        num_prompt,
-        BLOCK_SIZE * num_prompt,
-        num_output,
-        np.array([each.arrival for each in requests]),
-        np.array([1 + HINTS.index(Hint(each.hint).value) for each in requests], np.int8),
-        clients,
-    )
+    starts, begun = np.concatenate([[0], np.cumsum(lengths)]), np.array([each.arrival for each in requests])
+    hints = np.array([1 + HINTS.index(Hint(each.hint).value) for each in requests], np.int8)
+    tokens = num_prompt, BLOCK_SIZE * num_prompt, num_output
+    return RequestTrace(BLOCK_SIZE, blocks.astype(np.int64), starts, *tokens, begun, hints, clients)

@@ -55,7 +55,7 @@ def read_prompts(path: Path, block_size: int, limit: int | None) -> list[TracePr
         if not 0 <= len(line.hash_ids) * block_size - line.input_length + block_size < 2 * block_size:
             raise FormatError(
                 f"{path}:{number}: hash_ids: {len(line.hash_ids)} blocks for an input_length of {line.input_length}: "
-                f"not blocks of {block_size}; say of how many tokens they are, by --block-size"
+                f"not blocks of {block_size}; give a trace whose blocks are"
             )
     return prompts_of(lines, block_size)
 
@@ -135,8 +135,6 @@ class Hardware:
 
 @dataclass(eq=False, slots=True)
 class SimulatedRequest:
-    """What becomes of a prompt in one replay."""
-
     prompt: TracePrompt
     cached: dict[str, int] = field(default_factory=dict)  # blocks, by tier
     first_token: float | None = None
@@ -182,7 +180,6 @@ class SimulatedReplica:
             self.wake_at = self._begun + self._num_steps * self._pace
 
     def advance(self, now: float) -> None:
-        """The step under way ends, and the next begins."""
         for request, num_tokens in self._chunks:
             request.to_prefill -= num_tokens
             self.num_computed += num_tokens

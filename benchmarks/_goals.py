@@ -29,13 +29,11 @@ class Target:
         return self.measured <= self.limit if self.at_most else self.measured >= self.limit
 
     def as_dict(self) -> dict[str, object]:
-        """The JSON form: name, target (with its direction), measured, met."""
         sign = "<=" if self.at_most else ">="
         return {"name": self.name, "target": f"{sign} {self.limit:g}", "measured": self.measured, "met": self.met}
 
     @classmethod
     def saved(cls, told: Mapping[str, object]) -> "Target":
-        """Of its JSON form."""
         sign, limit = str(told["target"]).split()
         return cls(str(told["name"]), float(limit), float(str(told["measured"])), sign == "<=")
 
@@ -72,8 +70,6 @@ class _Named(dict[str, object]):
 
 
 class _QuestionMark:
-    """However a name would have a number shown."""
-
     def __format__(self, how: str) -> str:
         return "?"
 
@@ -102,14 +98,20 @@ def _daemon_p99(rows: Sequence[SavedRow]) -> Iterator[Target]:
 
 
 def _every_percentile(rows: Sequence[SavedRow]) -> Iterator[Target]:
-    """Of the simulated fleets: p90 and the mean, as p50 and p99."""
-    for what in ("p90", "mean"):
-        first = {str(row.get("policy")): number(row, f"TTFT {what} s") for row in rows}
-        ours, robin = first.pop("prefix-aware", None), first.get("round robin")
-        others = [each for name, each in first.items() if each is not None and not name.startswith("oracle")]
-        if ours is not None and robin is not None:
-            yield Target(f"TTFT {what}: the best other over prefix-aware", 1, min(others) / ours, at_most=False)
-            yield Target(f"TTFT {what}: round robin over prefix-aware", 1, robin / ours, at_most=False)
+    """That prefix-aware routing is best, and by how much, over the best other policy in each figure."""
+    for what in ("cached", *(f"TTFT {each} s" for each in ("p50", "p90", "p99", "mean"))):
+        found = {str(row.get("policy")): number(row, what) for row in rows}
+        ours, robin, oracle = (found.pop(each, None) for each in ("prefix-aware", "round robin", "oracle: one replica"))
+        others = [each for each in (robin, *found.values()) if each is not None]
+        if ours is None or robin is None or oracle is None:
+            continue
+        if what == "cached":
+            yield Target("cached share: prefix-aware over the best other", 1, ours / max(others), False)
+            yield Target("cached share: prefix-aware over round robin", 1, ours / robin, False)
+            yield Target("cached share: prefix-aware, of the oracle's", 0.95, ours / oracle, False)
+        else:
+            yield Target(f"{what[:-2]}: the best other over prefix-aware", 1, min(others) / ours, False)
+            yield Target(f"{what[:-2]}: round robin over prefix-aware", 1, robin / ours, False)
 
 
 def _slowest_answers(rows: Sequence[SavedRow]) -> Iterator[Target]:
@@ -152,6 +154,10 @@ copy_bandwidth:
   ratio >= 0.9 | {way}: {direction} {block_kib} KiB, scattered {scattered}: of the best plain copy | ^(?!.*ordinary)
   ratio >= 0.9 | {way}: {direction} {block_kib} KiB, L1 an ordinary tensor: of np.copyto, block by block | ordinary
   cpu_ratio >= 0.9 | {way}: {direction} {block_kib} KiB, scattered {scattered}, {l1}: CPU
+  kvtier_gbps >= 0.8 | {way}: GB/s beside a busy Python thread | busy thread
+daemon_memory:
+  most MB <= 100 | memory besides the region, index included, MB
+  growth, MB a minute <= 0.05 | growth behind the first minutes, MB a minute
 dead_redis:
   added us <= 20 | a dead Redis adds to a lookup of 128 blocks, {lookup}, us | =CPU
   added us <= 20 | a dead Redis adds to a lookup of 128 blocks, {lookup}, wall us | =wall
@@ -162,6 +168,13 @@ engine_ttft:
   kvtier / this <= 1 | TTFT {prompt tokens} tokens: kvtier over native, mean | =\(b\)
   kvtier / this <= 1 | TTFT {prompt tokens} tokens: kvtier over example, mean | =\(c\)
   kvtier / this <= 1.02 | never-hit: CPU with over without, mean | never hitting
+eviction:
+  predicted less lru >= -0.5 | {trace}, {blocks} blocks, {through}: predicted less LRU, points
+  predicted less the best >= -2 | {trace}, {blocks} blocks, {through}: predicted less the best of others, points
+  predicted % >= 15 | {trace}, {blocks} blocks, {through}: found without hints, % | production.*=4096; through=pool$
+  predicted, hints % >= 21 | {trace}, {blocks} blocks: with hints, 9 of 10 right, % | production.*=4096; through=pool$
+  apart <= 1 | hierarchy, {policy}: points between live and simulated
+  predicted over lru, us/block <= 0.3 | {trace}, {blocks} blocks: CPU of predicted over LRU, us a block
 file_bandwidth:
   ratio >= 0.9 | {what}, {block KiB} KiB: ratio to fio
   GB/s >= 0.8 | {what}, {block KiB} KiB: GB/s | busy
@@ -179,6 +192,11 @@ lookup_latency:
   p90 <= 1 | whole way, {way}, {whole way}, blocks of {blocks}: p90 | whole way=named before
   p90 <= 1.5 | whole way, {way}, {whole way}, blocks of {blocks}: p90 | whole way=from nothing
   p90 <= 1 | whole way, {way}, {whole way}, blocks of {blocks}: p90 | whole way=next turn
+  CPU us behind names <= 8 | {whole way} blocks, all hits: CPU us behind its names | whole way=request of 1;
+  CPU us behind names <= 9 | {whole way} blocks, all hits: CPU us behind its names | whole way=request of 8;
+  CPU us behind names <= 16 | {whole way} blocks, all hits: CPU us behind its names | whole way=request of 64;
+  CPU us behind names <= 90 | {whole way} blocks, all hits: CPU us behind its names | whole way=request of 512;
+  of_limit <= 1.6 | {step}, all hits, × limit | step=sha256 hashing \+ lookup
 memory:
   besides <= 200 | {blocks:,} blocks of {block_tokens} tokens in L2: bytes a block, tokens apart
   bytes_a_block <= 200 | {blocks:,} blocks of {block_tokens} tokens in L2: bytes a block with its tokens
@@ -188,25 +206,52 @@ peers_bandwidth:
   × bare >= 0.8 | blocks of {block KiB} KiB, 1 thread: × a bare socket | threads=1
   × bare >= 0.8 | blocks of {block KiB} KiB, 2 threads: × a bare socket | threads=2
   NIXL × bare >= 0.8 | blocks of {block KiB} KiB, {threads} thread(s), by NIXL: × a bare socket
+pool_throughput:
+  us/block <= 0.1 | {verb}, {way}, {policy}, us per block | verb=lookup; way=compiled.*batch=2048
+  us/block <= 0.2 | {verb}, {way}, {policy}, us per block | verb=lease.*way=compiled.*batch=2048
+  us/block <= 0.45 | {verb}, {way}, {policy}, us per block | verb=store.*way=compiled.*batch=2048
+  us/block <= 0.03 | {verb}, {way}, {policy}, us per block | verb=allocate.*way=compiled.*batch=2048
+  of vLLM <= 0.5 | {verb}, {way}, {policy}, batches of {batch}: of vLLM's BlockPool | way=compiled
+  of the former <= 1 | {verb}, {way}, {policy}, batches of {batch}: of the former way | batch=(1|4|16|64);
+  of the former <= 3 | {verb}, {way}, {policy}, batches of {batch}: of the former way | batch=2048
+recovery:
+  cpu s <= 0.5 | recovery of {entries:,} entries, CPU s | FileStore
+  bytes/entry <= 120 | Python memory, bytes per entry
+redis_bandwidth:
+  × redis-py >= 1.3 | {verb}, {block KiB} KiB, nodes {nodes}, {way}: × redis-py's best way | verb=GET
+  × redis-py >= 2 | {verb}, {block KiB} KiB, nodes {nodes}, {way}: × redis-py's best way | verb=SET
+  × LMCache >= 1 | {verb}, {block KiB} KiB, nodes {nodes}, {way}: × LMCache's C++ client
+  CPU s/GB <= 0.4 | {verb}, {block KiB} KiB, nodes {nodes}, {way}: CPU s/GB | records=clear
 router_overhead:
-  bytes a block <= 300 | indexed: {what}, MB | and CPU
+  bytes a block <= 300 | indexed: {what}, MB
+  ms <= 2 | prefix {what}, CPU ms | scoring
+  ms <= 2 | router's CPU ms of a request, {what} | request of 1024
   ms <= 2 | router's CPU ms of a {what} | request of 32768
+  times a bare relay <= 1.5 | CPU of a piece that comes alone, times a bare relay's
 scattered_blocks:
   ratio >= 0.9 | {what}, {block KiB} KiB: ratio to fio's best depth
   CPU s/GB <= 0.2 | {what}, {block KiB} KiB: CPU s/GB, checksum included
   p99 ratio <= 1.5 | {what}, {block KiB} KiB: p99 ratio to fio's
 service_overhead:
   added <= 500 | the daemon adds to a {what}, us | (8|64) stores
-  added <= 60 | the daemon adds to a {what}, us | (alone|1 stores), idle
+  added <= 60 | the daemon adds to a {what}, us | (alone|1 stores)
+  by daemon's CPU >= 10000 | {what}, a core's second | lookups of 128
+serving:
+  requests/s of a round >= 1 | {arm}: requests/s over cache off | arm=(L|cluster)
+  off / TTFT of a round >= 1 | {arm}: TTFT of cache off over it | arm=(L|cluster)
 simulate_speed:
   seconds_100k <= 60 | simulate, {policy}, {through}, blocks of {block MiB} MiB: CPU s of 100,000 requests
+start:
+  CPU s <= 0.1 | {start} | =import
+  CPU s <= 0.25 | {start} | --help
 step_stores:
+  plan, CPU ms <= 3 | CPU ms to plan stores: {setting}
   CPU ms a step <= 0.05 | {setting}: CPU ms of a step of {sequences} stores | sequences=1\b
   CPU ms a step <= 0.07 | {setting}: CPU ms of a step of {sequences} stores | sequences=4\b
   CPU ms a step <= 0.15 | {setting}: CPU ms of a step of {sequences} stores | sequences=16\b
   CPU ms a step <= 0.4 | {setting}: CPU ms of a step of {sequences} stores | sequences=64\b
-tail_cost:
-  more us <= 0.3 | tail over LRU, requests of {blocks} blocks, us per block
+order_cost:
+  more us <= 0.3 | predicted over LRU, requests of {blocks} blocks, us per block
 ttft:
   cold / l2 >= 10 | cold / L2 at {prompt tokens} tokens
   cold / file >= 6 | cold / L3 at {prompt tokens} tokens
@@ -224,8 +269,8 @@ UNHELD: Final[Mapping[str, Sequence[Unheld]]] = {
     "encryption": (Unheld("ratio", "what=(write|cold)", "held in `of the limit`"),),
     "engine_ttft": (Unheld("(a) / this", r"engine=\([bc]\)", "other engines' figures"),),
     "eviction": (
-        Unheld("tail %", "", "of other traces and sizes: held as `tail less lru`"),
-        Unheld("tail, hints %", "", "of other traces and sizes: no goal was set for these"),
+        Unheld("predicted %", "", "of other traces and sizes: held as `predicted less lru`"),
+        Unheld("predicted, hints %", "", "of other traces and sizes: no goal was set for these"),
     ),
     "file_bandwidth": (Unheld("GB/s", "", "held in `ratio`, beside fio; a warm read has no disk below it"),),
     "gpu_bandwidth": (Unheld("", "", "the least of each kind is held"),),
@@ -243,7 +288,7 @@ UNHELD: Final[Mapping[str, Sequence[Unheld]]] = {
     ),
     "routing": (Unheld("of oracle", "", "other policies' figures"),),
     "segments": (
-        Unheld("right, of full", "", "rules and shares that are not the default's, drawn in segments.png"),
+        Unheld("right, of full", "", "rules and shares that are not the default's"),
         Unheld("CPU, of full", "", "the same"),
     ),
     "service_overhead": (
@@ -293,7 +338,6 @@ def without_mean(targets: Iterable[Target]) -> list[str]:
 
 
 def is_end(target: Target) -> bool:
-    """Whether it measures an interval's end."""
     return re.search(_END, target.name) is not None
 
 

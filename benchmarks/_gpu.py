@@ -14,20 +14,13 @@ from typing import Any, Final
 import _report
 import numpy as np
 import torch
-from _loads import Row
+from _races import in_turns, took
+from _report import Row
 from numpy.typing import NDArray
 
 from kvtier.tiers.config import Config
-from kvtier.tiers.copies import (
-    BlockCopies,
-    BlockPart,
-    CopyEvent,
-    CopyStream,
-    CopyWays,
-    CudaCopyStream,
-    EngineBlocks,
-    HostCopyStream,
-)
+from kvtier.tiers.copies import BlockCopies, BlockPart, CopyEvent, CopyStream, CopyWays, CudaCopyStream, EngineBlocks
+from kvtier.tiers.copies import HostCopyStream as CpuCopyStream
 from kvtier.tiers.host import HostRegion, cuda_driver
 
 KIB: Final = 1 << 10
@@ -138,7 +131,7 @@ def copying(
                 _report.progress("the ways of copying are not measured yet: published figures count")
             yield on_device
         return
-    stream = HostCopyStream(l1, region)
+    stream = CpuCopyStream(l1, region)
     try:
         yield stream
     finally:
@@ -236,25 +229,13 @@ def synchronize(device: torch.device) -> None:
 def interleaved(
     variants: Mapping[str, Callable[[], Callable[[], None]]], rounds: int
 ) -> dict[str, NDArray[np.float64]]:
-    """Seconds of each variant in each round; a round before them warms up.
-
-    A variant is prepared, and what that returns is timed.
-    """
-    wall: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds + 1):
-        for name, prepare in variants.items():
-            act, started = prepare(), time.perf_counter()
-            act()
-            wall[name].append(time.perf_counter() - started)
-    return {name: np.array(seconds[1:]) for name, seconds in wall.items()}
+    """Seconds of each variant in each round. A variant is prepared, and what that returns is timed."""
+    turns = {name: lambda prepare=prepare: took(prepare()) for name, prepare in variants.items()}
+    return {name: np.array(seconds) for name, seconds in in_turns(turns, rounds, warm_up=1).items()}
 
 
-def mid(values: Iterable[float], digits: int = 3) -> float:
-    return round(float(np.median(list(values))), digits)
-
-
-def tail(values: Iterable[float]) -> float:
-    return round(float(np.quantile(list(values), 0.99)), 3)
+def mid(values: Iterable[float], digits: int = 3, quantile: float = 0.5) -> float:
+    return round(float(np.quantile(list(values), quantile)), digits)
 
 
 def told(rows: Iterable[Row]) -> Iterator[Row]:
@@ -265,5 +246,4 @@ def told(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def setup_of(options: argparse.Namespace) -> dict[str, object]:
-    """What a reader has to know of a run that proves no figure."""
     return {"dry": "this CPU, in small: no figure of a GPU"} if options.dry else {}

@@ -1,6 +1,5 @@
-"""What programs that load engines share: random prompts and models, tiers over a slab, intervals, pictures."""
+"""What programs that load engines share: random prompts and models, tiers over a slab, pictures."""
 
-import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,20 +8,17 @@ from typing import Any, Final
 
 import matplotlib
 import numpy as np
+from _process import drop_caches
+from _report import ROOT, Row
 
 from kvtier.tiers.config import Config
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-ROOT: Final = Path(__file__).resolve().parent.parent
 VLLM: Final = ROOT / ".venv-vllm" / "bin" / "python"
 VOCABULARY: Final = 8192
 _SETTLE: Final = 120.0  # seconds for everything stored to reach the slab
-_CACHES: Final = Path("/proc/sys/vm/drop_caches")
-
-Row = dict[str, Any]
-"""Of a report's table."""
 
 
 def random_tokens(draw: np.random.Generator, count: int, first: int = 3, end: int = VOCABULARY) -> list[int]:
@@ -39,7 +35,6 @@ def llama(size: int, layers: int, *, heads: int, kv_heads: int, **options: Any) 
 
 
 def scratch(name: str) -> "tempfile.TemporaryDirectory[str]":
-    """A folder beside the programs, on the disk of the checkout."""
     return tempfile.TemporaryDirectory(prefix=f".{name}-", dir=ROOT / "benchmarks")
 
 
@@ -63,17 +58,7 @@ def leave_only(engine: Any, tier: str, *, page_cache: bool = False) -> None:
     if tier == "file":
         engine.connector.hierarchy.host.pool.reset()
         if not page_cache:
-            os.sync()
-            if os.access(_CACHES, os.W_OK):
-                _CACHES.write_text("1")
-
-
-def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Geometric mean and its 95 % interval, from a bootstrap."""
-    logs = np.log(np.array(ratios))
-    draws = np.random.default_rng(0).choice(logs, (10_000, len(logs))).mean(axis=1)
-    low, high = np.quantile(draws, [0.025, 0.975])
-    return float(np.exp(logs.mean())), float(np.exp(low)), float(np.exp(high))
+            drop_caches()
 
 
 @contextmanager
@@ -93,8 +78,7 @@ def grouped_bars(
         for place, (name, heights) in enumerate(series.items()):
             bars = axes.bar(np.arange(len(labels)) + 0.2 * (place - 1.5), heights, 0.19, label=name)
             axes.bar_label(bars, [f"{height:.3g}" for height in heights], fontsize=7)
-        axes.set_yscale("log")
+        axes.set(yscale="log", ylabel=what)
         axes.set_xticks(range(len(labels)), labels, fontsize=8)
-        axes.set_ylabel(what)
         axes.set_title(title, fontsize=10)
         axes.legend(fontsize=8)

@@ -62,7 +62,6 @@ class EngineLacksError(Exception):
 
 @contextmanager
 def by_itself() -> Iterator[None]:
-    """What goes wrong here does so without kvtier."""
     try:
         yield
     except Exception as error:
@@ -70,7 +69,6 @@ def by_itself() -> Iterator[None]:
 
 
 def prompts() -> PromptTexts:
-    """Two of random tokens, and the first one with others in its middle."""
     random = np.random.default_rng(0)
     one, two, middle = (random.integers(3, VOCAB - 16, number).tolist() for number in (LENGTH, LENGTH, 64))
     return [one, two, [*one[:48], *middle, *one[112:]]]
@@ -201,7 +199,6 @@ def try_sglang(architecture: Architecture, folder: Path) -> Trial:
         return [answer["tokens"] for answer in answers], [answer["storage"] for answer in answers[:2]]
 
     def alone() -> tuple[PromptTexts, PromptTexts, PromptTexts]:
-        """Without kvtier: the first turns' answers, the second turns, and their answers."""
         try:
             with sglang_rig.Sglang(path, slabs, hicache_storage_backend=None, **options) as plain:
                 first, _ = ask(plain, prompts())

@@ -14,8 +14,6 @@ _OBJECTS: Final[dict[str, bytearray]] = {}
 
 
 class ObjectRequests(BaseHTTPRequestHandler):
-    """One connection."""
-
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 

@@ -1,8 +1,9 @@
-"""Prompts of chats and traces, and what of each is held, by block size, if nothing is ever evicted.
+"""Prompts of chats and traces, and what of each is held, by block size: of a cache that evicts nothing, or of an LRU.
 
 A trace's texts are known by its blocks' numbers, made-up chats by token.
 """
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvtier.service.traces import read_trace
 
+Name = int  # of a prefix: equal ones are equal texts
 CHILDREN: Final = 8  # that `ChildIndex` of tiers/pool/core.py remembers of one block, at most
 TRACE_UNIT: Final = 512  # tokens of the trace's blocks
 
@@ -36,7 +38,6 @@ class Exchange:
     num_continued: int = 0  # tokens of the exchange that this is the next turn of: held before it, whatever its symbols
 
     def tokens(self) -> NDArray[np.uint32]:
-        """The text whose KV is there afterwards, token by token."""
         numbers = np.asarray(self.symbols, np.uint32)[:, None] * np.uint32(self.unit)
         told = (numbers + np.arange(self.unit, dtype=np.uint32)).reshape(-1)[: self.num_told]
         return np.concatenate([told, np.zeros(max(0, self.num_held - self.num_told), np.uint32)])
@@ -140,7 +141,6 @@ class PrefixTree:
         self._held = [0]  # tokens
 
     def longest(self, exchange: Exchange) -> int:
-        """How many leading tokens of the text the held text has that agrees longest."""
         node = most = tokens = 0
         for symbol in exchange.symbols:
             found = self._next.get((node, symbol))
@@ -151,7 +151,6 @@ class PrefixTree:
         return most
 
     def add(self, exchange: Exchange, num_tokens: int) -> None:
-        """The first `num_tokens` tokens of the text are held."""
         node = tokens = 0
         for symbol in exchange.symbols:
             if tokens >= num_tokens:
@@ -178,7 +177,6 @@ class RememberedChildren:
         return max((agree(wanted, child) for child in known), default=0)
 
     def add(self, symbols: Sequence[int], block: int, count: int) -> None:
-        """Block `block` of the text, of so many tokens, was stored."""
         known = self._behind.setdefault(self._name(symbols, block), [])
         known.append(symbols[block * self._size : block * self._size + count])
         del known[:-CHILDREN]
@@ -189,7 +187,6 @@ class RememberedChildren:
 
 
 def replay(exchanges: Sequence[Exchange], block_size: int, reuse: PrefixReuse) -> Replayed:
-    """Ask for every prompt, one after another, and store what it computes."""
     whole, any_length, done = PrefixTree(), PrefixTree(), Replayed()
     children = RememberedChildren(block_size) if all(one.unit == 1 for one in exchanges) else None
     for exchange in exchanges:
@@ -228,3 +225,78 @@ def replay(exchanges: Sequence[Exchange], block_size: int, reuse: PrefixReuse) -
 
 def agree(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+class Tails(Enum):
+    """What becomes of the unfinished blocks that requests end with."""
+
+    NONE = "none"
+    FIRST = "first to go"  # before any whole block
+    AGED = "aged, an eighth"  # as blocks age; one beyond an eighth of all slots pushes the oldest tail out
+
+
+class BoundedCache:
+    """`num_slots` blocks or tails, the one used least recently going first."""
+
+    def __init__(self, num_slots: int, block_size: int, tails: Tails) -> None:
+        self._num_slots = num_slots
+        self._size = block_size
+        self._kind = tails
+        self._blocks: OrderedDict[Name, tuple[Name, Sequence[int]]] = OrderedDict()  # name → parent, tokens
+        self._tails: OrderedDict[Name, None] = OrderedDict()  # those of the blocks that are not whole, oldest first
+        self._children: defaultdict[Name, dict[Name, Sequence[int]]] = defaultdict(dict)
+
+    def ask(self, exchange: Exchange) -> int:
+        """How many tokens of the prompt are held. What is computed instead is stored then, and the answer, too."""
+        symbols, size, usable = exchange.symbols, self._size, exchange.num_prompt - 1
+        names = self._names(exchange)
+        whole = next((i for i, name in enumerate(names[: usable // size]) if name not in self._blocks), usable // size)
+        parent = names[whole - 1] if whole else 0
+        wanted = symbols[whole * size : (whole + 1) * size]
+        known = list(self._children[parent].items())[-CHILDREN:]
+        shared, child = max(((agree(wanted, held), name) for name, held in known), default=(0, None))
+        if child is not None and shared:
+            self._blocks.move_to_end(child)
+        for i in range(whole, len(names)):
+            self._store(names[i], names[i - 1] if i else 0, symbols[i * size : (i + 1) * size])
+        for name in reversed(names):  # a chain's end goes first
+            if name in self._blocks:
+                self._blocks.move_to_end(name)
+        rest = symbols[len(names) * size : exchange.num_held]
+        if self._kind is not Tails.NONE and 8 * len(rest) >= size:
+            self._store(hash((names[-1] if names else 0, tuple(rest))), names[-1] if names else 0, rest)
+        return min(whole * size + shared, usable)
+
+    def _names(self, exchange: Exchange) -> list[Name]:
+        names: list[Name] = []
+        for first in range(0, exchange.num_held // self._size * self._size, self._size):
+            names.append(hash((names[-1] if names else 0, tuple(exchange.symbols[first : first + self._size]))))
+        return names
+
+    def _store(self, name: Name, parent: Name, tokens: Sequence[int]) -> None:
+        following = self._children[parent]
+        if name in self._blocks or any(held[: len(tokens)] == tokens for held in following.values()):
+            return
+        for other in [other for other, held in following.items() if tokens[: len(held)] == held]:
+            self._drop(other)  # this goes on as that one does
+        is_partial = len(tokens) < self._size
+        if is_partial and self._kind is Tails.AGED and len(self._tails) >= max(1, self._num_slots // 8):
+            self._drop(next(iter(self._tails)))
+        while len(self._blocks) >= self._num_slots:
+            is_first = self._kind is Tails.FIRST and self._tails
+            self._drop(next(iter(self._tails if is_first else self._blocks)))
+        self._blocks[name] = parent, tokens
+        self._children[parent][name] = tokens
+        if is_partial:
+            self._tails[name] = None
+
+    def _drop(self, name: Name) -> None:
+        parent, _ = self._blocks.pop(name)
+        del self._children[parent][name]
+        self._tails.pop(name, None)
+
+
+def computed_in(exchanges: Sequence[Exchange], room: int, block_size: int, tails: Tails) -> float:
+    """Tokens computed a request in so many tokens of room."""
+    cache = BoundedCache(room // block_size, block_size, tails)
+    return sum(exchange.num_prompt - cache.ask(exchange) for exchange in exchanges) / len(exchanges)

@@ -1,26 +1,66 @@
-"""Processes and threads that benchmarks measure, or measure beside: ready when they say so, ended with the program."""
+"""Processes and threads that benchmarks measure, or measure beside: ready when they say so, ended with the program.
+
+Whoever imports this finds the rigs of the tests, too.
+"""
 
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Final, TypeVar
 
+from _report import ROOT, progress
+
 from kvtier.tiers import KVTierError
 
-ROOT: Final = Path(__file__).resolve().parent.parent
+sys.path += [str(ROOT / "tests" / each) for each in ("interop", "rigs")]
 _START: Final = 120.0  # seconds: a cold import of torch and transformers
 _PROCESS_CLOCK: Final = 2  # Linux makes a process's clock of its pid and this: clock_getcpuclockid(3)
 
 V = TypeVar("V")
+
+
+def beside(engine: str) -> None:
+    """Go on in `.venv-ENGINE`, if that is there and has the engine, which this interpreter has not."""
+    python = ROOT / f".venv-{engine}" / "bin" / "python"
+    if find_spec(engine) is None and python.exists():
+        os.execv(python, [str(python), *sys.argv])
+
+
+def installed(name: str, *wanted: str, python: Path = Path(sys.executable)) -> Path:
+    """A folder of the user's cache that has packages, and nothing they depend on; CalledProcessError by pip.
+
+    They are installed by that Python at the first call.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
+    if not (cache / name).exists():
+        progress(f"installing {name} into a folder of its own")
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as fresh:
+            pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-deps"]
+            pip += ["--target", f"{fresh}/packages", *wanted]
+            subprocess.run(pip, capture_output=True, text=True, check=True, timeout=600)
+            Path(fresh, "packages").rename(cache / name)
+    return cache / name
+
+
+def wait_until(holds: Callable[[], object], what: str, seconds: float = 120.0, pause: float = 0.01) -> None:
+    """RuntimeError if it takes longer."""
+    end = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > end:
+            raise RuntimeError(f"{what}: not within {seconds:g} s")
+        time.sleep(pause)
 
 
 def environment(**options: str) -> dict[str, str]:
@@ -30,9 +70,17 @@ def environment(**options: str) -> dict[str, str]:
     return variables | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # two engines' threads would spin in turns
 
 
+def kvtier(*arguments: str) -> list[str]:
+    return ["-m", "kvtier.cli", *arguments]
+
+
 def cpu_seconds(pid: int) -> float:
     """User and system time of a process so far, of all threads there were."""
     return time.clock_gettime(~pid << 3 | _PROCESS_CLOCK)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class ServerProcess:
@@ -41,18 +89,18 @@ class ServerProcess:
     def __init__(
         self, command: Sequence[str], log: Path, *, ready: str = "ready on", options: Mapping[str, str] | None = None
     ) -> None:
-        self.log = log
+        self.log, env = log, environment(**(options or {}))
         with log.open("wb") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, *command], env=environment(**(options or {})), stdout=file, stderr=file
-            )
+            self.process = subprocess.Popen([sys.executable, *command], env=env, stdout=file, stderr=file)
         end = time.monotonic() + _START
         while ready not in log.read_text(errors="replace"):
             if self.process.poll() is not None or time.monotonic() > end:
                 self.stop()
-                lines = log.read_text(errors="replace").splitlines() or ["it said nothing"]
-                raise KVTierError(f"{' '.join(command[:3])} did not start: {lines[-1]}")
+                raise KVTierError(f"{' '.join(command[:3])} did not start: {self.last_words()}")
             time.sleep(0.05)
+
+    def last_words(self) -> str:
+        return (self.log.read_text(errors="replace").splitlines() or ["it said nothing"])[-1][:300]
 
     def cpu_seconds(self) -> float:
         return cpu_seconds(self.process.pid)
@@ -70,7 +118,6 @@ class ServerProcess:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
     def stop(self) -> None:
-        """SIGTERM, and after ten seconds SIGKILL. Idempotent."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -78,6 +125,18 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait(10)
+
+
+def drop_caches(path: Path | None = None) -> None:
+    """What the page cache has of all files, or at least of this one, where only root may drop it all."""
+    os.sync()
+    if path is not None:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+    except OSError:
+        progress("not root: page cache dropped by posix_fadvise alone, where at all")
 
 
 @contextmanager
@@ -124,10 +183,9 @@ def busy_thread() -> Iterator[None]:
     stop = threading.Event()
 
     def spin() -> None:
-        count = 0
         while not stop.is_set():
             for _ in range(1000):
-                count += 1
+                pass
 
     thread = threading.Thread(target=spin)
     thread.start()
@@ -151,14 +209,9 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def spawned(run: Callable[..., V], *arguments: object) -> V:
-    """What it returns in a process of its own, which has no memory of earlier work to use again."""
+    """What it returns in a fresh process: its threads are its own, and no memory of earlier work is used again."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         return process.submit(run, *arguments).result(timeout=1800)
-
-
-def kvtier(*arguments: str) -> list[str]:
-    """The command line of `kvtier ARGUMENTS`."""
-    return ["-m", "kvtier.cli", *arguments]
 
 
 def free_port() -> int:

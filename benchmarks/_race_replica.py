@@ -37,17 +37,9 @@ _HEAD: Final = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-
 
 
 def save_model(folder: Path) -> None:
-    """Tokenizer and chat template for routers that read prompts themselves."""
     model = {"type": "WordLevel", "vocab": VOCABULARY, "unk_token": "[UNK]"}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Whitespace"},
-        "post_processor": None,
-        "decoder": None,
-        "model": model,
-    }
+    tokenizer: dict[str, Any] = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}}
+    tokenizer |= {"model": model, **dict.fromkeys(("normalizer", "post_processor", "decoder"))}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE, "unk_token": "[UNK]"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -56,7 +48,6 @@ def save_model(folder: Path) -> None:
 
 
 def tokens_of(body: dict[str, Any]) -> list[int]:
-    """The tokens of a request, as the template and the tokenizer make them."""
     if "messages" in body:
         tools = "".join(f"tool {json.dumps(tool)}\n" for tool in body.get("tools") or ())
         turns = "".join(f"{each['role']} : {each['content']}\n" for each in body["messages"])
@@ -98,8 +89,6 @@ class PrefixCache:
 
 
 class Events:
-    """vLLM's publisher: numbered batches, and a socket that sends the last ones again."""
-
     def __init__(self, events: str, replay: str) -> None:
         context = zmq.asyncio.Context()
         self._out, self._again = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
@@ -185,20 +174,12 @@ class FakeReplica:
             num_held, gone = self._cache.use(names)
             await self.events.publish(names, num_held, tokens, gone)
         num_answer = int(body.get("max_tokens") or body.get("max_completion_tokens") or 8)  # sglang-router renames it
-        usage = {
-            "prompt_tokens": len(tokens),
-            "completion_tokens": num_answer,
-            "total_tokens": len(tokens) + num_answer,
-            "prompt_tokens_details": {"cached_tokens": num_cached},
-        }
+        usage: dict[str, Any] = {"prompt_tokens": len(tokens), "completion_tokens": num_answer}
+        usage |= {"total_tokens": len(tokens) + num_answer, "prompt_tokens_details": {"cached_tokens": num_cached}}
         kind = {"id": "c", "created": int(time.time()), "model": MODEL}
         if not body.get("stream"):
-            choice = {
-                "index": 0,
-                "message": {"role": "assistant", "content": "a"},
-                "text": "a",
-                "finish_reason": "stop",
-            }
+            message = {"message": {"role": "assistant", "content": "a"}, "text": "a"}
+            choice: dict[str, Any] = {"index": 0, **message, "finish_reason": "stop"}
             _write(writer, {**kind, "object": "chat.completion", "choices": [choice], "usage": usage})
             return
         writer.write(_HEAD)

@@ -3,17 +3,18 @@
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any, Final, NamedTuple, TypeVar
 from unittest.mock import patch
 
+import numpy as np
+
 from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import COMPILED
 
 PYTHON: Final = "Python alone"  # a form of the core; the other one has extension modules
-Row = dict[str, Any]
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -36,7 +37,6 @@ class Race:
         self.speeds[side].append(speed)
 
     def rate(self, side: object) -> float:
-        """GB/s."""
         return median(speed.gb_per_s for speed in self.speeds[side])
 
     def cpu(self, side: object) -> float:
@@ -45,15 +45,21 @@ class Race:
 
     def ratio(self, side: object, other: object) -> float:
         """How many times as fast one side was as the other."""
-        pairs = zip(self.speeds[side], self.speeds[other], strict=True)
-        return median(one.gb_per_s / two.gb_per_s for one, two in pairs)
+        ours, theirs = ([speed.gb_per_s for speed in self.speeds[each]] for each in (side, other))
+        return of_pairs(ours, theirs)
 
     def best(self, sides: Iterable[K]) -> K:
         return max(sides, key=self.rate)
 
 
+def of_pairs(
+    ours: Sequence[float], theirs: Sequence[float], compare: Callable[[float, float], float] = lambda a, b: a / b
+) -> float:
+    """The median over rounds of what our time is by theirs of the same round, or `compare`d in another way."""
+    return median(compare(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 def took(action: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds."""
     start = clock()
     action()
     return clock() - start
@@ -62,10 +68,8 @@ def took(action: Callable[[], object], clock: Callable[[], float] = time.perf_co
 def speed_of(
     action: Callable[[], object], num_bytes: float, cpu_clock: Callable[[], float] = time.process_time
 ) -> Speed:
-    cpu, start = cpu_clock(), time.perf_counter()
-    action()
-    wall, cpu = time.perf_counter() - start, cpu_clock() - cpu
-    return Speed(num_bytes / wall / 1e9, cpu / num_bytes * 1e9)
+    cpu, wall = cpu_clock(), took(action)
+    return Speed(num_bytes / wall / 1e9, (cpu_clock() - cpu) / num_bytes * 1e9)
 
 
 def in_turns(actions: Mapping[K, Callable[[], V]], rounds: int, *, warm_up: int = 0) -> dict[K, list[V]]:
@@ -77,6 +81,14 @@ def in_turns(actions: Mapping[K, Callable[[], V]], rounds: int, *, warm_up: int 
             if number >= 0:
                 found[name].append(result)
     return found
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Geometric mean and its 95 % interval, from a bootstrap."""
+    logs = np.log(np.array(ratios))
+    draws = np.random.default_rng(0).choice(logs, (10_000, len(logs))).mean(axis=1)
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return float(np.exp(logs.mean())), float(np.exp(low)), float(np.exp(high))
 
 
 def is_built(module: str = "kvtier.tiers.pool.core_compiled") -> bool:

@@ -90,7 +90,6 @@ def anchor(heading: str) -> str:
 
 
 def causes(page: str) -> list[str]:
-    """The headings under which docs/performance.md says why a goal was missed."""
     section = page.partition(MISSED)[2].partition("\n## ")[0]
     return re.findall(r"^### (.*)$", section, re.MULTILINE)
 
@@ -301,7 +300,6 @@ def models_table() -> str:
 
 
 def main() -> None:
-    """Replace what stands between the two marks of each page, and print what is lacking."""
     for page, made in ((PERFORMANCE, figures), (README, six), (MODELS, models_table)):
         page.write_text(written(page, made()))
     for page in (PERFORMANCE, STORAGE):

@@ -7,21 +7,22 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from _goals import SavedRow, held, left_out
 from _goals import Target as Target  # programs name their goals by it
 from rich.console import Console
 from rich.table import Table
 
-_ROOT: Final = Path(__file__).resolve().parent.parent
-_DEFAULT: Final = 80  # columns that rich takes for a pipe or file, in which tables fold
-_WIDE: Final = 240  # … and what they take
-RESULTS: Final = _ROOT / "benchmarks" / "results"
+ROOT: Final = Path(__file__).resolve().parent.parent
+SHARED: Final = ROOT.parent / "shared"  # traces, and a trained model: beside the checkout, where they are
+RESULTS: Final = ROOT / "benchmarks" / "results"
+_DEFAULT, _WIDE = 80, 240  # columns that rich takes for a pipe or file, in which tables fold, and what they take
+Row = dict[str, Any]  # of a table
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -37,22 +38,24 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return options
 
 
+def disk_parser(doc: str | None) -> argparse.ArgumentParser:
+    """The same, of a program that measures a disk."""
+    options = parser(doc)
+    options.add_argument("--directory", type=Path, default=Path(), help="where on the disk to measure (default: here)")
+    return options
+
+
 def machine() -> dict[str, object]:
     """What of the machine decides a figure: processor, cores, memory (GiB), kernel, Python, libraries, GPU, driver."""
-    gpu, driver = (
-        _output("nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader") for what in ("name", "driver_version")
-    )
-    return {
-        "cpu": _told("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(int((_told("/proc/meminfo", "MemTotal:") or "0").split()[0]) / 2**20, 1),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "numpy": _version("numpy"),
-        "torch": _version("torch"),
-        "gpu": gpu or None,
-        "driver": driver or None,
-    }
+    cpu = _told("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
+    memory = int((_told("/proc/meminfo", "MemTotal:") or "0").split()[0]) / 2**20
+    found: Row = {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory, 1)}
+    found |= {"kernel": platform.release(), "python": platform.python_version()}
+    installed = {each.name: each.version for each in metadata.distributions() if each.name in ("numpy", "torch")}
+    found |= {name: installed.get(name) for name in ("numpy", "torch")}
+    asked = {"gpu": "name", "driver": "driver_version"}
+    smi = {name: _output("nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader") for name, what in asked.items()}
+    return found | {name: told or None for name, told in smi.items()}
 
 
 def commit() -> str:
@@ -61,12 +64,11 @@ def commit() -> str:
     Results and pages don't count as code: saving one benchmark would make the next one dirty. In a copy of a checkout
     that was made for another machine (docs/gpu.md) it is what `.gpu/commit` says.
     """
-    head = _output("git", "-C", str(_ROOT), "rev-parse", "--short=12", "HEAD")
-    if not head:
-        return _told(str(_ROOT / ".gpu" / "commit"), "") or "unknown"
+    git = ("git", "-C", str(ROOT))
+    if not (head := _output(*git, "rev-parse", "--short=12", "HEAD")):
+        return _told(str(ROOT / ".gpu" / "commit"), "") or "unknown"
     code = ("--", ".", ":!benchmarks/results", ":!*.md")
-    changed = _output("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no", *code)
-    return f"{head}{'-dirty' if changed else ''}"
+    return head + "-dirty" * bool(_output(*git, "status", "--porcelain", "--untracked-files=no", *code))
 
 
 def report(
@@ -79,11 +81,8 @@ def report(
 ) -> int:
     """Print the results, as tables or as one JSON object; with `save`, also write benchmarks/results/NAME.json.
 
-    `setup` is what of the command line decides the figures.
-
-    Rows of a column that is a goal for others are held to it as well (`_goals.py`); what has no goal is told on stderr.
-
-    Returns the program's exit status: 0 also if a target was missed, since a miss is a result, told as such.
+    `setup` is what of the command line decides the figures. Rows are held to the goals of `_goals.py` as well; what has
+    none is told on stderr. Returns the exit status: 0 also if a target was missed, since a miss is a result.
     """
     targets = held(name, rows, targets)
     for line in left_out(name, rows, targets):
@@ -94,13 +93,18 @@ def report(
     if as_json:
         print(json.dumps(document))
     else:
-        _print_tables(name, rows, targets, setup or {})
+        _print_tables(document, targets)
     return 0
 
 
 def keep(name: str, rows: Sequence[SavedRow], targets: Sequence[Target], setup: SavedRow) -> None:
-    """Write benchmarks/results/NAME.json while a long run goes on: what it has is not lost if it is interrupted."""
+    """Write benchmarks/results/NAME.json, also while a long run goes on: what it has is not lost by an interruption."""
     _write(_document(name, rows, targets, setup))
+
+
+def _write(document: Row) -> None:
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{document['benchmark']}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 def progress(message: str) -> None:
@@ -108,32 +112,20 @@ def progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def _document(
-    name: str, rows: Sequence[SavedRow], targets: Sequence[Target], setup: SavedRow | None
-) -> dict[str, object]:
-    return {
-        "benchmark": name,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "commit": commit(),
-        **({"setup": dict(setup)} if setup else {}),
-        "results": [dict(row) for row in rows],
-        "targets": [target.as_dict() for target in targets],
-    }
+def _document(name: str, rows: Sequence[SavedRow], targets: Sequence[Target], setup: SavedRow | None) -> Row:
+    document: Row = {"benchmark": name, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    document |= {"machine": machine(), "commit": commit(), **({"setup": dict(setup)} if setup else {})}
+    return document | {"results": [dict(row) for row in rows], "targets": [target.as_dict() for target in targets]}
 
 
-def _write(document: Mapping[str, object]) -> None:
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{document['benchmark']}.json").write_text(json.dumps(document, indent=1) + "\n")
-
-
-def _print_tables(name: str, rows: Sequence[SavedRow], targets: Sequence[Target], setup: SavedRow) -> None:
+def _print_tables(document: Row, targets: Sequence[Target]) -> None:
     console = Console()
     if not console.is_terminal and console.width == _DEFAULT:
         console.width = _WIDE
-    caption = "  ·  ".join(f"{what} {value}" for what, value in setup.items()) or None
-    title = f"{name}  ·  {machine()['cpu']}, {machine()['cores']} cores  ·  {commit()}"
-    for kind in _of_one_kind(rows):
+    caption = "  ·  ".join(f"{what} {value}" for what, value in document.get("setup", {}).items()) or None
+    here = document["machine"]
+    title = f"{document['benchmark']}  ·  {here['cpu']}, {here['cores']} cores  ·  {document['commit']}"
+    for kind in _of_one_kind(document["results"]):
         table = Table(title=title, caption=caption)
         columns = list(dict.fromkeys(key for row in kind for key in row))
         for column in columns:
@@ -146,10 +138,9 @@ def _print_tables(name: str, rows: Sequence[SavedRow], targets: Sequence[Target]
     if targets:
         verdicts = Table("target", "limit", "measured", "met")
         for target in targets:
+            met = "[green]yes[/]" if target.met else "[red]no[/]"
             limit = f"{'≤' if target.at_most else '≥'} {target.limit:g}"
-            verdicts.add_row(
-                target.name, limit, f"{target.measured:.4g}", "[green]yes[/]" if target.met else "[red]no[/]"
-            )
+            verdicts.add_row(target.name, limit, f"{target.measured:.4g}", met)
         console.print(verdicts)
 
 
@@ -178,13 +169,6 @@ def _told(path: str, what: str) -> str:
     except OSError:
         return ""
     return next((line.split(":", 1)[-1].strip() for line in lines if line.startswith(what)), "")
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _output(*command: str) -> str:

@@ -53,7 +53,6 @@ def main() -> None:
 
 @contextmanager
 def loaded(url: str) -> Iterator[None]:
-    """Clients ask all the while."""
     ended = threading.Event()
 
     def ask() -> None:

@@ -74,7 +74,6 @@ def shown(lines: list[str]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Run the pages' scripts, one after another, and replace what stands between the two marks of each."""
     for page in sys.argv[1:] or PAGES:
         progress(f"{page}: running its script")
         with tempfile.TemporaryDirectory() as home:

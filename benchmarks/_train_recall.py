@@ -31,7 +31,6 @@ def recall_config() -> Any:
 
 
 def lesson(rng: np.random.Generator, num_texts: int, num_documents: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Texts of documents with all names asked for behind them, and the right answer wherever there is one."""
     documents = make_documents(rng, num_texts, num_documents).reshape(num_texts, -1)
     known, said = read(documents)
     names = np.argsort(rng.random((num_texts, len(NAMES))), 1)
@@ -73,7 +72,6 @@ def share_right(model: Any) -> float:
 
 
 def main() -> None:
-    """Train, say how good it is, save."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("directory", type=Path, help="where the checkpoint goes")
     options.add_argument("--steps", type=int, default=STEPS)

@@ -20,10 +20,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from _engine_starter import serve
-from _process import free_port
+from _process import cpu_seconds, free_port
 
-HERE: Final = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "tests" / "interop")]
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "LMCACHE_LOG_LEVEL": "ERROR"}
 
 CHUNK: Final = 64  # tokens of LMCache's chunks: its default of 256 is more than a turn adds
@@ -34,35 +32,35 @@ RESTING: Final = 10.0  # seconds at most until no thread works any more on what 
 
 def transfer(arm: str, folder: Path, host_bytes: int, port: int) -> dict[str, Any] | None:
     """vLLM's `kv_transfer_config` of an arm; None for `none`."""
-    file = {"path": str(folder), "size": "4GiB"}
-    ours = {"type": "KVTierSecondaryTier", "module_path": "kvtier.connector.vllm_tier", "file": file}
-    below = {"native files": [{"type": "fs", "root_dir": str(folder)}], "kvtier below native": [ours]}
     if arm == "none":
         return None
-    extra: dict[str, Any]
-    module = None
-    if arm == "kvtier":
-        module, name = "kvtier.connector.vllm", "KVTierConnector"
-        extra = {"host": {"size": host_bytes}, "file": file}
-    elif arm == "lmcache":
-        module, name = "lmcache.integration.vllm.lmcache_mp_connector", "LMCacheMPConnector"
-        extra = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port}
-    elif arm == "example":
-        name, extra = "ExampleConnector", {"shared_storage_path": str(folder)}
-    else:
-        name, extra = "OffloadingConnector", {"spec_name": "HostOffloadingSpec", "spec_module_path": "host_offloading"}
-        extra |= {"cpu_bytes_to_use": host_bytes} | ({"secondary_tiers": below[arm]} if arm in below else {})
+    file = {"path": str(folder), "size": "4GiB"}
+    native: dict[str, Any] = {"spec_name": "HostOffloadingSpec", "spec_module_path": "host_offloading"}
+    native["cpu_bytes_to_use"] = host_bytes
+    ours = {"type": "KVTierSecondaryTier", "module_path": "kvtier.connector.vllm_tier", "file": file}
+    lmcache = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port}
+    name, extra = {
+        "kvtier": ("KVTierConnector", {"host": {"size": host_bytes}, "file": file}),
+        "lmcache": ("LMCacheMPConnector", lmcache),
+        "example": ("ExampleConnector", {"shared_storage_path": str(folder)}),
+        "native": ("OffloadingConnector", native),
+        "native files": (
+            "OffloadingConnector",
+            native | {"secondary_tiers": [{"type": "fs", "root_dir": str(folder)}]},
+        ),
+        "kvtier below native": ("OffloadingConnector", native | {"secondary_tiers": [ours]}),
+    }[arm]
     whole = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
     whole |= {"kv_load_failure_policy": "recompute", "engine_id": f"benchmark-{os.getpid()}"}
-    return whole | ({"kv_connector_module_path": module} if module else {})
+    modules = {"kvtier": "kvtier.connector.vllm", "lmcache": "lmcache.integration.vllm.lmcache_mp_connector"}
+    return whole | ({"kv_connector_module_path": modules[arm]} if arm in modules else {})
 
 
 def lmcache_server(folder: Path, host_bytes: int, port: int) -> "subprocess.Popen[bytes]":
     """LMCache's own process, over host memory and files in `folder`."""
-    files = {"type": "fs", "base_path": str(folder)}
     options = ["--port", str(port), "--chunk-size", str(CHUNK), "--l1-size-gb", str(host_bytes / (1 << 30))]
     options += ["--supported-transfer-mode", "engine_driven", "--eviction-policy", "LRU", "--disable-observability"]
-    options += ["--l2-adapter", json.dumps(files)]
+    options += ["--l2-adapter", json.dumps({"type": "fs", "base_path": str(folder)})]
     command = [sys.executable, "-m", "lmcache.v1.multiprocess.server", *options]
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)
     atexit.register(server.kill)  # however this process ends
@@ -81,8 +79,6 @@ def hidden(name: str) -> Iterator[None]:
 
 
 class VllmArm:
-    """The engine, and what can be asked of it."""
-
     def __init__(self, setup: dict[str, Any]) -> None:
         sys.path[:0] = setup["packages"]
         os.environ["PYTHONPATH"] = os.pathsep.join([*setup["packages"], os.environ["PYTHONPATH"]])
@@ -97,8 +93,7 @@ class VllmArm:
             self.engine = Engine(Path(setup["model"]), transfer=wanted, **options)
         self.llm: Any = self.engine.llm.llm_engine
         self.core: Any = self.engine.core.engine_core
-        self.ids = 0
-        self.cpu = 0.0
+        self.ids, self.cpu = 0, 0.0
 
     # engine_conversations.py
 
@@ -108,8 +103,7 @@ class VllmArm:
         Returns of each prompt its seconds to the first token, from token to token, its cached tokens and its text.
         """
         self.cpu = self._cpu_seconds()
-        waiting = deque(enumerate(prompts))
-        places: dict[str, int] = {}
+        waiting, places = deque(enumerate(prompts)), dict[str, int]()
         asked, came = [0.0] * len(prompts), [list[float]() for _ in prompts]
         texts, cached = [list[int]() for _ in prompts], [0] * len(prompts)
         begun = time.perf_counter()
@@ -133,7 +127,7 @@ class VllmArm:
         gaps = [[b - a for a, b in pairwise(times)] for times in came]
         return {"seconds": seconds, "ttft": firsts, "itl": gaps, "cached": cached, "texts": texts}
 
-    def warm(self, prompts: list[list[int]]) -> dict[str, Any]:
+    def warm(self, prompts: list[list[int]]) -> None:
         """Ask prompts that have nothing to do with the others, twice: the second time from the tiers.
 
         Then wait for what goes on behind the start in every way, such as the first touch of host memory.
@@ -141,35 +135,31 @@ class VllmArm:
         for _ in range(2):
             self.converse(prompts, 4, 2)
             self._forget()
-        deadline = time.monotonic() + RESTING
-        while time.monotonic() < deadline:
-            before = self._cpu_seconds()
+        deadline, before = time.monotonic() + RESTING, -1.0
+        while (now := self._cpu_seconds()) - before > 0.015 and time.monotonic() < deadline:
+            before = now
             time.sleep(0.3)
-            if self._cpu_seconds() - before < 0.015:
-                break
-        return {"warm": True}
 
-    def close(self) -> dict[str, Any]:
+    def close(self) -> float:
         """Copies and files end, and the engine with them. CPU seconds since the conversations began, all processes."""
         self._settle()
         self.engine.core.shutdown()
-        return {"cpu": self._cpu_seconds() - self.cpu}
+        return self._cpu_seconds() - self.cpu
 
     # engine_ttft.py
 
-    def ttft(self, prompt: list[int]) -> dict[str, Any]:
-        """Seconds to the first token of a prompt, alone."""
+    def ttft(self, prompt: list[int]) -> tuple[float, int | None]:
+        """Of a prompt, alone: seconds to the first token, and cached tokens."""
         self._forget()
-        begun = time.perf_counter()
+        begun, cached = time.perf_counter(), None
         self._add(prompt, 1)
-        cached = None
         while self.llm.has_unfinished_requests():
             for output in self.llm.step():
                 cached = output.num_cached_tokens
-        return {"seconds": time.perf_counter() - begun, "cached": cached}
+        return time.perf_counter() - begun, cached
 
-    def work(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
-        """Serve a batch: seconds of wall and of CPU, its copies included."""
+    def work(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, float]:
+        """Serve a batch: seconds of wall, and of CPU with its copies."""
         self._forget()
         wall, cpu = time.perf_counter(), time.process_time()
         for prompt in prompts:
@@ -177,7 +167,7 @@ class VllmArm:
         self._finish()
         seconds = time.perf_counter() - wall
         self._forget()
-        return {"seconds": seconds, "cpu": time.process_time() - cpu}
+        return seconds, time.process_time() - cpu
 
     def decode(self, stems: list[list[int]], hits: list[list[int]], num_cycles: int) -> dict[str, list[float]]:
         """Times of eight steps of unrelated decoding requests, every other time with a load of a long hit beside them.
@@ -237,12 +227,8 @@ class VllmArm:
         self.llm.reset_prefix_cache()
 
     def _cpu_seconds(self) -> float:
-        """User and system time so far of this process and of LMCache's."""
-        own = time.process_time()
-        if self.server is None:
-            return own
-        fields = Path(f"/proc/{self.server.pid}/stat").read_text().rpartition(")")[2].split()
-        return own + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """So far, of this process and of LMCache's."""
+        return time.process_time() + (0.0 if self.server is None else cpu_seconds(self.server.pid))
 
 
 if __name__ == "__main__":

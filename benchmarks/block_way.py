@@ -1,18 +1,15 @@
 """A block's way through kvtier: calls of kvtier's functions, the files they are in, and moves between files.
 
-One request of one block, three ways: "cold store" (no tier holds the block; it is computed, copied to L2, sealed and
-written to the file tier), "L2 hit" and "L3 hit" (only the file tier holds it). Each way is measured twice. "engine" is
-a request of kvtier's own engine (tiny random model, one token generated), from `generate` to its answer. "connector"
-is the same request at the connector alone, from `lookup` to `finished`, with no engine in the figures. Both run in
-this process and through the daemon, whose loop and threads count too (here the daemon is a thread).
+One request of one block, three ways: "cold store" (no tier holds it; it is computed, copied to L2, sealed and written
+to the file tier), "L2 hit" and "L3 hit" (only the file tier holds it). "engine" is a request of kvtier's own engine
+(tiny random model, one token), from `generate` to its answer; "connector" is the same at the connector alone, from
+`lookup` to `finished`. Both run in this process and through the daemon (here a thread, whose calls count too).
 
-A call is the start of a function or method whose file is in kvtier's packages, on any thread. Comprehensions and
-generator expressions belong to their function; libraries are not counted. "files" are those in which a call starts.
-A move is a call whose caller is in another file; the caller is the innermost kvtier function below it on the thread's
-stack, and the first call on a thread is a move. Waiting for the background stores to end is not counted, the stores
-are. The first round is not counted (caches fill). Of the other rounds the one with the fewest calls is reported,
-because a thread that happens to wake up once more adds calls. The counts depend on no clock, but on Python's version.
-With `--save` the table of docs/architecture.md is written anew, and its drawing (`_block_drawing.py`).
+A call is the start of a function whose file is in kvtier's packages, on any thread; comprehensions belong to their
+function. A move is a call whose caller, the innermost kvtier function below it on the thread's stack, is in another
+file, or that has none. Waiting for background stores to end is not counted, the stores are. Of all rounds but the first
+(caches fill) the one with the fewest calls is reported: a thread that wakes up once more adds some. The counts depend
+on Python's version. `--save` also writes the table of docs/architecture.md and its drawing (`_block_drawing.py`).
 """
 
 import sys
@@ -29,7 +26,10 @@ from typing import Any, Final
 
 import _block_drawing
 import torch
-from _report import Target, parser, report
+from _blocks import AskedRequest
+from _process import wait_until
+from _report import ROOT as TREE
+from _report import Row, Target, parser, report
 from transformers import LlamaConfig
 
 from kvtier.connector import LocalConnector
@@ -44,7 +44,6 @@ BLOCK_SIZE: Final = 16
 SHAPE: Final = KVShape(num_layers=2, num_kv_heads=2, head_dim=8, block_size=BLOCK_SIZE, dtype="float32")
 ROOT: Final = root_hash(FINGERPRINT)
 PATIENCE: Final = 10.0  # seconds
-TREE: Final = Path(__file__).resolve().parent.parent
 PAGE: Final = TREE / "docs" / "architecture.md"
 START: Final = "<!-- block_way: written by benchmarks/block_way.py --save -->"
 END: Final = "<!-- block_way: end -->"
@@ -65,8 +64,6 @@ MODEL: Final = LlamaConfig(
 
 @dataclass
 class Way:
-    """What one request called."""
-
     num_moves: int = 0
     calls: list[tuple[str, str]] = field(default_factory=list)  # (file, function)
 
@@ -76,7 +73,6 @@ class Way:
 
     @property
     def files(self) -> list[str]:
-        """In the order of the first call."""
         return list(dict.fromkeys(file for file, _ in self.calls))
 
     @property
@@ -96,13 +92,11 @@ class Counter:
         sys.setprofile(self._profile)
 
     def close(self) -> None:
-        """Follow no thread any more."""
         sys.setprofile(None)
         threading.setprofile(None)
 
     @contextmanager
     def counting(self) -> Iterator[Way]:
-        """What is called meanwhile."""
         with self._lock:
             self._way = way = Way()
         try:
@@ -113,7 +107,6 @@ class Counter:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """What this thread calls meanwhile is not counted."""
         self._waiting = threading.get_ident()
         try:
             yield
@@ -135,22 +128,12 @@ class Counter:
                 way.calls.append((file, frame.f_code.co_qualname))
 
     def _file(self, code: CodeType) -> str | None:
-        """The file's path in the tree where it is kvtier's."""
         if code not in self._files:
             path = Path(code.co_filename)
             is_ours = path.is_absolute() and path.resolve().is_relative_to(TREE)
             file = path.resolve().relative_to(TREE).as_posix() if is_ours else ""
             self._files[code] = file if file.partition("/")[0] in FOLDERS else None
         return self._files[code]
-
-
-@dataclass
-class WayRequest:
-    """What the connector reads of an engine's request."""
-
-    request_id: str
-    chain: TokenChain
-    num_tokens: int
 
 
 class EngineClient:
@@ -184,7 +167,7 @@ class ConnectorClient:
         """Ask, then load, or compute (nothing) and store."""
         chain = TokenChain(ROOT, BLOCK_SIZE)
         chain.extend(prompt(number))
-        request = WayRequest(str(next(self._ids)), chain, BLOCK_SIZE + 1)
+        request = AskedRequest(str(next(self._ids)), chain, BLOCK_SIZE + 1)
         scheduler, worker = self.connector.scheduler, self.connector.worker
         while not isinstance(found := scheduler.lookup(request, 0), int):
             scheduler.wait(PATIENCE)
@@ -209,16 +192,17 @@ CLIENTS: Final[Mapping[str, Callable[[Config], Client]]] = {"engine": EngineClie
 
 
 def prompt(number: int) -> list[int]:
-    """One block and a token."""
     return [number % 200 + 1] * BLOCK_SIZE + [number // 200]
 
 
 def settle(hierarchy: Hierarchy, num_blocks: int) -> None:
     """Wait until so many blocks are sealed in L2 and written below it."""
-    deadline = time.monotonic() + PATIENCE
-    while hierarchy.ports[0].tier is None or hierarchy.ports[0].tier.stats()["slots_ready"] < num_blocks:
-        assert time.monotonic() < deadline, "not stored"
-        time.sleep(0.001)
+
+    def is_stored() -> bool:
+        tier = hierarchy.ports[0].tier
+        return tier is not None and tier.stats()["slots_ready"] >= num_blocks
+
+    wait_until(is_stored, "not stored", PATIENCE, 0.001)
     assert hierarchy.drain(PATIENCE)
     time.sleep(0.01)
 
@@ -246,7 +230,6 @@ def measure(counter: Counter, client: Client, hierarchy: Callable[[], Hierarchy]
 
 
 def in_process(make: Callable[[Config], Client], counter: Counter, directory: Path, rounds: int) -> dict[str, Way]:
-    """Tiers of this process."""
     with closing(make(configuration(directory))) as client:
         return measure(counter, client, lambda: client.connector.hierarchy, rounds)
 
@@ -277,7 +260,6 @@ def configuration(directory: Path, socket: Path | None = None) -> Config:
 
 
 def ways(rounds: int, clients: Sequence[str] = tuple(CLIENTS)) -> dict[str, Way]:
-    """Every way of these clients, by its name in the report."""
     found = {}
     with closing(Counter()) as counter:
         for who in clients:
@@ -309,7 +291,7 @@ def main() -> int:
     if given.trace:
         print("\n".join(f"{file}: {function}" for file, function in found[given.trace].calls))
         return 0
-    rows: list[dict[str, object]] = [{"way": name, **way.counts} for name, way in found.items()]
+    rows: list[Row] = [{"way": name, **way.counts} for name, way in found.items()]
     if given.save:
         PAGE.write_text(with_table(PAGE.read_text(), rows))
         _block_drawing.draw(PAGE.with_suffix(".svg"))

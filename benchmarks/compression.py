@@ -1,42 +1,43 @@
 """What compressing blocks saves and costs: ratio and rates of one core by dtype, and below which rate it pays.
 
 KV is real: of the recall model that was trained (`shared/fixture`, if it is there), and of a Llama with random weights,
-in each dtype; `fp8` is what a cast of it to e4m3 keeps. It is cut into blocks in the canonical layout. "plain" is zstd
-of the same level over the same bytes, not split by their place. Rates are of CPU time, in GB of payload; medians over
-blocks. A store slower than "reads below" brings a compressed block sooner: it takes 1/(ratio × rate) to come and
-1/restore to be restored, one after the other. "writes below" is the same of a write.
+in each dtype (`fp8`: cast to e4m3), as blocks in the canonical layout. "plain" is zstd of the same level over the same
+bytes, not split by their place. Rates are of CPU time, in GB of payload, medians over blocks. A store slower than
+"reads below" brings a compressed block sooner: it takes 1/(ratio × rate) to come, and 1/restore to be restored then.
 
 The same blocks as fp8 (`[cache] lossy`), with a scale for each head and token. "error" is the norm of what is lost over
-that of the block, "largest error" the largest single one over the block's largest number, of all blocks. "with zstd" is
-the ratio with compression after it. Loops are compiled where that is built; "Python" is the way without.
+that of the block, "largest error" the largest single one over the block's largest number. "Python" is without the
+compiled loops. Then what a batch of such blocks takes in a Redis on this machine, with and without, and what an object
+store has to keep of them (rates of moto's server would tell nothing of others).
 
-Then the Redis tier itself, over a server on this machine: what a batch of such blocks takes there, with and without.
-And what an object store has to keep of them, tables included: rates of moto's server would tell nothing of others.
-
-Last, what loss does to answers: the trained model reads documents and is asked about them. The question is computed
-over the documents' KV as it was, as fp8 with scales, or cast to e4m3 without. "as exact" is the share of answers that
-are those of exact KV, "KL" is in nats, of the answer's distribution from that of exact KV.
+Last, what loss does to answers: the trained model is asked about documents over their KV as it was, as fp8 with scales,
+or cast to e4m3 without. "as exact" is the share of answers that are those of exact KV, "KL" (nats) of the answer's
+distribution from that of exact KV.
 """
 
-import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import torch
 import zstandard
 from _blocks import key_file
-from _races import Row, took
-from _report import parser, progress, report
+from _loads import llama
+from _races import took
+from _report import Row, parser, progress, report
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from object_rig import NO_OBJECTS, ObjectServer, object_server, options
+from recall import FIXTURE, Asked, asked
+from redis_rig import NO_REDIS, RedisServer, standalone
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from kvtier.connector.models import cache_option
 from kvtier.tiers import BlockCodec, BlockRecord, Fp8Codec, Fp8Loops, Outcome, checksum, fp8_form, rates_of
@@ -46,40 +47,25 @@ from kvtier.tiers.hierarchy import open_hierarchy
 from kvtier.tiers.naming import KVShape, TokenChain, root_hash
 from kvtier.tiers.objects import ObjectStore
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "rigs"))
-from object_rig import NO_OBJECTS, ObjectServer, object_server, options
-from redis_rig import NO_REDIS, RedisServer, standalone
-
-FIXTURE: Final = Path(__file__).resolve().parents[2] / "shared" / "fixture"
 FINGERPRINT: Final = b"compression".ljust(32, b".")
 BLOCK_SIZE: Final = 64  # tokens, the default
 LEVEL: Final = 1
 TOKENS: Final = 1024
 MOST: Final = 16  # blocks measured of each kind
-DTYPES: Final[Mapping[str, torch.dtype]] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp8": torch.float8_e4m3fn,
-}
+DTYPES: Final[Mapping[str, torch.dtype]] = dict(
+    bf16=torch.bfloat16, fp16=torch.float16, fp32=torch.float32, fp8=torch.float8_e4m3fn
+)
 ROUNDS: Final = 3
 SAMPLES: Final = 100  # of four documents, each with four questions
-DOCUMENTS: Final = 4
 
+T = TypeVar("T")
 Loss = Callable[[torch.Tensor], torch.Tensor]
 HEAD_DIMS: Final = {"the recall model, trained": 32, "a Llama with random weights": 128}
 
 
 def trained() -> Any:
-    """The recall model."""
     auto: Any = AutoModelForCausalLM
     return auto.from_pretrained(FIXTURE / "recall-llama-bf16", dtype=torch.bfloat16).eval()
-
-
-def task() -> Any:
-    """What it was trained for: the fixture's own module."""
-    sys.path.append(str(FIXTURE))
-    return importlib.import_module("task")
 
 
 def blocks_of(model: PreTrainedModel, tokens: list[int], dtype: torch.dtype) -> NDArray[np.uint8]:
@@ -96,18 +82,14 @@ def blocks_of(model: PreTrainedModel, tokens: list[int], dtype: torch.dtype) -> 
 
 
 def kinds(num_tokens: int) -> Iterator[tuple[str, str, NDArray[np.uint8]]]:
-    """Whose KV, its dtype, its blocks."""
     draw = np.random.default_rng(0)
     if FIXTURE.exists():
         model = trained()
-        told = list(task().gen(MOST, 4, 24, 4, np.random.default_rng(5))["docs"])
+        told = [text_of(each) for each in asked(MOST)[::4]]
         for dtype in ("bf16", "fp16", "fp8"):
-            each = [blocks_of(model, documents.reshape(-1).tolist(), DTYPES[dtype]) for documents in told]
+            each = [blocks_of(model, documents, DTYPES[dtype]) for documents in told]
             yield "the recall model, trained", dtype, np.concatenate(each)[:MOST]
-    shape = LlamaConfig(
-        hidden_size=1024, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=8,
-        head_dim=128, vocab_size=32_000,
-    )  # fmt: skip
+    shape = llama(1024, 8, heads=16, kv_heads=8, intermediate_size=2048, head_dim=128, vocab_size=32_000)
     tokens = draw.integers(0, 32_000, num_tokens).tolist()
     for dtype in DTYPES:
         torch.manual_seed(0)
@@ -118,25 +100,21 @@ def kinds(num_tokens: int) -> Iterator[tuple[str, str, NDArray[np.uint8]]]:
 
 
 def measure(whose: str, dtype: str, blocks: NDArray[np.uint8]) -> Row:
-    """One row; what is restored is compared with what was there."""
     rates = [rates_of(block.tobytes()) for block in blocks]
     plain = zstandard.ZstdCompressor(level=LEVEL)
-    ratio = median(rate.ratio for rate in rates)
-    return {
-        "KV of": whose,
-        "dtype": dtype,
-        "block KiB": blocks.shape[1] >> 10,
-        "ratio": round(ratio, 3),
-        "ratio, plain": round(median(len(b) / len(plain.compress(b.tobytes())) for b in blocks), 3),
-        "shrink GB/s": round(median(rate.shrink for rate in rates) / 1e9, 3),
-        "restore GB/s": round(median(rate.restore for rate in rates) / 1e9, 3),
-        "reads below GB/s": round(median(rate.reads_pay_below() for rate in rates) / 1e9, 3),
-        "writes below GB/s": round(median(rate.writes_pay_below() for rate in rates) / 1e9, 3),
-    }
+
+    def gb(each: Callable[[Any], float]) -> float:
+        return round(median(map(each, rates)) / 1e9, 3)
+
+    row: Row = {"KV of": whose, "dtype": dtype, "block KiB": blocks.shape[1] >> 10}
+    row["ratio"] = round(median(rate.ratio for rate in rates), 3)
+    row["ratio, plain"] = round(median(len(b) / len(plain.compress(b.tobytes())) for b in blocks), 3)
+    row |= {"shrink GB/s": gb(lambda rate: rate.shrink), "restore GB/s": gb(lambda rate: rate.restore)}
+    row["reads below GB/s"] = gb(lambda rate: rate.reads_pay_below())
+    return row | {"writes below GB/s": gb(lambda rate: rate.writes_pay_below())}
 
 
 def batch_of(blocks: NDArray[np.uint8]) -> tuple[list[BlockRecord], list[memoryview]]:
-    """The blocks as consecutive ones of a chain."""
     chain = TokenChain(root_hash(FINGERPRINT), BLOCK_SIZE)
     chain.extend(range(len(blocks) * BLOCK_SIZE))
     payloads = [memoryview(block.tobytes()) for block in blocks]
@@ -162,37 +140,33 @@ def over_redis(
     (store,) = hierarchy.ports
     wrote, read = list[float](), list[float]()
     for _ in range(rounds):
-        began = time.perf_counter()
-        outcomes = store.write(records, payloads, store.epoch)
-        wrote.append(time.perf_counter() - began)
+        outcomes, seconds = timed(lambda: store.write(records, payloads, store.epoch))
+        wrote.append(seconds)
         assert set(outcomes) == {Outcome.OK}, outcomes
-        began = time.perf_counter()
-        results = store.read(names, targets)
-        read.append(time.perf_counter() - began)
+        results, seconds = timed(lambda: store.read(names, targets))
+        read.append(seconds)
         assert fp8 or (results == records and targets == payloads)
         assert [each.checksum for each in results if isinstance(each, BlockRecord)] == list(map(checksum, targets))
     kept = (_used(server) - empty) / len(blocks)
     hierarchy.close()
     gigabytes = sum(map(len, payloads)) / 1e9
-    return {
-        "[redis] compression": compression,
-        "[cache] lossy": "fp8" if fp8 else "none",
-        "block KiB": len(payloads[0]) >> 10,
-        "SET GB/s": round(gigabytes / min(wrote), 3),
-        "GET GB/s": round(gigabytes / min(read), 3),
-        "KiB kept a block": round(kept / 1024, 1),
-    }
+    row: Row = {"[redis] compression": compression, "[cache] lossy": "fp8" if fp8 else "none"}
+    row |= {"block KiB": len(payloads[0]) >> 10, "SET GB/s": round(gigabytes / min(wrote), 3)}
+    return row | {"GET GB/s": round(gigabytes / min(read), 3), "KiB kept a block": round(kept / 1024, 1)}
+
+
+def timed(work: Callable[[], T]) -> tuple[T, float]:
+    """What it returns, and seconds."""
+    began = time.perf_counter()
+    return work(), time.perf_counter() - began
 
 
 def over_objects(server: ObjectServer, blocks: NDArray[np.uint8], home: Path) -> Iterator[Row]:
     """What a bucket keeps of a block, stored in one batch: without compression, with it, and encrypted after it."""
     records, payloads = batch_of(blocks)
     size, zstd = len(payloads[0]), {"compression": "zstd"}
-    for way, more in {
-        "none": {},
-        "zstd": zstd,
-        "zstd, then key_file": zstd | {"key_file": str(key_file(home))},
-    }.items():
+    ways = {"none": {}, "zstd": zstd, "zstd, then key_file": zstd | {"key_file": str(key_file(home))}}
+    for way, more in ways.items():
         server.empty()
         store = ObjectStore.open(options(server.endpoint, **more), FINGERPRINT, slot_bytes=size, block_size=BLOCK_SIZE)
         assert set(store.write(records, payloads)) == {Outcome.OK}
@@ -228,51 +202,46 @@ def packed(whose: str, short: str, blocks: NDArray[np.uint8], group: int) -> Row
             pack, unpack = partial(which.pack, payload), partial(which.unpack, stored, target)
             rates.setdefault(f"pack{way} GB/s", []).append(len(block) / _fastest(pack))
             rates.setdefault(f"unpack{way} GB/s", []).append(len(block) / _fastest(unpack))
-    return {
-        "KV of": whose,
-        "as fp8 from": dtype,
-        "ratio": round(blocks.shape[1] / codec.packed_bytes, 3),
-        "with zstd": round(median(shorter), 3),
-        "error": round(median(errors), 4),
-        "largest error": round(max(largest), 4),
-        **{name: round(median(each) / 1e9, 3) for name, each in rates.items()},
-    }
+    row: Row = {"KV of": whose, "as fp8 from": dtype, "ratio": round(blocks.shape[1] / codec.packed_bytes, 3)}
+    row |= {"with zstd": round(median(shorter), 3), "error": round(median(errors), 4)}
+    row["largest error"] = round(max(largest), 4)
+    return row | {name: round(median(each) / 1e9, 3) for name, each in rates.items()}
 
 
 def answers(quick: bool) -> Iterator[Row]:
     """A row for each way in which the KV of documents may come back to a trained model."""
-    made = task().gen(8 if quick else SAMPLES, DOCUMENTS, 24, 4, np.random.default_rng(5))
-    model = trained()
-    expected = torch.tensor(made["qv"]).flatten()
-    exact = _logits(model, made, lambda kv: kv)
+    questions, model = asked(8 if quick else SAMPLES), trained()
+    expected = torch.tensor([each.answer for each in questions])
+    exact = _logits(model, questions, lambda kv: kv)
     for name, loss in (("exact", lambda kv: kv), ("as fp8, with scales", _scaled), ("cast to e4m3", _cast)):
-        logits = exact if name == "exact" else _logits(model, made, loss)
+        logits = exact if name == "exact" else _logits(model, questions, loss)
         said, meant = logits.log_softmax(-1), exact.log_softmax(-1)
         apart = (meant.exp() * (meant - said)).sum(-1)
-        yield {
-            "KV of the documents": name,
-            "questions": len(expected),
-            "right": round(float((logits.argmax(-1) == expected).double().mean()), 4),
-            "as exact": round(float((logits.argmax(-1) == exact.argmax(-1)).double().mean()), 4),
-            "KL, mean": round(float(apart.mean()), 6),
-            "KL, most": round(float(apart.max()), 5),
-            "logits apart, most": round(float((logits - exact).abs().max()), 3),
-        }
+        row: Row = {"KV of the documents": name, "questions": len(expected)}
+        row["right"] = round(float((logits.argmax(-1) == expected).double().mean()), 4)
+        row["as exact"] = round(float((logits.argmax(-1) == exact.argmax(-1)).double().mean()), 4)
+        row |= {"KL, mean": round(float(apart.mean()), 6), "KL, most": round(float(apart.max()), 5)}
+        yield row | {"logits apart, most": round(float((logits - exact).abs().max()), 3)}
 
 
-def _logits(model: Any, made: Any, loss: Loss) -> torch.Tensor:
+def text_of(one: Asked) -> list[int]:
+    """Its documents."""
+    return one.prompt[: -len(one.question)]
+
+
+def _logits(model: Any, questions: list[Asked], loss: Loss) -> torch.Tensor:
     """Of the answer to each question, `[questions, vocabulary]`: computed over the documents' KV, which lost that."""
     found = []
     with torch.inference_mode():
-        for documents, tail in zip(made["docs"], made["tail"], strict=True):
-            cache = model(torch.tensor(documents.reshape(1, -1)), use_cache=True).past_key_values
+        for documents, several in groupby(questions, text_of):
+            cache = model(torch.tensor([documents]), use_cache=True).past_key_values
             kept = [(loss(layer.keys), loss(layer.values)) for layer in cache.layers]
-            for number in range(made["qv"].shape[1]):
+            for each in several:
                 again = DynamicCache()
                 for index, (keys, values) in enumerate(kept):
                     again.update(keys.clone(), values.clone(), index)
-                asked = torch.tensor(tail[3 * number : 3 * number + 2].reshape(1, -1))
-                found.append(model(asked, use_cache=True, **cache_option(model, again)).logits[0, -1].double())
+                options = cache_option(model, again)
+                found.append(model(torch.tensor([each.question]), use_cache=True, **options).logits[0, -1].double())
     return torch.stack(found)
 
 
@@ -291,7 +260,6 @@ def _cast(kv: torch.Tensor) -> torch.Tensor:
 
 
 def _fastest(work: Callable[[], object]) -> float:
-    """CPU seconds."""
     return max(min(took(work, time.thread_time) for _ in range(ROUNDS)), 1e-9)
 
 

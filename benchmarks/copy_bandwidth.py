@@ -3,10 +3,9 @@
 HostCopyStream, from enqueue to event, against the better of one `np.take(out=)` (scattered blocks into one contiguous
 run, an easier task) and a loop of `numpy.copyto` (block by block). Then with an ordinary tensor as L1, as other engines
 have, against the loop alone; kvtier's own pool is on huge pages. Both ways are measured: with the extension module and
-Python alone. A ratio is the median over interleaved rounds of the
-limit's time by ours; `cpu` is CPU s/GB of all threads, and `cpu_ratio` that of the medians; GB = 1e9 bytes. Run it on
-an idle machine: a stream hands its work to a thread, which a crowded scheduler delays. gpu_bandwidth.py measures a
-GPU's copies.
+Python alone. A ratio is the median over interleaved rounds of the limit's time by ours; `cpu` is CPU s/GB of all
+threads, and `cpu_ratio` that of the medians; GB = 1e9 bytes. Run it on an idle machine: a stream hands its work to a
+thread, which a crowded scheduler delays. gpu_bandwidth.py measures a GPU's copies.
 """
 
 import itertools
@@ -15,13 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from _process import busy_thread
-from _races import PYTHON, Row, form, in_turns, took
-from _report import Target, parser, progress, report
+from _races import PYTHON, form, in_turns, took
+from _report import Row, parser, progress, report
 from numpy.typing import NDArray
 
 from kvtier.tiers.copies import BlockCopies, BlockPool, CopyStream, HostCopyStream, block_bytes_view
@@ -34,11 +33,12 @@ BATCH_BYTES: Final = 64 << 20  # some 10 ms: a look at an event is no part of th
 BLOCK_SIZES: Final = [size * KIB for size in (64, 128, 256, 512, 1024, 2048, 4096, 8192)]
 GIL_SIZES: Final = [size * KIB for size in (4, 16, 64, 256, 1024, 4096)]
 PATTERNS: Final = ("slots", "both")  # what is scattered: L2 slots alone, or L1 blocks as well
-BUSY_GBPS: Final = 0.8
 WAYS: Final = ("compiled", PYTHON) if memory.is_compiled() else (PYTHON,)
 
 Indices = NDArray[np.int64]
 Copy = Callable[[Indices, Indices], None]
+Times = dict[str, NDArray[np.float64]]
+"""Seconds and CPU seconds of each way in each round, `[2, rounds]`."""
 
 
 class Pools:
@@ -89,20 +89,19 @@ class Pools:
 
         return {"np.take": take, "np.copyto": copyto}
 
-    def times(self, copies: Mapping[str, Copy], rounds: int, pattern: str) -> dict[str, NDArray[np.float64]]:
-        """Seconds and CPU seconds of each way in each round, `[2, rounds]`, by turns, each with a batch of its own."""
+    def times(self, copies: Mapping[str, Copy], rounds: int, pattern: str) -> Times:
+        """By turns, each with a batch of its own."""
 
         def turn(copy: Copy) -> tuple[float, float]:
             blocks, slots = self.batch(pattern)
             busy = time.process_time()
-            seconds = took(lambda: copy(blocks, slots))
-            return seconds, time.process_time() - busy
+            return took(lambda: copy(blocks, slots)), time.process_time() - busy
 
         turns = {name: partial(turn, copy) for name, copy in copies.items()}
         return {name: np.array(times).T for name, times in in_turns(turns, rounds, warm_up=1).items()}
 
     def gbps(self, times: NDArray[np.float64]) -> float:
-        return round(self.gb_per_batch / float(np.median(times[0])), 2)
+        return round(self.gb_per_batch / mid(times[0]), 2)
 
 
 @contextmanager
@@ -114,6 +113,10 @@ def pools(block_bytes: int, *, is_ordinary: bool = False) -> Iterator[Pools]:
         for stream in made.streams.values():
             stream.close(10)
         made.region.close()
+
+
+def mid(values: Any) -> float:
+    return float(np.median(values))
 
 
 def stream_copy(stream: CopyStream, direction: str, blocks: Indices, slots: Indices) -> None:
@@ -129,28 +132,26 @@ def measure(block_bytes: int, rounds: int, *, is_ordinary: bool = False) -> Iter
             limits = these.limits(direction)
             if is_ordinary:
                 del limits["np.take"]  # its target is one run: no copy of scattered blocks
-            copies: dict[str, Copy] = {
-                way: partial(stream_copy, stream, direction) for way, stream in these.streams.items()
-            }
-            times = these.times({**copies, **limits}, rounds, pattern)
-            best = min(limits, key=lambda name: float(np.median(times[name][0])))
-            for way in copies:
+            ours: dict[str, Copy] = {way: partial(stream_copy, each, direction) for way, each in these.streams.items()}
+            times = these.times({**ours, **limits}, rounds, pattern)
+            best = min(limits, key=lambda name: mid(times[name][0]))
+            for way in ours:
                 shown = {"kvtier": times[way]} | {name: times[name] for name in limits}
                 row: Row = {"device": "cpu", "block_kib": block_bytes // KIB, "direction": direction}
                 row |= {"scattered": pattern, "l1": "ordinary tensor" if is_ordinary else "kvtier's", "way": way}
                 row |= {f"{name}_gbps": these.gbps(each) for name, each in shown.items()}
-                for name, each in shown.items():
-                    row[f"{name}_cpu"] = round(float(np.median(each[1])) / these.gb_per_batch, 3)
-                row["ratio"] = round(float(np.median(times[best][0] / times[way][0])), 3)
-                row["cpu_ratio"] = round(float(np.median(times[best][1]) / np.median(times[way][1])), 3)
-                yield row
+                row |= {f"{name}_cpu": round(mid(each[1]) / these.gb_per_batch, 3) for name, each in shown.items()}
+                row["ratio"] = round(mid(times[best][0] / times[way][0]), 3)
+                yield row | {"cpu_ratio": round(mid(times[best][1]) / mid(times[way][1]), 3)}
 
 
-def measure_busy(rounds: int, way: str) -> float:
-    """GB/s of 128 KiB loads beside a busy Python thread."""
-    with pools(128 * KIB) as these, busy_thread():
-        copy = partial(stream_copy, these.streams[way], "load")
-        return these.gbps(these.times({way: copy}, rounds, "both")[way])
+def measure_busy(rounds: int) -> Iterator[Row]:
+    """128 KiB loads beside a busy Python thread."""
+    for way in WAYS:
+        with pools(128 * KIB) as these, busy_thread():
+            gbps = these.gbps(these.times({way: partial(stream_copy, these.streams[way], "load")}, rounds, "both")[way])
+        row: Row = {"device": "cpu", "block_kib": 128, "direction": "load", "scattered": "both, busy thread"}
+        yield row | {"way": way, "kvtier_gbps": gbps}
 
 
 def measure_gil(rounds: int) -> Iterator[Row]:
@@ -164,9 +165,8 @@ def measure_gil(rounds: int) -> Iterator[Row]:
 
         def copy(kept: int, places: Indices = places) -> float:
             assert copy_blocks is not None
-            return 1e6 * took(
-                lambda: copy_blocks(blocks[0], places, blocks[1], places, 0, 4 * KIB, True, gil_bytes=kept)
-            )
+            of = blocks[0], places, blocks[1], places, 0, 4 * KIB, True
+            return 1e6 * took(lambda: copy_blocks(*of, gil_bytes=kept))
 
         row: Row = {"device": "cpu", "block_kib": num_bytes // KIB, "direction": "load", "way": "compiled"}
         for beside, middle in (("idle", np.median), ("busy", np.mean)):
@@ -181,18 +181,11 @@ def main() -> int:
     given = parser(__doc__).parse_args()
     rounds, sizes = (5, [128 * KIB, 2048 * KIB]) if given.quick else (31, BLOCK_SIZES)
     rows: list[Row] = []
-    targets: list[Target] = []
-    for block_bytes in sizes:
+    for block_bytes, is_ordinary in itertools.product(sizes, (False, True)):
         progress(f"blocks of {block_bytes // KIB} KiB")
-        for is_ordinary in (False, True):
-            rows += measure(block_bytes, rounds, is_ordinary=is_ordinary)
-    for way in WAYS:
-        row = {"device": "cpu", "block_kib": 128, "direction": "load", "scattered": "both, busy thread", "way": way}
-        rows.append(row | {"kvtier_gbps": measure_busy(rounds, way)})
-        name = f"{way}: GB/s beside a busy Python thread"
-        targets.append(Target(name, BUSY_GBPS, rows[-1]["kvtier_gbps"], at_most=False))
-    rows += measure_gil(rounds)
-    return report("copy_bandwidth", rows, targets, given.json, given.save)
+        rows += measure(block_bytes, rounds, is_ordinary=is_ordinary)
+    rows += [*measure_busy(rounds), *measure_gil(rounds)]
+    return report("copy_bandwidth", rows, [], given.json, given.save)
 
 
 if __name__ == "__main__":

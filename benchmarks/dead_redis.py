@@ -9,11 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from statistics import median
 
 from _blocks import Shape
-from _races import Row, in_turns, took
-from _report import parser, progress, report
+from _races import in_turns, of_pairs, took
+from _report import Row, parser, progress, report
 from service_overhead import CHAIN, ask, fresh, opened, stored
 
 from kvtier.tiers import ChainHash
@@ -37,15 +38,15 @@ def main() -> int:
     options = parser(__doc__).parse_args()
     rows: list[Row] = []
     dead_url = {"url": "redis://127.0.0.1:1"}  # nobody listens on port 1
+    clocks = {"CPU": time.thread_time, "wall": time.perf_counter}
     with opened(SIZE, BLOCKS) as without, opened(SIZE, BLOCKS, redis=dead_url) as dead:
-        for kind in ("misses", "hits"):
+        for kind, what in product(("misses", "hits"), clocks):
             progress(f"lookups of {CHAIN} blocks, {kind}")
             asked = [(tiers, stored(tiers, CHAIN) if kind == "hits" else fresh(CHAIN)) for tiers in (without, dead)]
-            for what, clock in (("CPU", time.thread_time), ("wall", time.perf_counter)):
-                turns = {number: partial(us_per_lookup, *each, clock) for number, each in enumerate(asked)}
-                plain, beside = in_turns(turns, 20 if options.quick else 400).values()
-                row = {"lookup": kind, "time": what, "without us": median(plain), "dead Redis us": median(beside)}
-                rows.append(row | {"added us": median(b - a for a, b in zip(plain, beside, strict=True))})
+            turns = {number: partial(us_per_lookup, *each, clocks[what]) for number, each in enumerate(asked)}
+            plain, beside = in_turns(turns, 20 if options.quick else 400).values()
+            row = {"lookup": kind, "time": what, "without us": median(plain), "dead Redis us": median(beside)}
+            rows.append(row | {"added us": of_pairs(plain, beside, lambda a, b: b - a)})
     return report("dead_redis", rows, [], options.json, options.save)
 
 

@@ -14,33 +14,28 @@ import time
 from pathlib import Path
 from statistics import median
 
-from _process import busy_thread
-from _races import Race, Row, took
-from _report import parser, progress, report
-from file_bandwidth import FINGERPRINT, NUM_THREADS, Workload, drop_caches
+from _process import busy_thread, drop_caches
+from _races import Race, took
+from _report import Row, disk_parser, progress, report
+from file_bandwidth import NUM_THREADS, Workload
 
 from kvtier.tiers import RecordCipher
 from kvtier.tiers.file import FileStore
 
 KEYS = {"plain": None, "encrypted": bytes(range(32))}
-WHAT = ("write, fresh", "cold read", "read beside a busy thread")
+FRESH, COLD, BUSY = "write, fresh", "cold read", "read beside a busy thread"
 
 
 class Pair:
-    """One block size: a slab in the clear and an encrypted one, measured in turns."""
-
     def __init__(self, directory: Path, block_bytes: int, size: int) -> None:
-        self.load = Workload(block_bytes)
-        self.size = size
+        self.load, self.size, self.race = Workload(block_bytes), size, Race()
         self.homes = {kind: directory / kind for kind in KEYS}
-        self.race = Race()
         self.opened: dict[str, list[float]] = {kind: [] for kind in KEYS}
 
     def open(self, kind: str) -> FileStore:
         """The slab of that kind; how long it took is kept."""
         start = time.perf_counter()
-        store = FileStore.open(self.homes[kind], FINGERPRINT, slot_bytes=self.load.block_bytes, block_size=16,
-                               size=self.size, mode="direct", key=KEYS[kind])  # fmt: skip
+        store = self.load.opened(self.homes[kind], self.size, key=KEYS[kind])
         self.opened[kind].append(time.perf_counter() - start)
         return store
 
@@ -49,35 +44,33 @@ class Pair:
         length = self.load.per_batch * 8
         num_chains = max(1, int(self.size * 0.8) // (length * self.load.block_bytes))
         chains = [(name, self.load.chain(name, length)) for name in range(num_chains)]
-        fresh, cold, busy = WHAT
         for kind in KEYS:
             shutil.rmtree(self.homes[kind], ignore_errors=True)
             store = self.open(kind)
             self.opened[kind].pop()  # a creation
-            self.race.add((fresh, kind), self.load.write(store, chains))
+            self.race.add((FRESH, kind), self.load.write(store, chains))
             store.close()
         for kind in KEYS:
             drop_caches(next(self.homes[kind].glob("*.slab")))
             store = self.open(kind)
             whole = [batch for batch in self.load.held(store, chains) if len(batch) == self.load.per_batch]
             half = len(whole) // 2
-            self.race.add((cold, kind), self.load.read(store, whole[:half]))
+            self.race.add((COLD, kind), self.load.read(store, whole[:half]))
             with busy_thread():
-                self.race.add((busy, kind), self.load.read(store, whole[half:]))
+                self.race.add((BUSY, kind), self.load.read(store, whole[half:]))
             store.close()
 
     def rows(self) -> list[Row]:
-        """Medians, plain beside encrypted."""
         block_kib, found = self.load.block_bytes >> 10, list[Row]()
         sealing, opening = (cipher_rate(self.load, encrypts=encrypts) for encrypts in (True, False))
-        for what in WHAT:
+        for what in (FRESH, COLD, BUSY):
             sides = [(what, kind) for kind in KEYS]
             plain, encrypted = map(self.race.rate, sides)
             plain_cpu, encrypted_cpu = map(self.race.cpu, sides)
-            cipher = sealing if "write" in what else opening
-            row = {"block KiB": block_kib, "what": f"{what}, GB/s", "plain": plain, "encrypted": encrypted}
+            cipher = sealing if what == FRESH else opening
+            row: Row = {"block KiB": block_kib, "what": f"{what}, GB/s", "plain": plain, "encrypted": encrypted}
             row |= {"ratio": encrypted / plain, "AES alone": cipher}
-            if "busy" not in what:
+            if what != BUSY:
                 row |= {"of the limit": encrypted / min(plain, cipher), "CPU s/GB more": encrypted_cpu - plain_cpu}
             found.append(row)
         opened = {kind: median(seconds) * 1e3 for kind, seconds in self.opened.items()}
@@ -86,8 +79,7 @@ class Pair:
 
 def cipher_rate(load: Workload, *, encrypts: bool) -> float:
     """GB/s of one thread that does nothing else, of nine passes the median."""
-    cipher, name = RecordCipher(bytes(32), b"benchmark"), bytes(32)
-    into = load.targets[0]
+    cipher, name, into = RecordCipher(bytes(32), b"benchmark"), bytes(32), load.targets[0]
     stamp = cipher.encrypt_into(load.sources[0], name, into)
     sealed = bytes(into)
 
@@ -102,12 +94,10 @@ def cipher_rate(load: Workload, *, encrypts: bool) -> float:
 
 
 def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--dir", type=Path, help="where the slabs are made; default: a temporary directory here")
-    given = options.parse_args()
+    given = disk_parser(__doc__).parse_args()
     size, rounds = (256 << 20, 1) if given.quick else (4 << 30, 5)
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(dir=given.dir or Path.cwd(), prefix="encryption-") as directory:
+    with tempfile.TemporaryDirectory(dir=given.directory, prefix="encryption-") as directory:
         for block_bytes in (1 << 20,) if given.quick else (64 << 10, 512 << 10, 2 << 20):
             pair = Pair(Path(directory), block_bytes, size)
             for number in range(rounds):

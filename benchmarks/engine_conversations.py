@@ -4,21 +4,18 @@ none · native: vLLM's offloading to host memory · native files: its tiering, o
 host memory and files · kvtier · kvtier below native: kvtier's file tier in the place of vLLM's. Every way answers the
 same prompts, written once by the engine itself: each turn's prompt is all that was said and a question, and between two
 turns of one conversation all others have theirs. Four clients ask at a time. Host memory holds everything. Then all
-processes end, new ones find what the storage kept, and the same is asked again ("restart"). One engine runs at a time,
-a fork of a process that has imported vLLM; within a repetition the ways come in a random order. A token's time is when
-the engine's step hands it out. CPU: of all processes, from the first prompt until the engine is shut down. LMCache lies
-in a folder of its own (benchmarks/requirements-lmcache.txt). "Over" is the ratio of kvtier's figure to another's in one
-repetition, turned so that below 1 is better; intervals are 95 %, from a bootstrap over repetitions. A way whose engine
-ends has a row with the reason, and is tried once more. `--save` writes a plot too.
+processes end, new ones find what the storage kept, and the same is asked again ("restart"). One engine runs at a time;
+within a repetition the ways come in a random order. A token's time is when the engine's step hands it out. CPU is of
+all processes, from the first prompt until the engine is shut down. "Over" is the ratio of kvtier's figure to another's
+in one repetition, turned so that below 1 is better; intervals are 95 %, from a bootstrap over repetitions. A way whose
+engine ends has a row with the reason, and is tried once more. `--save` writes a plot too.
 """
 
 import argparse
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -28,16 +25,17 @@ from typing import Final
 
 import numpy as np
 from _engine_starter import EngineEnded, EngineStarter, ForkedEngine
-from _loads import ROOT, VLLM, Row, interval, picture, random_tokens, scratch
-from _report import RESULTS, Target, parser, progress, report
+from _loads import VLLM, picture, random_tokens, scratch
+from _process import installed
+from _races import interval
+from _report import RESULTS, ROOT, Row, Target, parser, progress, report
 from engine_ttft import make_model
 
 ARMS: Final = ("none", "native", "native files", "lmcache", "kvtier", "kvtier below native")
 OURS: Final = {"kvtier": ("none", "native", "native files", "lmcache"), "kvtier below native": ("native files",)}
 PHASES: Final = ("first run", "restart")
-COLUMNS: Final = (
-    "hit share", "TTFT p50 ms", "TTFT p99 ms", "inter-token p50 ms", "inter-token p99 ms", "tokens/s", "CPU s"
-)  # fmt: skip
+TIMES: Final = ("TTFT p50 ms", "TTFT p99 ms", "inter-token p50 ms", "inter-token p99 ms")
+COLUMNS: Final = ("hit share", *TIMES, "tokens/s", "CPU s")
 MORE_IS_BETTER: Final = ("hit share", "tokens/s")
 CLIENTS: Final = 4
 BLOCK: Final = 32  # tokens
@@ -47,12 +45,12 @@ TRIES: Final = 2  # of a way: so often its engine may end before it is left out
 
 RunFigures = dict[str, float]
 TokenLists = list[list[int]]
+Measured = dict[int, RunFigures]  # by repetition
+Found = dict[str, dict[str, Measured]]
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is asked."""
-
     conversations: int
     turns: int
     opening: int  # tokens of the first question
@@ -75,17 +73,15 @@ class Runs:
 
     def __init__(self, home: Path, lmcache: Path | None) -> None:
         """Raises EngineEnded if the engine cannot be imported."""
-        self.home = home
-        self.packages = [] if lmcache is None else [str(lmcache)]
-        self.log = home / "engine.log"
+        self.home, self.log = home, home / "engine.log"
+        self.packages = {} if lmcache is None else {"lmcache": [str(lmcache)]}
         with self.log.open("wb") as log:
             self.starter = EngineStarter(VLLM, "_vllm_arm.py", log)
 
     def start(self, arm: str, num_blocks: int) -> ForkedEngine:
-        """An engine over the arm's folder. Raises EngineEnded."""
         self.folder(arm).mkdir(exist_ok=True)
         setup: Row = {"model": str(self.home / "model"), "arm": arm, "folder": str(self.folder(arm)), **ENGINE}
-        setup |= {"num_blocks": num_blocks, "packages": self.packages if arm == "lmcache" else []}
+        setup |= {"num_blocks": num_blocks, "packages": self.packages.get(arm, [])}
         with self.log.open("wb") as log:
             return self.starter.start(setup, log)
 
@@ -93,28 +89,18 @@ class Runs:
         return self.home / arm.replace(" ", "-")
 
     def last_words(self) -> str:
-        """The last line an engine wrote."""
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         return lines[-1].strip()[:200] if lines else "it said nothing"
 
 
 def lmcache_packages() -> tuple[Path | None, str]:
-    """LMCache's folder, installed at the first call; or None, and why it could not be had."""
+    """LMCache's folder; or None, and why it could not be had."""
     wanted = ROOT / "benchmarks" / "requirements-lmcache.txt"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
-    folder = cache / f"lmcache-{hashlib.sha256(wanted.read_bytes()).hexdigest()[:16]}"
-    if folder.exists():
-        return folder, ""
-    progress("installing LMCache into a folder of its own")
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as fresh:
-        command = [str(VLLM), "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-deps"]
-        command += ["--target", f"{fresh}/packages", "-r", str(wanted)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            return None, (done.stderr.strip().splitlines() or ["pip failed"])[-1][:200]
-        Path(fresh, "packages").rename(folder)
-    return folder, ""
+    name = f"lmcache-{hashlib.sha256(wanted.read_bytes()).hexdigest()[:16]}"
+    try:
+        return installed(name, "-r", str(wanted), python=VLLM), ""
+    except subprocess.CalledProcessError as error:
+        return None, (error.stderr.strip().splitlines() or ["pip failed"])[-1][:200]
 
 
 def write_conversations(runs: Runs, sizes: Sizes) -> tuple[TokenLists, TokenLists]:
@@ -122,8 +108,7 @@ def write_conversations(runs: Runs, sizes: Sizes) -> tuple[TokenLists, TokenList
     progress(f"writing {sizes.conversations} conversations of {sizes.turns} turns")
     rng = np.random.default_rng(1)
     said: TokenLists = [[] for _ in range(sizes.conversations)]
-    prompts: TokenLists = []
-    answers: TokenLists = []
+    prompts, answers = TokenLists(), TokenLists()
     engine = runs.start("none", sizes.num_blocks * sizes.conversations)
     for turn in range(sizes.turns):
         order = rng.permutation(sizes.conversations).tolist()
@@ -144,7 +129,7 @@ def measure(runs: Runs, arm: str, phase: str, prompts: TokenLists, answers: Toke
         strangers = np.random.default_rng(100 + PHASES.index(phase))
         engine.ask("warm", prompts=[random_tokens(strangers, 200) for _ in range(2)])
         told = engine.ask("converse", prompts=prompts, num_tokens=sizes.answer, clients=CLIENTS)
-        cpu = engine.ask("close")["cpu"]
+        cpu = engine.ask("close")
     finally:
         engine.close()
     times = {"TTFT": 1e3 * np.array(told["ttft"]), "inter-token": 1e3 * np.concatenate(told["itl"])}
@@ -158,13 +143,8 @@ def measure(runs: Runs, arm: str, phase: str, prompts: TokenLists, answers: Toke
 
 
 def ratio(column: str, ours: RunFigures, theirs: RunFigures) -> float:
-    """Ours over theirs, turned so that below 1 is better."""
     over, under = (theirs, ours) if column in MORE_IS_BETTER else (ours, theirs)
     return max(over[column], 1e-9) / max(under[column], 1e-9)
-
-
-Measured = dict[int, RunFigures]  # by repetition
-Found = dict[str, dict[str, Measured]]
 
 
 def rows_of(found: Found, missing: dict[str, list[str]]) -> list[Row]:
@@ -193,9 +173,8 @@ def _races(found: Found) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def _interval(measured: dict[str, Measured], ours: str, theirs: str, column: str) -> tuple[float, float, float]:
-    """Over the repetitions that both have."""
-    common = [one for one in measured[ours] if one in measured[theirs]]
-    return interval([ratio(column, measured[ours][one], measured[theirs][one]) for one in common])
+    common = measured[ours].keys() & measured[theirs].keys()
+    return interval([ratio(column, measured[ours][one], measured[theirs][one]) for one in sorted(common)])
 
 
 def targets_of(found: Found) -> list[Target]:
@@ -232,16 +211,15 @@ def options() -> argparse.Namespace:
     """The command line; exits with status 2 and the fix if it cannot be used."""
     described = parser(__doc__)
     described.add_argument("--repetitions", type=int, help="of everything; 5 if not given, 1 with --quick")
-    described.add_argument("--ways", help=f"some of them, by commas: {', '.join(ARMS)}")
+    described.add_argument("--ways", default=",".join(ARMS), help=f"some of them, by commas: {', '.join(ARMS)}")
     args = described.parse_args()
     if args.repetitions is None:
         args.repetitions = 1 if args.quick else 5
     if args.repetitions < 1:
         described.error(f"argument --repetitions: {args.repetitions}: give 1 or more")
-    args.ways = ARMS if args.ways is None else tuple(name.strip() for name in args.ways.split(","))
-    for name in args.ways:
-        if name not in ARMS:
-            described.error(f"argument --ways: {name!r}: give some of {', '.join(ARMS)}, with commas between them")
+    args.ways = [name.strip() for name in args.ways.split(",")]
+    for name in set(args.ways) - {*ARMS}:
+        described.error(f"argument --ways: {name!r}: give some of {', '.join(ARMS)}, with commas between them")
     return args
 
 
@@ -250,10 +228,9 @@ def run(args: argparse.Namespace, runs: Runs, missing: dict[str, list[str]]) -> 
     sizes = QUICK if args.quick else FULL
     make_model(runs.home / "model", small=args.quick, **MODEL)
     prompts, answers = write_conversations(runs, sizes)
-    rng = np.random.default_rng(2)
+    rng, began = np.random.default_rng(2), time.monotonic()
     found: Found = {phase: defaultdict(dict) for phase in PHASES}
-    tries = dict.fromkeys(missing, 0) | dict.fromkeys((arm for arm in args.ways if arm not in missing), TRIES)
-    began = time.monotonic()
+    tries = {arm: 0 if arm in missing else TRIES for arm in args.ways}
     for repetition in range(args.repetitions):
         for arm in rng.permutation([arm for arm in args.ways if tries[arm]]).tolist():
             for phase in PHASES:

@@ -10,20 +10,21 @@ of the files it wrote. Decoding: eight steps of two unrelated requests with a lo
 all threads, with ÷ without. `--save` writes a plot too.
 """
 
-import statistics
 import subprocess
 import sys
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Final
 
 import numpy as np
 import torch
 import transformers
 from _engine_starter import EngineStarter, ForkedEngine
-from _loads import ROOT, VLLM, Row, grouped_bars, interval, llama, random_tokens, scratch
-from _report import RESULTS, Target, parser, progress, report
+from _loads import VLLM, grouped_bars, llama, random_tokens, scratch
+from _races import interval
+from _report import RESULTS, ROOT, Row, Target, parser, progress, report
 
 NAMES: Final = {
     "none": "(a) no offload",
@@ -74,18 +75,13 @@ def ttft(arms: Arms, rng: np.random.Generator, rounds: tuple[int, int], lengths:
     num_cold, num_warm = rounds
     for length in lengths:
         prompts = [fresh(rng, length) for _ in range(num_cold)]
-        for number, prompt in enumerate(prompts):
-            progress(f"{length} tokens, cold {number + 1}/{num_cold}")
-            for name in rng.permutation(list(arms)):
-                reply = arms[name].ask("ttft", prompt=prompt)
-                assert reply["cached"] == 0, (name, reply)
-                times[length]["none" if name == "none" else f"{name} cold"].append(reply["seconds"])
-        for number in range(num_warm):
-            progress(f"{length} tokens, warm {number + 1}/{num_warm}")
-            for name in rng.permutation([name for name in arms if name != "none"]):
-                reply = arms[name].ask("ttft", prompt=prompts[number % num_cold])
-                assert reply["cached"] == length, (name, reply)
-                times[length][name].append(reply["seconds"])
+        for number in range(num_cold + num_warm):
+            is_warm = number >= num_cold
+            progress(f"{length} tokens, {'warm' if is_warm else 'cold'}: {number + 1}/{num_cold + num_warm}")
+            for name in rng.permutation([name for name in arms if not is_warm or name != "none"]):
+                seconds, cached = arms[name].ask("ttft", prompt=prompts[number % num_cold])
+                assert cached == is_warm * length, (name, cached)
+                times[length][name if is_warm or name == "none" else f"{name} cold"].append(seconds)
     return times
 
 
@@ -95,7 +91,7 @@ def never_hit(arms: Arms, rng: np.random.Generator, num_pairs: int) -> list[floa
     for number in range(num_pairs):
         prompts = [fresh(rng, 512) for _ in range(2)]
         order = ("kvtier", "none") if number % 2 else ("none", "kvtier")
-        cpu = {name: arms[name].ask("work", prompts=prompts, num_tokens=32)["cpu"] for name in order}
+        cpu = {name: arms[name].ask("work", prompts=prompts, num_tokens=32)[1] for name in order}
         ratios.append(cpu["kvtier"] / cpu["none"])
         progress(f"never-hit pair {number + 1}/{num_pairs}: {ratios[-1]:.4f}")
     return ratios
@@ -110,8 +106,8 @@ def throughput(arms: Arms, rng: np.random.Generator, length: int) -> dict[str, f
     for _ in range(3):
         batch = [prefix[:length] + fresh(rng, 32) for _ in range(8)]
         for name in rng.permutation(list(arms)):
-            rates[name].append(8 * 32 / arms[name].ask("work", prompts=batch, num_tokens=32)["seconds"])
-    return {name: statistics.median(values) for name, values in rates.items()}
+            rates[name].append(8 * 32 / arms[name].ask("work", prompts=batch, num_tokens=32)[0])
+    return {name: median(values) for name, values in rates.items()}
 
 
 def main() -> int:
@@ -134,37 +130,32 @@ def main() -> int:
         steps = arms["kvtier"].ask("decode", stems=stems, hits=hits, num_cycles=CYCLES)
     rows, targets = concluded(times, rates, overhead, steps)
     if args.save:
-        grouped_bars(
-            RESULTS / "engine_ttft.png",
-            {told: [statistics.median(arms[name]) for arms in times.values()] for name, told in NAMES.items()},
-            [f"{length} tokens" for length in times],
-            "time to first token, s",
-            "vLLM on a CPU: a prompt seen before, no longer in vLLM's own cache",
-        )
+        bars = {told: [median(arms[name]) for arms in times.values()] for name, told in NAMES.items()}
+        title = "vLLM on a CPU: a prompt seen before, no longer in vLLM's own cache"
+        labels = [f"{length} tokens" for length in times]
+        grouped_bars(RESULTS / "engine_ttft.png", bars, labels, "time to first token, s", title)
     return report("engine_ttft", rows, targets, args.json, args.save)
 
 
 def concluded(
     times: Times, rates: dict[str, float], overhead: list[float], steps: dict[str, list[float]]
 ) -> tuple[list[Row], list[Target]]:
-    rows: list[Row] = []
-    targets = []
+    rows, targets = list[Row](), list[Target]()
     for length, arms in times.items():
-        medians = {name: statistics.median(values) for name, values in arms.items()}
+        medians = {name: median(values) for name, values in arms.items()}
         for name, told in NAMES.items():
             row: Row = {"prompt tokens": length, "engine": told, "TTFT s": medians[name]}
             if name != "none":
                 row |= {"first time s": medians[f"{name} cold"], "(a) / this": medians["none"] / medians[name]}
             if name in ("native", "example"):
-                ratios = [ours / theirs for ours, theirs in zip(arms["kvtier"], arms[name], strict=True)]
-                mean, low, high = interval(ratios)
+                mean, low, high = interval([a / b for a, b in zip(arms["kvtier"], arms[name], strict=True)])
                 row |= {"kvtier / this": mean, "95 %": f"{low:.3f} to {high:.3f}"}
                 targets.append(Target(f"TTFT {length} tokens: kvtier over {name}, lower end of 95 %", 1, low))
             rows.append(row)
         speedup = medians["none"] / medians["kvtier"]
         targets.append(Target(f"TTFT {length} tokens: no offload over a hit of kvtier's", 5, speedup, at_most=False))
     rows += [{"engine": NAMES[name], "tokens/s": rate} for name, rate in rates.items()]
-    slowdown = statistics.median(steps["loading"]) / statistics.median(steps["quiet"])
+    slowdown = median(steps["loading"]) / median(steps["quiet"])
     mean, low, high = interval(overhead)
     span = f"{low:.4f} to {high:.4f}"
     rows.append({"engine": "kvtier, never hitting: CPU / (a)", "kvtier / this": mean, "95 %": span})

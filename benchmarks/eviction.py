@@ -30,8 +30,8 @@ from _eviction_traces import (
     without_hints,
 )
 from _live_replay import FINGERPRINT, ReplayClock, replay_live, simulated_beside
-from _races import Row, in_turns, took
-from _report import RESULTS, Target, parser, progress, report
+from _races import in_turns, of_pairs, took
+from _report import RESULTS, Row, Target, parser, progress, report
 
 from kvtier.service import Chart, Line, save_png
 from kvtier.service.simulation import Capacity, TraceReplay, optimum_of, sweep
@@ -48,7 +48,7 @@ PRODUCTION_SIZES: Final = (883, 4096, 17669)
 GOAL_SIZE: Final = 4096
 SLAB: Final = 4  # times L2
 WRONG: Final = 0.1  # of the hints
-POLICIES: Final = ("lru", "s3fifo", "tail")
+POLICIES: Final = ("lru", "s3fifo", "predicted")
 _LIVE_BYTES: Final = 4096  # of a block with bytes
 _TIMED: Final = 800  # requests whose CPU time is taken
 _DEADLINE: Final = 60.0  # seconds for a request of the live replay
@@ -58,13 +58,13 @@ def kept(
     name: str,
     trace: RequestTrace,
     sizes: Sequence[int],
-    processes: int,
-    slabs: Sequence[int] = (0, SLAB),
-    others: Sequence[str] = (),
+    slabs: Sequence[int],
+    others: Sequence[str] = tuple(OTHERS),
+    processes: int = 1,
 ) -> Iterator[Row]:
     """Shares of blocks found, in %, by each policy, through the pool, and through the pool and a slab.
 
-    `slabs`: times L2; 0 is none. `others`: of `OTHERS`, beside the pool.
+    `slabs`: times L2; 0 is none. `others`: beside the pool. `processes`: side by side; 0 for one a core.
     """
     bare, told = without_hints(trace), spoiled(trace, WRONG)
     rooms = [(size, disk) for size in sizes for disk in (slab * size for slab in slabs)]
@@ -75,7 +75,7 @@ def kept(
     }
     runs = sweep(TraceReplay(bare, BLOCK_BYTES), [*capacities.values()], lambda *_: None, processes)
     shares = {key: _share(run.found, trace) for key, run in zip(capacities, runs, strict=True)}
-    hinted = [capacities[room, "tail"] for room in rooms]
+    hinted = [capacities[room, "predicted"] for room in rooms]
     runs = sweep(TraceReplay(told, BLOCK_BYTES), hinted, lambda *_: None, processes)
     with_hints = {room: _share(run.found, trace) for room, run in zip(rooms, runs, strict=True)}
     optimum = optimum_of(trace)
@@ -83,14 +83,14 @@ def kept(
         through = "pool and slab" if room[1] else "pool"
         row: Row = {"trace": name, "blocks": room[0], "through": through}
         row |= {f"{policy} %": shares[room, policy] for policy in POLICIES}
-        row["tail, hints %"] = with_hints[room]
+        row["predicted, hints %"] = with_hints[room]
         row["optimum %"] = 100 * optimum.share(sum(room))
-        row["tail less lru"] = shares[room, "tail"] - shares[room, "lru"]
+        row["predicted less lru"] = shares[room, "predicted"] - shares[room, "lru"]
         if others and not room[1]:
             row |= {f"{each} %": 100 * share_of(OTHERS[each], trace, room[0]) for each in others}
             best = max(row[f"{each} %"] for each in ("lru", "s3fifo", *others))
-            row["tail less the best"] = row["tail %"] - best
-        progress(f"{name}, {room[0]} blocks, {through}: lru {row['lru %']:.1f}, tail {row['tail %']:.1f} %")
+            row["predicted less the best"] = row["predicted %"] - best
+        progress(f"{name}, {room[0]} blocks, {through}: lru {row['lru %']:.1f}, predicted {row['predicted %']:.1f} %")
         yield row
 
 
@@ -102,14 +102,12 @@ def through_a_hierarchy(num_requests: int) -> Iterator[Row]:
     """Chats through a whole hierarchy, L2 and slab, with bytes; and what a simulation says of the same."""
     trace = without_hints(made_up("chats", limit=num_requests))
     slots, disk = 88, 1 << 20
-    for policy in ("lru", "tail"):
+    for policy in ("lru", "predicted"):
         with tempfile.TemporaryDirectory() as directory:
-            config = Config.model_validate(
-                {
-                    "host": {"size": slots * _LIVE_BYTES, "huge_pages": False},
-                    "file": {"path": directory, "size": disk, "mode": "buffered", "deadline": _DEADLINE},
-                    "cache": {"policy": policy, "load_or_recompute": "load", "prefetch_deadline": _DEADLINE},
-                }
+            config = Config.load(
+                host={"size": slots * _LIVE_BYTES, "huge_pages": False},
+                file={"path": directory, "size": disk, "mode": "buffered", "deadline": _DEADLINE},
+                cache={"policy": policy, "load_or_recompute": "load", "prefetch_deadline": _DEADLINE},
             )
             hierarchy, clock = open_hierarchy(config, FINGERPRINT, KVShape(1, 1, 4, BLOCK_SIZE, "float16", 1)), None
             if (order := hierarchy.host.pool._learned) is not None:
@@ -127,46 +125,37 @@ def through_a_hierarchy(num_requests: int) -> Iterator[Row]:
 
 
 def costs(name: str, trace: RequestTrace, size: int, rounds: int) -> Row:
-    """CPU time of a replay by block of prompt and answer, `tail` and LRU in turns; the median of the pairs."""
+    """CPU time of a replay by block of prompt and answer, `predicted` and LRU in turns; the median of the pairs."""
     replay, per_block = TraceReplay(without_hints(trace), BLOCK_BYTES), 1e6 / len(trace.blocks)
 
     def turn(policy: str) -> float:
         progress(f"CPU time, {policy}")
         return took(lambda: replay.run(Capacity(size * BLOCK_BYTES, policy=policy)), time.process_time) * per_block
 
-    taken = in_turns({policy: partial(turn, policy) for policy in ("lru", "tail")}, rounds, warm_up=1)
+    taken = in_turns({policy: partial(turn, policy) for policy in ("lru", "predicted")}, rounds, warm_up=1)
     row: Row = {"trace": name, "blocks": size, "pairs": rounds}
     row |= {f"{policy}, us/block": median(times) for policy, times in taken.items()}
-    return row | {"tail over lru, us/block": median(b - a for a, b in zip(*taken.values(), strict=True))}
+    return row | {
+        "predicted over lru, us/block": of_pairs(
+            taken["lru"], taken["predicted"], lambda lru, predicted: predicted - lru
+        )
+    }
 
 
 def targets_of(rows: Sequence[Row]) -> list[Target]:
+    """How far `predicted` is on the way from LRU to the optimum, of recorded agents in a large L2."""
     found = []
     for row in rows:
-        where = f"{row['trace']}, {row['blocks']} blocks"
-        if "tail less lru" in row:
-            where += f", {row['through']}"
-            found.append(Target(f"{where}: tail less LRU, points", -0.5, row["tail less lru"], at_most=False))
-            if "tail less the best" in row:
-                best = row["tail less the best"]
-                found.append(Target(f"{where}: tail less the best of others, points", -2.0, best, at_most=False))
-            if row["trace"].startswith(AGENTS) and row["blocks"] >= AGENT_SIZES[-1] and row["through"] == "pool":
-                share = 100 * row["tail less lru"] / (row["optimum %"] - row["lru %"])
-                found.append(Target(f"{where}: of the way from LRU to the optimum, %", 45.0, share, at_most=False))
-            if (row["trace"], row["blocks"], row["through"]) == (PRODUCTION, GOAL_SIZE, "pool"):
-                hinted = f"{where}: found with hints, 9 of 10 right, %"
-                found.append(Target(f"{where}: found without hints, %", 15.0, row["tail %"], at_most=False))
-                found.append(Target(hinted, 21.0, row["tail, hints %"], at_most=False))
-        elif "apart" in row:
-            found.append(Target(f"hierarchy, {row['policy']}: points between live and simulated", 1.0, row["apart"]))
-        else:
-            found.append(Target(f"{where}: CPU of tail over LRU, us a block", 0.3, row["tail over lru, us/block"]))
+        if row["trace"].startswith(AGENTS) and row["blocks"] >= AGENT_SIZES[-1] and row["through"] == "pool":
+            share = 100 * row["predicted less lru"] / (row["optimum %"] - row["lru %"])
+            name = f"{row['trace']}, {row['blocks']} blocks, pool: of the way from LRU to the optimum, %"
+            found.append(Target(name, 45.0, share, at_most=False))
     return found
 
 
 def charts(rows: Sequence[Row]) -> list[Chart]:
     """Shares by size through the pool, of the traces that are most unlike each other."""
-    columns, made = (*(f"{policy} %" for policy in (*POLICIES, *OTHERS)), "tail, hints %", "optimum %"), []
+    columns, made = (*(f"{policy} %" for policy in (*POLICIES, *OTHERS)), "predicted, hints %", "optimum %"), []
     for name in (PRODUCTION, f"{AGENTS}, cut {CUTS[0]}", "sub-agents", "documents"):
         own = [row for row in rows if row["trace"] == name and row.get("through") == "pool"]
         sizes = [row["blocks"] for row in own]
@@ -182,32 +171,27 @@ def charts(rows: Sequence[Row]) -> list[Chart]:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--processes", type=int, default=0, help="side by side; 0 for one a core")
-    options.add_argument("--production", default=",".join(map(str, PRODUCTION_SIZES)), help="blocks of L2, for it")
     options.add_argument("--no-slab", action="store_true", help="through the pool alone")
-    options.add_argument("--no-others", action="store_true", help="without the orders that kvtier does not have")
     options.add_argument("--traces", default=",".join(TRACES), help="made-up ones, separated by commas")
     given = options.parse_args()
-    names = [name for name in given.traces.split(",") if name][: 2 if given.quick else None]
-    limit = 120 if given.quick else None
+    limit, num_sizes = (120, 1) if given.quick else (None, None)
     rows: list[Row] = []
-    slabs, others = (0,) if given.no_slab else (0, SLAB), () if given.no_others else tuple(OTHERS)
-    for name in names:
-        sizes = (AGENT_SIZES if name in AGENT_TRACES else SIZES)[: 1 if given.quick else None]
-        rows += kept(name, made_up(name, limit=limit), sizes, given.processes or 1, slabs, others)
+    slabs = (0,) if given.no_slab else (0, SLAB)
+    for name in given.traces.split(",")[: 2 if given.quick else None]:
+        sizes = AGENT_SIZES if name in AGENT_TRACES else SIZES
+        rows += kept(name, made_up(name, limit=limit), sizes[:num_sizes], slabs)
     if (agents := agent_sessions(limit)) is not None:
-        sizes = AGENT_SIZES[: 1 if given.quick else None]
-        rows += kept(AGENTS, agents, sizes, given.processes or 1, slabs)
+        rows += kept(AGENTS, agents, AGENT_SIZES[:num_sizes], slabs, ())
         for seed in () if given.quick else CUTS:
-            rows += kept(f"{AGENTS}, cut {seed}", cut(agents, seed), sizes, given.processes or 1, slabs, others)
+            rows += kept(f"{AGENTS}, cut {seed}", cut(agents, seed), AGENT_SIZES, slabs)
     production, timed = production_trace(limit), production_trace(limit or _TIMED)
     timed_name, size = PRODUCTION, GOAL_SIZE
     if production is None or timed is None:
         progress(f"{PRODUCTION}: the trace is not here")
         timed_name, timed, size = "agents", made_up("agents", limit=limit or _TIMED), SIZES[0]
     else:
-        production_sizes = (GOAL_SIZE,) if given.quick else tuple(map(int, given.production.split(",")))
-        rows += kept(PRODUCTION, production, production_sizes, 1 if given.quick else given.processes, slabs, others)
+        production_sizes = (GOAL_SIZE,) if given.quick else PRODUCTION_SIZES
+        rows += kept(PRODUCTION, production, production_sizes, slabs, processes=1 if given.quick else 0)
     rows += through_a_hierarchy(40 if given.quick else 120)
     rows.append(costs(timed_name, timed, size, 1 if given.quick else 5))
     if given.save:

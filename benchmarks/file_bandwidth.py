@@ -10,7 +10,6 @@ read. Ratios are of medians over rounds. Every read verifies key and checksum.
 import argparse
 import hashlib
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -26,9 +25,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 from _blocks import Slots, records_of
-from _process import busy_thread
-from _races import Race, Row, Speed, took
-from _report import parser, progress, report
+from _process import busy_thread, drop_caches
+from _races import Race, Speed, speed_of, took
+from _report import Row, disk_parser, progress, report
 
 from kvtier.tiers import BATCH_BYTES, BlockRecord, Outcome, checksum
 from kvtier.tiers.file import FileStore, Mode
@@ -47,32 +46,34 @@ class Workload(Slots):
         super().__init__(block_bytes, num_batches=16)
         self.into = [self.targets, *(self.more(self.per_batch) for _ in range(1, NUM_THREADS))]
 
+    def opened(self, home: Path, size: int, mode: Mode = "direct", key: bytes | None = None) -> FileStore:
+        shape = {"slot_bytes": self.block_bytes, "block_size": 16, "size": size}
+        return FileStore.open(home, FINGERPRINT, **shape, mode=mode, key=key)
+
     def chain(self, name: int, num_blocks: int) -> RecordChain:
         """Block i's payload is number (name + i), wrapped round."""
         hashes = [hashlib.sha256(b"%d/%d" % (name, i)).digest() for i in range(num_blocks)]
         return records_of(hashes, [self.checksums[self._which(name, i)] for i in range(num_blocks)])
 
     def write(self, store: FileStore, chains: NamedChains) -> Speed:
-        def work(thread: int) -> int:
-            num_written = 0
+        num_written = [0] * NUM_THREADS
+
+        def work(thread: int) -> None:
             for name, chain in chains[thread::NUM_THREADS]:
                 for first in range(0, len(chain), self.per_batch):
                     records = chain[first : first + self.per_batch]
                     payloads = [self.sources[self._which(name, first + i)] for i in range(len(records))]
-                    num_written += store.write(records, payloads).count(Outcome.OK)
-            return num_written
+                    num_written[thread] += store.write(records, payloads).count(Outcome.OK)
 
-        return self._timed(work)
+        return self._timed(work, lambda: sum(num_written))
 
     def read(self, store: FileStore, batches: Sequence[Sequence[BlockRecord]]) -> Speed:
-        def work(thread: int) -> int:
-            mine = batches[thread::NUM_THREADS]
-            for batch in mine:
+        def work(thread: int) -> None:
+            for batch in batches[thread::NUM_THREADS]:
                 results = store.read([record.chain_hash for record in batch], self.into[thread][: len(batch)])
                 assert not any(isinstance(result, Outcome) for result in results), "a block held was not read"
-            return sum(map(len, mine))
 
-        return self._timed(work)
+        return self._timed(work, lambda: sum(map(len, batches)))
 
     def held(self, store: FileStore, chains: NamedChains) -> list[RecordChain]:
         """What the store holds of the chains, in chain order, a batch at a time."""
@@ -94,31 +95,15 @@ class Workload(Slots):
     def _which(self, name: int, index: int) -> int:
         return (name * 7 + index) % len(self.sources)
 
-    def _timed(self, work: Callable[[int], int]) -> Speed:
-        """`work(thread)` on every thread; it returns how many blocks it moved."""
+    def _timed(self, work: Callable[[int], None], num_moved: Callable[[], int]) -> Speed:
+        """`work(thread)` on every thread; then it is known how many blocks were moved."""
         with ThreadPoolExecutor(NUM_THREADS) as threads:
-            cpu, start = time.process_time(), time.perf_counter()
-            gigabytes = sum(threads.map(work, range(NUM_THREADS))) * self.block_bytes / 1e9
-            wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-        return Speed(gigabytes / wall, cpu / gigabytes)
-
-
-def drop_caches(path: Path) -> None:
-    os.sync()
-    with path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("1")
-    except OSError:
-        progress("not root: page cache dropped by posix_fadvise alone")
+            speed = speed_of(lambda: list(threads.map(work, range(NUM_THREADS))), 1e9)
+        gigabytes = num_moved() * self.block_bytes / 1e9
+        return Speed(gigabytes * speed.gb_per_s, speed.cpu_s_per_gb / gigabytes)
 
 
 class FioSpeed(NamedTuple):
-    """What one fio job moved, and how long one of its reads took: seconds, of half of them and of 99 in 100.
-
-    As a caller sees it: fio's "lat". Its "clat" leaves out `io_submit`, in which a virtual disk may do it all.
-    """
-
     depth: int
     gb_per_s: float
     cpu_s_per_gb: float
@@ -160,8 +145,7 @@ class DiskBench:
         self.next_name = 0
 
     def open(self, mode: Mode = "direct") -> FileStore:
-        return FileStore.open(self.directory, FINGERPRINT, slot_bytes=self.load.block_bytes, block_size=16,
-                              size=self.size, mode=mode)  # fmt: skip
+        return self.load.opened(self.directory, self.size, mode)
 
     def reopened(self, store: FileStore, mode: Mode = "direct") -> FileStore:
         store.close()
@@ -181,7 +165,6 @@ class DiskBench:
         return made
 
     def run(self) -> list[Row]:
-        """Fill, read, age, read again."""
         load, part = self.load, self.size // 4
         store = self.open()
         live = self.chains(int(self.size * 0.9))
@@ -244,11 +227,10 @@ class DiskBench:
             path.unlink(missing_ok=True)
 
     def rows(self) -> list[Row]:
-        """Medians, beside fio's."""
         hashing, found = self.checksum_cpu(), []
         for what in self.ours.speeds:
             against = "randread" if "scattered" in what else "write" if "write" in what else "read"
-            row = {"block KiB": self.load.block_bytes >> 10, "what": what, "GB/s": self.ours.rate(what)}
+            row: Row = {"block KiB": self.load.block_bytes >> 10, "what": what, "GB/s": self.ours.rate(what)}
             if "warm" not in what and "busy" not in what:
                 limit = median(self.limits[what if what in self.limits else against])
                 row |= {"fio GB/s": limit, "ratio": row["GB/s"] / limit}
@@ -264,17 +246,10 @@ class DiskBench:
         return least / (len(sources) * self.load.block_bytes / 1e9)
 
 
-def options_of(doc: str | None) -> argparse.Namespace:
-    options = parser(doc)
-    options.add_argument("--directory", type=Path, default=Path(), help="a directory on the disk to measure")
-    options.add_argument("--block-kib", type=int, nargs="*", help="block sizes")
-    return options.parse_args()
-
-
 def on_disk(
     name: str,
     given: argparse.Namespace,
-    sizes: Sequence[int],
+    sizes_kib: Sequence[int],
     limit_bytes: int,
     measured: Callable[[Path, Path, int], Sequence[Row]],
 ) -> int:
@@ -290,7 +265,7 @@ def on_disk(
             for _ in range(limit_bytes // len(chunk)):
                 file.write(chunk)
         drop_caches(limit_file)
-        for block_kib in given.block_kib or sizes:
+        for block_kib in sizes_kib:
             progress(f"blocks of {block_kib} KiB")
             folder = Path(home) / str(block_kib)
             rows += measured(folder, limit_file, block_kib << 10)
@@ -299,7 +274,7 @@ def on_disk(
 
 
 def main() -> int:
-    given = options_of(__doc__)
+    given = disk_parser(__doc__).parse_args()
     sizes, size, rounds = ([128], 512 << 20, 1) if given.quick else ([128, 1024], 2 << 30, 3)
 
     def measured(folder: Path, limit_file: Path, block_bytes: int) -> list[Row]:

@@ -22,8 +22,7 @@ import _gpu
 import numpy as np
 import torch
 from _gpu import KIB, MIB, Geometry8B, mid
-from _loads import Row
-from _report import Target, progress, report
+from _report import Row, Target, progress, report
 
 from kvtier.connector import CopyOp, StepPlan, WorkerSide
 from kvtier.tiers.copies import BlockCopies, CopyEvent, CopyStream
@@ -97,7 +96,6 @@ class PiecePools:
 
 @contextmanager
 def piece_pools(scale: Scale, layout: str, kib: int) -> Iterator[PiecePools]:
-    """Pools whose L2 is unpinned and given back in the end."""
     pools = PiecePools(scale, layout, kib * KIB)
     try:
         yield pools
@@ -106,7 +104,6 @@ def piece_pools(scale: Scale, layout: str, kib: int) -> Iterator[PiecePools]:
 
 
 def measure_pieces(scale: Scale, layout: str, kib: int) -> Iterator[Row]:
-    """One row for each way and direction."""
     ways = [way for way in _gpu.ways(scale.device) if way != "copies" or kib >= COPIES_FROM_KIB]
     with piece_pools(scale, layout, kib) as pools:
         for way in ways:
@@ -219,7 +216,7 @@ def first_use(scale: Scale) -> Iterator[Row]:
         raise SystemExit(f"L2 could not be pinned: {error}; raise `ulimit -l`")
     for phase, ms in phases.items():
         row: Row = {"L2 MiB": scale.first_use_bytes // MIB, "phase": phase, "steps": len(ms)}
-        row |= {"p50 ms": mid(ms), "p99 ms": _gpu.tail(ms), "longest ms": round(max(ms), 3)}
+        row |= {"p50 ms": mid(ms), "p99 ms": mid(ms, quantile=0.99), "longest ms": round(max(ms), 3)}
         yield row | ({"seconds": round(seconds, 2)} if phase == "first use" else {})
 
 

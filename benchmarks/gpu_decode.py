@@ -18,8 +18,7 @@ import _gpu
 import numpy as np
 import torch
 from _gpu import Geometry8B, mid
-from _loads import Row
-from _report import Target, progress, report
+from _report import Row, Target, progress, report
 
 from kvtier.connector import CopyOp, StepPlan, WorkerSide
 
@@ -135,7 +134,6 @@ class Beside:
                 self.num_blocks += sum(len(op.device_blocks) for op in (*plan.loads, *plan.stores))
 
     def collect(self) -> None:
-        """Take in what has ended; SystemExit for a copy that failed."""
         report = self.worker.poll()
         if report.failed:
             raise SystemExit(f"{len(report.failed)} copies beside the steps failed")
@@ -200,12 +198,11 @@ def measure(decode: DecodeStep, load: DecodeLoad, layout: str, way: str) -> Iter
         every = np.concatenate(took[kind])
         slowdown = [float(np.median(each)) / base for each, base in zip(took[kind], alone, strict=True)]
         row: Row = {"layout": layout, "way": way, "beside": kind, "CUDA graph": decode.is_graph}
-        row |= {"p50 ms": mid(every), "p99 ms": _gpu.tail(every), "slowdown": mid(slowdown, 4)}
+        row |= {"p50 ms": mid(every), "p99 ms": mid(every, quantile=0.99), "slowdown": mid(slowdown, 4)}
         yield row | {"worker's CPU ms": mid(cpu[kind]), "GB/s": mid(rates[kind], 2)}
 
 
 def goals(rows: Sequence[Row]) -> list[Target]:
-    """The slowest place for blocks, by the way that kvtier chooses."""
     chosen = [row for row in rows if row["way"] == "chosen"]
     worst = {kind: max(row["slowdown"] for row in chosen if row["beside"] == kind) for kind in BESIDE[1:]}
     return [Target(f"a decode step beside {kind}: ÷ alone", SLOWDOWN, value) for kind, value in worst.items()]

@@ -1,10 +1,10 @@
 """Time to first token on a GPU, cold and from each tier: kvtier's engine, a Llama-8B's geometry, random weights.
 
 Prompts of 8,192 and 32,768 random tokens, each asked cold, from L1, from L2 (L1 emptied), and from the slab (L1 and L2
-emptied, page cache dropped where that is allowed). Every answer is checked to come from the tier it is named after, and
-its token against the cold one. With asynchronous loads (a request waits for its whole prefix) and with layerwise ones
-(each layer is computed as it arrives). Figures are medians over fresh prompts; a ratio is of one prompt's times.
-`--save` writes a plot too. `--dry` runs the same code on this CPU.
+emptied, page cache dropped where allowed). Every answer is checked to come from the tier it is named after, and its
+token against the cold one. With asynchronous loads (a request waits for its whole prefix) and with layerwise ones.
+Figures are medians over fresh prompts, ratios of one prompt's times. `--save` writes a plot too. `--dry` runs the same
+code on this CPU.
 """
 
 import sys
@@ -18,8 +18,8 @@ from typing import Any, Final, Literal
 import _gpu
 import numpy as np
 import torch
-from _loads import Row, grouped_bars, leave_only, llama, over_slab, random_tokens, scratch, settle
-from _report import RESULTS, Target, progress, report
+from _loads import grouped_bars, leave_only, llama, over_slab, random_tokens, scratch, settle
+from _report import RESULTS, Row, progress, report
 
 from kvtier.connector import LocalConnector
 from kvtier.engine import Engine, EngineConfig, Model, SamplingParams
@@ -32,7 +32,6 @@ TIERS: Final = {
     "slab": "file",
 }  # what answers → the tier above which all is empty
 ONE: Final = SamplingParams(max_tokens=1, ignore_eos=True)
-GOALS: Final = (("L2", 20), ("slab", 5))
 
 Loading = Literal["async", "layerwise"]
 LOADINGS: Final[tuple[Loading, ...]] = ("async", "layerwise")
@@ -72,13 +71,8 @@ def opened(model: Model, prompts: AskedPrompts, loading: Loading, home: str) -> 
     """An engine whose L2 is there, and pinned on a GPU, before anything is asked."""
     # All of a prompt reaches the slab, and not only what its disk takes while the prompt is computed.
     config = over_slab(home, prompts.tier_size, prompts.tier_size, store_queue=prompts.tier_size)
-    settings = EngineConfig(
-        block_size=BLOCK_SIZE,
-        num_blocks=max(prompts.lengths) // BLOCK_SIZE + 64,
-        max_num_batched_tokens=4096,
-        max_num_seqs=1,
-        loading=loading,
-    )
+    sizes = {"block_size": BLOCK_SIZE, "num_blocks": max(prompts.lengths) // BLOCK_SIZE + 64, "max_num_seqs": 1}
+    settings = EngineConfig(**sizes, max_num_batched_tokens=4096, loading=loading)
     engine: Any = Engine(model, settings, LocalConnector.connect(config))
     region = engine.connector.hierarchy.host.region
     region.wait_prefaulted()
@@ -133,16 +127,6 @@ def measure(model: Model, prompts: AskedPrompts, loading: Loading) -> Iterator[R
             engine.close()
 
 
-def goals(rows: Sequence[Row]) -> list[Target]:
-    """Of the longest prompt, with each kind of loads."""
-    longest = [row for row in rows if row["tokens"] == max(row["tokens"] for row in rows)]
-    return [
-        Target(f"{row['tokens']:,} tokens, {row['loading']}: cold ÷ {tier}", goal, row[f"cold ÷ {tier}"], False)
-        for tier, goal in GOALS
-        for row in longest
-    ]
-
-
 def draw(rows: Sequence[Row], path: Path) -> None:
     times = {tier: [row[f"{tier} ms"] for row in rows] for tier in TIERS}
     labels = [f"{row['tokens']} tokens\n{row['loading']}" for row in rows]
@@ -157,7 +141,7 @@ def main() -> int:
     rows = [row for loading in LOADINGS for row in _gpu.told(measure(model, prompts, loading))]
     if options.save:
         draw(rows, RESULTS / "gpu_ttft.png")
-    return report("gpu_ttft", rows, goals(rows), options.json, options.save, _gpu.setup_of(options))
+    return report("gpu_ttft", rows, [], options.json, options.save, _gpu.setup_of(options))
 
 
 if __name__ == "__main__":

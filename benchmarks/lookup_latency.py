@@ -1,15 +1,13 @@
 """Naming the blocks of a long prompt and looking them all up, beside the least that any Python program must do.
 
 The prompt is a Python list of 131,072 token ids in blocks of 16, every block held by a full `SlotPool` of 65,536.
-The limit, timed in the same round: the list into an array of u32 (`array('I', list)`) and a bare `hashlib.sha256`
-loop over parent ‖ tokens, in its fastest spelling known to us. Medians over interleaved rounds, per-round ratios.
-"whole way" is what the scheduler's thread does for such a request, from the list to `finished`: names, lookup, blocks
-given and their load planned, end (CPU ms; the limit is the same bare loop). L2 holds every block, and each list has
-integers of its own. "named before": the process has named this prompt before. "next turn": it has 2,048 tokens more,
-which nobody has seen. It and the steps above are measured with extension modules, where all were built,
-and "Python alone". "request of" so many blocks, all hits, is what follows its names.
-"keys kvtier" is what naming blocks by our own chain adds to vLLM's scheduler for such a prompt, once a request, in
-blocks of 32; under vLLM's own hashes nothing is added.
+The limit, timed in the same round: the list into an array of u32 and a bare `hashlib.sha256` loop over parent ‖ tokens.
+Medians over interleaved rounds, per-round ratios. "whole way" is what the scheduler's thread does for such a request,
+from the list to `finished`: names, lookup, blocks given and their load planned, end (CPU ms). L2 holds every block, and
+each list has integers of its own. "named before": the process has named this prompt before. "next turn": it has 2,048
+tokens more. All is measured with extension modules, where all were built, and "Python alone". "request of" so many
+blocks, all hits, is what follows its names. "keys kvtier" is what naming blocks by our own chain adds to vLLM's
+scheduler for such a prompt, in blocks of 32; under vLLM's own hashes nothing is added.
 """
 
 import gc
@@ -21,7 +19,6 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from statistics import median
@@ -31,9 +28,9 @@ from unittest import mock
 
 import numpy as np
 import torch
-from _blocks import random_names
-from _races import PYTHON, Row, form, took
-from _report import Target, parser, progress, report
+from _blocks import AskedRequest, random_names, reserved
+from _races import PYTHON, form, of_pairs, took
+from _report import Row, Target, parser, progress, report
 
 from kvtier.connector import LocalConnector, WorkerReport
 from kvtier.connector.vllm import OwnChain
@@ -48,10 +45,7 @@ from kvtier.tiers.pool import SlotPool
 BLOCK_SIZE: Final = 16
 FINGERPRINT: Final = b"f" * 32
 ROOT: Final = root_hash(FINGERPRINT)
-MAX_RATIO: Final = 1.6
-BLOCK_SIZES: Final = (16, 64)
-MOST: Final = {"named before": 1.0, "from nothing": 1.5, "next turn": 1.0}  # CPU ms, with sha256
-SHORT: Final = {1: 8.0, 8: 9.0, 64: 16.0, 512: 90.0}  # blocks of a request: CPU µs behind its names, with sha256
+SHORT: Final = (1, 8, 64, 512)  # blocks of a request
 STEPS: Final = ("names", "lookup", "given", "end")
 NEW: Final = 2048  # tokens that the next turn has more
 PIECE: Final = 1024  # blocks stored at once
@@ -71,15 +65,6 @@ def going(way: str) -> Iterator[None]:
         yield
 
 
-@dataclass
-class LongRequest:
-    """Implements `Request`."""
-
-    request_id: str
-    chain: TokenChain
-    num_tokens: int
-
-
 class LongPrompts:
     """Tiers that hold every block of one prompt, in L2 and in L1, and the requests that ask for it.
 
@@ -97,8 +82,7 @@ class LongPrompts:
         stack.callback(self._connector.close)
         self._tokens, self._size, self._scheme = tokens, block_size, scheme
         self._table = list(range(num_blocks + NEW // block_size + 1))
-        self._kept = HashCache()
-        self._draw = random.Random(1)
+        self._kept, self._draw = HashCache(), random.Random(1)
         self._store(self._chain(tokens, self._kept))
         self.turns: dict[str, Callable[[], Took]] = {
             "named before": lambda: self._ask(1, self._kept),
@@ -138,7 +122,7 @@ class LongPrompts:
         named = clock()
         usable = (len(tokens) - 1) // self._size
         num_l1 = pool.lookup(chain.hashes[:usable]) if in_l1 else 0
-        found = scheduler.lookup(LongRequest("a", chain, len(tokens)), num_l1 * self._size)
+        found = scheduler.lookup(AskedRequest("a", chain, len(tokens)), num_l1 * self._size)
         looked = clock()
         assert isinstance(found, int)
         assert found + num_l1 * self._size == len(self._tokens)
@@ -151,18 +135,16 @@ class LongPrompts:
         scheduler.finished("a")
         if blocks is not None:
             pool.free(blocks)
-        ended = clock()
-        return named - began, looked - named, given - looked, ended - given
+        return named - began, looked - named, given - looked, clock() - given
 
     def behind_names(self, num_requests: int) -> float:
-        """CPU seconds of each of so many requests whose names are known: a clock costs a quarter of a short request."""
         requests = []
         for _ in range(num_requests):
             tokens = [*self._tokens, self._draw.randrange(150_000)]
-            requests.append(LongRequest("a", self._chain(tokens, self._kept), len(tokens)))
+            requests.append(AskedRequest("a", self._chain(tokens, self._kept), len(tokens)))
         return took(lambda: [self._serve(request) for request in requests], time.thread_time) / num_requests
 
-    def _serve(self, request: LongRequest) -> None:
+    def _serve(self, request: AskedRequest) -> None:
         scheduler = self._connector.scheduler
         found = scheduler.lookup(request, 0)
         assert isinstance(found, int)
@@ -185,9 +167,7 @@ def filled_pool(hashes: list[list[ChainHash]], num_slots: int) -> SlotPool:
     pool = SlotPool(num_slots)
     strangers = random_names(np.random.default_rng(0), num_slots - sum(map(len, hashes)))
     for chain in (strangers, *hashes):
-        reservation = pool.reserve(chain)
-        assert reservation is not None
-        pool.seal(reservation).release()
+        pool.seal(reserved(pool, chain)).release()
     return pool
 
 
@@ -201,57 +181,12 @@ def count_hashed(chain: TokenChain, token: int) -> int:
 
 def parts_of(steps: list[Took]) -> dict[str, float]:
     """Median CPU milliseconds of each step."""
-    return {name: median(each[n] for each in steps) * 1e3 for n, name in enumerate(STEPS)}
+    return {name: median(each) * 1e3 for name, each in zip(STEPS, zip(*steps, strict=True), strict=True)}
 
 
-def whole_ways(tokens: list[int], rounds: int, rows: list[Row]) -> Iterator[Target]:
-    """The whole way at each block size and scheme, and what of it has a goal."""
-    for block_size, scheme in product(BLOCK_SIZES, ("sha256", "xxh3")):
-        took_of: dict[tuple[str, str], list[Took]] = {}
-        limits: list[float] = []
-        with ExitStack() as stack:
-            turns: dict[str, dict[str, Callable[[], Took]]] = {}
-            for way in WAYS:
-                with going(way):
-                    turns[way] = LongPrompts(stack, tokens, block_size, scheme).turns
-            for _ in range(rounds):
-                limits.append(took(partial(bare_loop, tokens, block_size), time.thread_time))
-                for way in WAYS:
-                    with going(way):
-                        for turn, ask in turns[way].items():
-                            took_of.setdefault((turn, way), []).append(ask())
-        for (turn, way), steps in took_of.items():
-            whole = sorted(map(sum, steps))
-            row: Row = {"whole way": turn, "blocks": f"{block_size}, {scheme}", "way": way, **parts_of(steps)}
-            row |= {"CPU ms": median(whole) * 1e3, "best": whole[0] * 1e3, "p90": whole[rounds * 9 // 10] * 1e3}
-            of_limit = median(sum(each) / limit for each, limit in zip(steps, limits, strict=True))
-            rows.append(row | {"limit": median(limits) * 1e3, "of limit": of_limit})
-            if scheme == "sha256" and turn in MOST:
-                yield Target(f"whole way, {way}, blocks of {block_size}, {turn}: CPU ms", MOST[turn], row["CPU ms"])
-
-
-def short_requests(tokens: list[int], rounds: int, rows: list[Row]) -> Iterator[Target]:
-    """The way of requests of a few blocks, each in the form that is in use, and what of it has a goal."""
-    for num_blocks, most in SHORT.items():
-        with ExitStack() as stack:
-            prompts = LongPrompts(stack, tokens[: num_blocks * BLOCK_SIZE], BLOCK_SIZE, "sha256")
-            steps = [prompts.turns["from nothing"]() for _ in range(20 * rounds)]
-            behind = median(prompts.behind_names(64) for _ in range(rounds)) * 1e6
-        row = {"whole way": f"request of {num_blocks}", "blocks": f"{BLOCK_SIZE}, sha256", "way": WAYS[0]}
-        rows.append(row | parts_of(steps) | {"CPU us behind names": behind})
-        yield Target(f"request of {num_blocks} blocks, all hits: CPU us behind its names", most, behind)
-
-
-def main() -> int:
-    options = parser(__doc__).parse_args()
-    num_tokens, rounds = (16_384, 15) if options.quick else (131_072, 101)
-    draw = random.Random(0)
-    tokens = [draw.randrange(150_000) for _ in range(num_tokens)]
-    one_block = tokens[:BLOCK_SIZE]
-    chain = TokenChain(ROOT, BLOCK_SIZE)
-    chain.extend(tokens)
-    names = list(chain.hashes)
-    progress(f"{num_tokens} tokens, {rounds} rounds")
+def single_steps(tokens: list[int], chain: TokenChain, rounds: int) -> Iterator[Row]:
+    """Naming and looking up, each alone, beside the limit."""
+    names, one_block = list(chain.hashes), tokens[:BLOCK_SIZE]
     pools: dict[str, SlotPool] = {}
     for way in WAYS:
         with going(way):
@@ -260,7 +195,7 @@ def main() -> int:
     def whole(scheme: str, way: str) -> None:
         assert pools[way].lookup(chain_hashes(ROOT, tokens, BLOCK_SIZE, scheme)) == len(names)
 
-    request = SimpleNamespace(all_token_ids=tokens, num_tokens=num_tokens)
+    request = SimpleNamespace(all_token_ids=tokens, num_tokens=len(tokens))
     own = FINGERPRINT, None, None, None
     in_every_way: dict[str, Callable[[str], object]] = {
         "sha256 hashing": lambda way: chain_hashes(ROOT, tokens, BLOCK_SIZE),
@@ -280,26 +215,62 @@ def main() -> int:
     if WAYS[0] != PYTHON:
         steps |= {f"{name}, {PYTHON}": step for name, step in in_every_way.items()}
         ways |= dict.fromkeys(steps.keys() - ways.keys(), PYTHON)
-    num_hashed = count_hashed(chain, 7)
     times: dict[str, list[float]] = {name: [] for name in steps}
-    gc.disable()  # its pauses belong to whoever made the garbage
     for _ in range(rounds):
         for name, run in steps.items():
             with going(ways[name]):
                 times[name].append(took(partial(run, ways[name])))
-    rows: list[Row] = []
     for name, taken in times.items():
-        row: Row = {"step": name, "tokens": BLOCK_SIZE if "one block" in name else num_tokens}
+        row: Row = {"step": name, "tokens": BLOCK_SIZE if "one block" in name else len(tokens)}
         row |= {"median_ms": median(taken) * 1e3, "best_ms": min(taken) * 1e3}
-        rows.append(row | {"of_limit": median(a / b for a, b in zip(taken, times[LIMIT], strict=True))})
-    targets = [
-        Target(f"sha256 hashing + lookup, {ways[row['step']]}, all hits, × limit", MAX_RATIO, row["of_limit"])
-        for row in rows
-        if row["step"].startswith("sha256 hashing + lookup")
-    ]
-    targets.append(Target("blocks hashed when a sequence grows by one", 1, num_hashed))
-    targets += [*whole_ways(tokens, rounds // 3, rows), *short_requests(tokens, rounds, rows)]
+        yield row | {"of_limit": of_pairs(taken, times[LIMIT])}
+
+
+def whole_ways(tokens: list[int], rounds: int) -> Iterator[Row]:
+    for block_size, scheme in product((16, 64), ("sha256", "xxh3")):
+        took_of: dict[tuple[str, str], list[Took]] = {}
+        limits: list[float] = []
+        with ExitStack() as stack:
+            turns: dict[str, dict[str, Callable[[], Took]]] = {}
+            for way in WAYS:
+                with going(way):
+                    turns[way] = LongPrompts(stack, tokens, block_size, scheme).turns
+            for _ in range(rounds):
+                limits.append(took(partial(bare_loop, tokens, block_size), time.thread_time))
+                for way in WAYS:
+                    with going(way):
+                        for turn, ask in turns[way].items():
+                            took_of.setdefault((turn, way), []).append(ask())
+        for (turn, way), steps in took_of.items():
+            each = list(map(sum, steps))
+            row: Row = {"whole way": turn, "blocks": f"{block_size}, {scheme}", "way": way, **parts_of(steps)}
+            row |= {"CPU ms": median(each) * 1e3, "best": min(each) * 1e3, "p90": sorted(each)[rounds * 9 // 10] * 1e3}
+            yield row | {"limit": median(limits) * 1e3, "of limit": of_pairs(each, limits)}
+
+
+def short_requests(tokens: list[int], rounds: int) -> Iterator[Row]:
+    """The way of requests of a few blocks, in the form that is in use."""
+    for num_blocks in SHORT:
+        with ExitStack() as stack:
+            prompts = LongPrompts(stack, tokens[: num_blocks * BLOCK_SIZE], BLOCK_SIZE, "sha256")
+            steps = [prompts.turns["from nothing"]() for _ in range(20 * rounds)]
+            behind = median(prompts.behind_names(64) for _ in range(rounds)) * 1e6
+        row: Row = {"whole way": f"request of {num_blocks}", "blocks": f"{BLOCK_SIZE}, sha256", "way": WAYS[0]}
+        yield row | parts_of(steps) | {"CPU us behind names": behind}
+
+
+def main() -> int:
+    options = parser(__doc__).parse_args()
+    num_tokens, rounds = (16_384, 15) if options.quick else (131_072, 101)
+    draw = random.Random(0)
+    tokens = [draw.randrange(150_000) for _ in range(num_tokens)]
+    chain = TokenChain(ROOT, BLOCK_SIZE)
+    chain.extend(tokens)
+    progress(f"{num_tokens} tokens, {rounds} rounds")
+    gc.disable()  # its pauses belong to whoever made the garbage
+    rows = [*single_steps(tokens, chain, rounds), *whole_ways(tokens, rounds // 3), *short_requests(tokens, rounds)]
     gc.enable()
+    targets = [Target("blocks hashed when a sequence grows by one", 1, count_hashed(chain, 7))]
     return report("lookup_latency", rows, targets, options.json, options.save)
 
 

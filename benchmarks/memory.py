@@ -3,7 +3,7 @@
 Blocks are stored as the hierarchy stores them (reserve, describe, seal, release), but of their bytes no page is
 touched. `bytes_a_block` is what the process grew by; tokens are 4 bytes each of that, and stand in a column of their
 own. `gc_pass_ms` is one full collection, of a process that holds nothing else. `gc_objects` and `python_blocks` are
-what the garbage collector and Python's allocator have more of. Times are CPU time, lookups by batches of 2,048 names.
+what the garbage collector and Python's allocator have more of. How fast lookups are: pool_throughput.py.
 """
 
 import gc
@@ -11,15 +11,14 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from itertools import product
 from typing import Final, NamedTuple
 
 import numpy as np
-from _blocks import random_names, records_of
-from _process import spawned
-from _races import Row, took
-from _report import Target, parser, progress, report
+from _blocks import random_names, records_of, reserved
+from _process import resident_bytes, spawned
+from _races import took
+from _report import Row, Target, parser, progress, report
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.host import HostRegion, HostTier, slot_stride
@@ -28,14 +27,11 @@ COUNTS: Final = (100_000, 1_000_000, 10_000_000)
 WARM_UP: Final = 4096  # blocks of a first tier in each process: what a process takes once is no block's
 BLOCK_SIZES: Final = (16, 64)  # tokens
 BATCH: Final = 2048  # blocks of one chain
-LOOKUPS: Final = 100
 MAP_NORESERVE: Final = 0x4000  # Linux's, which Python 3.11 has no name for
 GC_MS: Final = 5.0  # that a pass may take longer than of an empty process
 
 
 class Footprint(NamedTuple):
-    """What the process has taken by now."""
-
     resident: int  # bytes
     tracked: int  # objects the garbage collector goes through
     allocated: int  # blocks of Python's allocator
@@ -46,8 +42,7 @@ class Footprint(NamedTuple):
         """After a full collection."""
         gc.collect()
         gc_ms = min(took(gc.collect, time.process_time) for _ in range(5)) * 1e3
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-        return cls(resident, len(gc.get_objects()), sys.getallocatedblocks(), gc_ms)
+        return cls(resident_bytes(), len(gc.get_objects()), sys.getallocatedblocks(), gc_ms)
 
 
 def unbacked_region(num_blocks: int) -> HostRegion:
@@ -63,70 +58,38 @@ def names_of(number: int, num_blocks: int = BATCH) -> tuple[list[ChainHash], Cha
 
 
 def fill(host: HostTier, block_size: int) -> None:
-    """Store as many blocks as there are slots."""
     for number, first in enumerate(range(0, host.pool.num_slots, BATCH)):
         names, root = names_of(number, min(BATCH, host.pool.num_slots - first))
         checksums, tokens = [1 << 63 | number] * len(names), os.urandom(4 * block_size)
-        reservation = host.pool.reserve(names, root)
-        if reservation is None:
-            raise RuntimeError("the pool has fewer slots than it says")
+        reservation = reserved(host.pool, names, root)
         host.describe(reservation.slots, records_of(names, checksums, root, tokens))
         host.pool.seal(reservation).release()
 
 
-def lookup_us(host: HostTier, batches: Sequence[Sequence[ChainHash]], num_found: int) -> float:
-    """Microseconds a name."""
-
-    def ask() -> None:
-        for names in batches:
-            if host.pool.lookup(names) != min(num_found, len(names)):
-                raise RuntimeError("a lookup found something else than was stored")
-
-    ask()
-    return took(ask, time.process_time) / sum(map(len, batches)) * 1e6
-
-
 def measure(num_blocks: int, block_size: int) -> Row:
-    """One row: a tier of so many blocks, full."""
+    """A tier of so many blocks, full."""
     if num_blocks > WARM_UP:
         measure(WARM_UP, block_size)
     region, before = unbacked_region(num_blocks), Footprint.now()
     host = HostTier(region, block_size=block_size)
     fill_seconds = took(lambda: fill(host, block_size), time.process_time)
-    after, num_full = Footprint.now(), num_blocks // BATCH
-    held = [names_of(number)[0] for number in range(0, num_full, max(1, num_full // LOOKUPS))]
-    gone = [names_of(num_full + 1 + number)[0] for number in range(LOOKUPS)]
-    hits, misses = lookup_us(host, held, BATCH), lookup_us(host, gone, 0)
-    one = lookup_us(host, [[name] for names in held for name in names[:: BATCH // 16]], 1)
+    after = Footprint.now()
+    assert host.pool.lookup(names_of(0)[0]) == BATCH
     total = (after.resident - before.resident) / num_blocks
     host.close()
-    return {
-        "blocks": num_blocks,
-        "block_tokens": block_size,
-        "bytes_a_block": round(total, 1),
-        "of_tokens": 4 * block_size,
-        "besides": round(total - 4 * block_size, 1),
-        "gc_pass_ms": round(after.gc_ms, 2),
-        "gc_pass_ms_empty": round(before.gc_ms, 2),
-        "gc_objects": after.tracked - before.tracked,
-        "python_blocks": after.allocated - before.allocated,
-        "fill_us_a_block": round(fill_seconds / num_blocks * 1e6, 2),
-        "lookup_us_a_hit": round(hits, 3),
-        "lookup_us_a_miss": round(misses, 3),
-        "lookup_us_one_name": round(one, 2),
-    }
+    row = {"blocks": num_blocks, "block_tokens": block_size, "bytes_a_block": round(total, 1)}
+    row |= {"of_tokens": 4 * block_size, "besides": round(total - 4 * block_size, 1)}
+    row |= {"gc_pass_ms": round(after.gc_ms, 2), "gc_pass_ms_empty": round(before.gc_ms, 2)}
+    row |= {"gc_objects": after.tracked - before.tracked, "python_blocks": after.allocated - before.allocated}
+    return row | {"fill_us_a_block": round(fill_seconds / num_blocks * 1e6, 2)}
 
 
 def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--blocks", type=int, nargs="+", metavar="N", help="how many, instead of 0.1, 1 and 10 M")
-    options.add_argument("--tokens", type=int, nargs="+", metavar="N", help="tokens in a block, instead of 16 and 64")
-    given = options.parse_args()
+    given = parser(__doc__).parse_args()
     rows: list[Row] = []
-    for num_blocks in given.blocks or (COUNTS[:1] if given.quick else COUNTS):
-        for block_size in given.tokens or BLOCK_SIZES:
-            progress(f"{num_blocks:,} blocks of {block_size} tokens")
-            rows.append(spawned(measure, num_blocks, block_size))
+    for num_blocks, block_size in product(COUNTS[:1] if given.quick else COUNTS, BLOCK_SIZES):
+        progress(f"{num_blocks:,} blocks of {block_size} tokens")
+        rows.append(spawned(measure, num_blocks, block_size))
     targets = []
     for row in rows:
         name = f"{row['blocks']:,} blocks of {row['block_tokens']} tokens in L2"

@@ -1,10 +1,10 @@
 """Which models kvtier works with: each architecture, tiny and with random weights, through each engine.
 
-A row is built from its transformers configuration; nothing is fetched. Each engine answers three prompts greedily in
-fp32 without kvtier, then with it: with empty tiers, with what the same process stored (its own cache emptied), and
-after the slab was opened anew. All answers have to be equal, and have to depend on the prompt. "hits": both later
-rounds found the prompts. "no hits": equal answers, nothing found. "refused": kvtier said no, and the message is the
-row's. "not run": the engine cannot run the model here, without kvtier either. "absent": the library lacks it.
+Each engine answers three prompts greedily in fp32 without kvtier, then with it: with empty tiers, with what the same
+process stored (its own cache emptied), and after the slab was opened anew. All answers have to be equal, and have to
+depend on the prompt. "hits": both later rounds found the prompts. "no hits": equal answers, nothing found. "refused":
+kvtier said no, and the message is the row's. "not run": nor does the engine without kvtier. "absent": the library lacks
+the model.
 
 vLLM's part runs in `.venv-vllm` (`.ci/beside-engine vllm`), SGLang's in `.venv-sglang`. `--only` and `--engine` choose
 a part; with `--save` each row replaces the same one of benchmarks/results/models.json as soon as it is there. Then
@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from _architectures import ARCHITECTURES
-from _report import RESULTS, Target, keep, parser, progress, report
+from _report import RESULTS, ROOT, Row, Target, keep, parser, progress, report
 
-ROOT: Final = Path(__file__).resolve().parent.parent
 PYTHONS: Final = {
     "kvtier": Path(sys.executable),
     "transformers": Path(sys.executable),
@@ -34,10 +33,8 @@ PYTHONS: Final = {
 QUICK: Final = ("llama", "gemma3", "mamba")
 LIMIT: Final = 600  # seconds for one model
 
-TrialRow = dict[str, Any]
 
-
-def trials(engine: str, names: Sequence[str]) -> Iterator[TrialRow]:
+def trials(engine: str, names: Sequence[str]) -> Iterator[Row]:
     """A row for each name, in the engine's environment. A process may end early; another one does the rest."""
     while names:
         with tempfile.TemporaryDirectory() as folder:
@@ -47,7 +44,7 @@ def trials(engine: str, names: Sequence[str]) -> Iterator[TrialRow]:
                 yield {"architecture": row.pop("name"), "engine": engine, **row}
 
 
-def _child(engine: str, folder: str, names: Sequence[str]) -> Iterator[TrialRow]:
+def _child(engine: str, folder: str, names: Sequence[str]) -> Iterator[Row]:
     """Rows of the first of `names`, at least one, each as soon as it is there."""
     command = [str(PYTHONS[engine]), str(ROOT / "benchmarks" / "_model_trial.py"), engine, folder, *names]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -74,7 +71,6 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 
 def versions(engine: str) -> Mapping[str, str]:
-    """What the engine's environment has of the libraries that decide."""
     code = (
         "import json; from importlib import metadata as m;"
         "names = {d.metadata['Name'].lower(): d.version for d in m.distributions()};"
@@ -86,7 +82,7 @@ def versions(engine: str) -> Mapping[str, str]:
     return found
 
 
-def merged(rows: Sequence[TrialRow], told: Mapping[str, str]) -> tuple[list[TrialRow], list[Target], dict[str, object]]:
+def merged(rows: Sequence[Row], told: Mapping[str, str]) -> tuple[list[Row], list[Target], dict[str, object]]:
     """What was saved with these rows and versions in place of the same ones, in the order of the table."""
     path = RESULTS / "models.json"
     saved: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"results": [], "setup": {}}
@@ -98,7 +94,7 @@ def merged(rows: Sequence[TrialRow], told: Mapping[str, str]) -> tuple[list[Tria
     return everything, targets(everything), setup
 
 
-def targets(rows: Sequence[TrialRow]) -> list[Target]:
+def targets(rows: Sequence[Row]) -> list[Target]:
     return [
         Target("architectures tried", 30, len({row["architecture"] for row in rows}), at_most=False),
         Target("rows with wrong answers, or an error that is no refusal", 0, sum(r["status"] == "wrong" for r in rows)),
@@ -113,7 +109,7 @@ def main() -> int:
     names = chosen.only or [one.name for one in ARCHITECTURES if not chosen.quick or one.name in QUICK]
     engines = [chosen.engine] if chosen.engine else [name for name, python in PYTHONS.items() if python.exists()]
     told = {engine: ", ".join(f"{name} {version}" for name, version in versions(engine).items()) for engine in engines}
-    rows: list[TrialRow] = []
+    rows: list[Row] = []
     for row in (row for engine in engines for row in trials(engine, names)):
         rows.append(row)
         if chosen.save:  # a run takes long, and may be interrupted

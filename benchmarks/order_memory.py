@@ -1,4 +1,4 @@
-"""Memory of what L2 keeps beside its blocks' books: the eviction log, and the tail index over LRU.
+"""Memory of what L2 keeps beside its blocks' books: the eviction log, and the predicted index over LRU.
 
 Requests of 32 blocks go through a pool of so many slots, until twice as many blocks were stored as there are slots.
 Each tells its end. `MiB` is what the process grew by, and `MiB over LRU` what it grew more than with LRU alone. A
@@ -8,41 +8,36 @@ process of its own has each row. Two numbers of slots tell what a slot takes, an
 import sys
 from typing import Final
 
+from _blocks import reserved
 from _process import spawned
-from _races import Row
-from _report import Target, parser, progress, report
+from _report import Row, Target, parser, progress, report
 from memory import WARM_UP, Footprint, names_of
 
 from kvtier.tiers.pool import EvictionLog, SlotPool
 from kvtier.tiers.reuse import RequestEnd
 
-COUNTS: Final = (100_000, 400_000)
 REQUEST: Final = 32  # blocks
 FILLS: Final = 2  # times the slots
-LRU, LOGGED, TAIL = "lru", "lru, departures", "tail"
+LRU, LOGGED, PREDICTED = "lru", "lru, departures", "predicted"
 # of a slot: 8 of an entry, 4 of the time at which its block came; 8 of its owner, the rest of plan and rows
-SLOT_BYTES: Final = {LOGGED: 12.5, TAIL: 16.0}
+SLOT_BYTES: Final = {LOGGED: 12.5, PREDICTED: 16.0}
 TAIL_MIB: Final = 10.0  # tables of the last requests, and what LRU would hold
 MIB: Final = 1 << 20
 
 
 def serve(num_slots: int, keeps: str) -> SlotPool:
     """A pool that is full, and has evicted as many blocks as it has slots."""
-    pool = SlotPool(num_slots, policy=TAIL if keeps == TAIL else LRU)
+    pool = SlotPool(num_slots, policy=PREDICTED if keeps == PREDICTED else LRU)
     if keeps == LOGGED:
         pool.remember(EvictionLog("l2", num_slots, num_slots + 1))
     for number in range(FILLS * num_slots // REQUEST):
         names, _ = names_of(number, REQUEST)
-        reservation = pool.reserve(names)
-        if reservation is None:
-            raise RuntimeError("the pool has no room, although nothing is leased")
-        pool.seal(reservation).release()
+        pool.seal(reserved(pool, names)).release()
         pool.ended(RequestEnd(names, REQUEST, 100))
     return pool
 
 
 def measure(num_slots: int, keeps: str) -> float:
-    """Bytes that this process grew by."""
     serve(WARM_UP, keeps)
     before = Footprint.now()
     pool = serve(num_slots, keeps)
@@ -52,12 +47,10 @@ def measure(num_slots: int, keeps: str) -> float:
 
 
 def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--slots", type=int, nargs="+", metavar="N", help="two numbers of them or more")
-    given = options.parse_args()
-    counts = given.slots or ((5_000, 20_000) if given.quick else COUNTS)
+    given = parser(__doc__).parse_args()
+    counts = (5_000, 20_000) if given.quick else (100_000, 400_000)
     rows: list[Row] = []
-    over: dict[str, list[float]] = {LRU: [], LOGGED: [], TAIL: []}
+    over: dict[str, list[float]] = {LRU: [], LOGGED: [], PREDICTED: []}
     for num_slots in counts:
         lru = 0.0
         for keeps, more in over.items():
@@ -69,8 +62,8 @@ def main() -> int:
             rows.append({"slots": num_slots, "keeps": keeps, **mib})
     each = {keeps: (over[keeps][-1] - over[keeps][0]) / (counts[-1] - counts[0]) for keeps in SLOT_BYTES}
     targets = [Target(f"{keeps}: bytes of a slot more", most, each[keeps]) for keeps, most in SLOT_BYTES.items()]
-    constant = (over[TAIL][0] - counts[0] * each[TAIL]) / MIB
-    targets.append(Target(f"{TAIL}: MiB whatever the slots", TAIL_MIB, constant))
+    constant = (over[PREDICTED][0] - counts[0] * each[PREDICTED]) / MIB
+    targets.append(Target(f"{PREDICTED}: MiB whatever the slots", TAIL_MIB, constant))
     return report("order_memory", rows, targets, given.json, given.save)
 
 

@@ -1,16 +1,13 @@
 """What partial blocks are worth at block sizes of 16 to 256 tokens: off, on, and on with the tails of requests kept.
 
-Two workloads are replayed against a cache that evicts nothing: `--trace`, in Mooncake's form with blocks of 512 tokens,
-and made-up chats that part at any token (benchmarks/_prefix_reuse.py). A prompt finds the whole blocks that are held.
-With partial blocks it also finds the leading tokens of one more: of a full block that was stored behind the last of
-these, one of eight that the index remembers in chats. Tails are the unfinished blocks that requests end with.
-
-The replay counts. Nothing there is simulated in time. Names are hashed as an engine does it, every prompt anew. The
-index's bytes are those of L2's pool and of the slab's mirror, a block. Then kvtier's engine answers prompts that part
-from a held one inside a block, out of L1, L2 and the slab, with and without partial blocks, in turns.
-
-The chats are replayed once more over an L2 with room for a part of all they come to. Tails are not kept there, go
-before any whole block, or age as blocks do, an eighth of L2 at most: that is what kvtier does.
+`--trace`, in Mooncake's form with blocks of 512 tokens, and made-up chats that part at any token (`_prefix_reuse.py`)
+are replayed against a cache that evicts nothing. A prompt finds the whole blocks that are held; with partial blocks
+also the leading tokens of one more, a full block stored behind the last of these (of eight that the index remembers in
+chats). Tails are the unfinished blocks that requests end with. The replay counts, and simulates no time. Names are
+hashed as an engine does it. The index's bytes are those of L2's pool and of the slab's mirror, a block. Then kvtier's
+engine answers prompts that part from a held one inside a block, out of L1, L2 and the slab, with and without partial
+blocks, in turns. The chats are replayed once more over an L2 with room for a part of them: tails are not kept there, go
+before any whole block, or age as blocks do, an eighth of L2 at most (what kvtier does).
 
 The block size that wins is the largest one that computes and copies next to nothing more than the best.
 """
@@ -19,8 +16,9 @@ import sys
 import time
 import tracemalloc
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -28,21 +26,21 @@ from typing import Any, Final
 import numpy as np
 import recovery
 import torch
-from _bounded_reuse import Tails, computed_in
-from _loads import Row, leave_only, over_slab, picture, random_tokens, scratch, settle
-from _prefix_reuse import Exchange, PrefixReuse, chats, replay, trace_exchanges
-from _report import RESULTS, Target, parser, progress, report
+from _loads import leave_only, over_slab, picture, random_tokens, scratch, settle
+from _prefix_reuse import Exchange, PrefixReuse, Tails, chats, computed_in, replay, trace_exchanges
+from _races import took
+from _report import RESULTS, SHARED, Row, Target, parser, progress, report
 
 from kvtier.connector import LocalConnector
 from kvtier.engine import Engine, EngineConfig, Model, SamplingParams
 from kvtier.engine.demo import demo_model
 from kvtier.tiers import KVTierError
-from kvtier.tiers.file import FileStore, slab
+from kvtier.tiers.file import slab
 from kvtier.tiers.naming import TokenChain, root_hash
 from kvtier.tiers.pool import SlotPool
 
 BLOCK_SIZES: Final = (16, 32, 64, 128, 256)
-TRACE: Final = Path(__file__).resolve().parents[2] / "shared" / "traces" / "conversation_trace.jsonl.gz"
+TRACE: Final = SHARED / "traces" / "conversation_trace.jsonl.gz"
 ROOT: Final = root_hash(b"partial blocks".ljust(32, b"."))
 DEAREST: Final = {"computed a request": 1.02, "tokens copied a request": 1.10}  # times the best: next to nothing more
 ROOM: Final = (4, 6, 8, 12, 25, 50)  # % of all that the chats come to, in L2
@@ -55,11 +53,8 @@ def hashing(exchanges: Sequence[Exchange], block_size: int) -> tuple[int, float]
     """How many blocks of all prompts and answers have names, and the CPU seconds it took to name them."""
     names, cpu = 0, 0.0
     for exchange in exchanges:
-        tokens = exchange.tokens()
-        begun = time.process_time()
-        chain = TokenChain(ROOT, block_size)
-        chain.extend(tokens)
-        cpu += time.process_time() - begun
+        chain, tokens = TokenChain(ROOT, block_size), exchange.tokens()
+        cpu += took(partial(chain.extend, tokens), time.process_time)
         names += len(chain.hashes)
     return names, cpu
 
@@ -78,13 +73,12 @@ def _index_growth() -> float:
 
 
 def _bytes_of(num_blocks: int) -> int:
-    shape = {"slot_bytes": recovery.SLOT_BYTES, "block_size": recovery.BLOCK_SIZE}
     with scratch("partial") as name:
         recovery.build(home := Path(name), num_blocks)
         tracemalloc.start()
         try:
             pool = SlotPool(num_blocks)
-            store = FileStore.open(home, recovery.FINGERPRINT, **shape, size=recovery.size_of(num_blocks))
+            store = recovery.opened(home, num_blocks)
             measured = tracemalloc.get_traced_memory()[0]
         finally:
             tracemalloc.stop()
@@ -113,15 +107,11 @@ def replayed(workload: str, exchanges: Sequence[Exchange]) -> list[Row]:
 
 
 def bounded(exchanges: Sequence[Exchange], held_tokens: int) -> list[Row]:
-    """Chats over an L2 with room for a part of all that they come to, with tails and without."""
     rows: list[Row] = []
-    for percent in ROOM:
-        progress(f"chat, room for {percent} %")
-        for block_size in BLOCK_SIZES:
-            for tails in Tails:
-                row: Row = {"workload": "bounded chat", "room %": percent, "block": block_size, "tails": tails.value}
-                computed = computed_in(exchanges, held_tokens * percent // 100, block_size, tails)
-                rows.append(row | {"computed a request": computed})
+    for percent, block_size, tails in product(ROOM, BLOCK_SIZES, Tails):
+        row: Row = {"workload": "bounded chat", "room %": percent, "block": block_size, "tails": tails.value}
+        computed = computed_in(exchanges, held_tokens * percent // 100, block_size, tails)
+        rows.append(row | {"computed a request": computed})
     return rows
 
 
@@ -171,13 +161,13 @@ def timed(block_sizes: Sequence[int], *, length: int, rounds: int) -> list[Row]:
                     held = random_tokens(draw, length, 0, 8000)
                     prompt = held[: int(draw.integers(length // 2, length - 1))]
                     prompt += [(held[len(prompt)] + 1) % 8000, *random_tokens(draw, QUESTION, 0, 8000)]
-                    for partial in draw.permutation([False, True]).tolist():
-                        arms[partial].ask(held, "l1")
-                        seen[tier, partial].append(arms[partial].ask(prompt, tier))
+                    for on in draw.permutation([False, True]).tolist():
+                        arms[on].ask(held, "l1")
+                        seen[tier, on].append(arms[on].ask(prompt, tier))
             for arm in arms.values():
                 arm.engine.close()
-        for (tier, partial), found in seen.items():
-            row: Row = {"workload": "engine", "block": block_size, "partial": "on" if partial else "off", "tier": tier}
+        for (tier, on), found in seen.items():
+            row: Row = {"workload": "engine", "block": block_size, "partial": "on" if on else "off", "tier": tier}
             columns = ("TTFT ms", "CPU ms", "tokens cached", "copies a request")
             rows.append(row | dict(zip(columns, map(median, zip(*found, strict=True)), strict=True)))
     return rows
@@ -195,19 +185,13 @@ def winner(rows: Sequence[Row], reuse: PrefixReuse) -> tuple[int, str]:
             for column, most in DEAREST.items()
         )
 
-    size = max(filter(is_able, BLOCK_SIZES), default=BLOCK_SIZES[0])
-    told = [_reason(workload, at[workload, size], at[workload, BLOCK_SIZES[0]]) for workload in workloads]
+    size, told = max(filter(is_able, BLOCK_SIZES), default=BLOCK_SIZES[0]), []
+    columns = (*DEAREST, "copies a request", "names hashed", "index MB")
+    for workload in workloads:
+        ours, first = at[workload, size], at[workload, BLOCK_SIZES[0]]
+        figures = [f"{column} {ours[column]:.5g}, at {BLOCK_SIZES[0]} {first[column]:.5g}" for column in columns]
+        told.append(f"{workload}: {'; '.join(figures)}.")
     return size, f"partial blocks {reuse.value}: blocks of {size} win. {' '.join(told)}"
-
-
-def _reason(workload: str, ours: Row, first: Row) -> str:
-    return (
-        f"{workload}: {ours['computed a request']:.1f} tokens computed a request ({first['computed a request']:.1f} at "
-        f"{BLOCK_SIZES[0]}), {ours['tokens copied a request']:.0f} copied ({first['tokens copied a request']:.0f}) in "
-        f"{ours['copies a request']:.1f} copies ({first['copies a request']:.1f}), "
-        f"{ours['names hashed'] / first['names hashed']:.3f} of the names, "
-        f"{ours['index MB'] / first['index MB']:.3f} of the index."
-    )
 
 
 def targets(rows: Sequence[Row], timings: Sequence[Row]) -> list[Target]:
@@ -226,7 +210,6 @@ def targets(rows: Sequence[Row], timings: Sequence[Row]) -> list[Target]:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Cached share and copies over the block size, a column for each workload."""
     workloads = list(dict.fromkeys(row["workload"] for row in rows))
     size: Row = {"figsize": (4.4 * len(workloads), 5), "squeeze": False}
     styles = {PrefixReuse.WHOLE: "o:", PrefixReuse.PARTIAL: "s--", PrefixReuse.TAILS: "D-"}
@@ -275,11 +258,9 @@ def main() -> int:
     if args.save:
         plot(rows, RESULTS / "partial_blocks.png")
     conclusions = {reuse.value: winner(rows, reuse) for reuse in PrefixReuse}
-    setup: Mapping[str, object] = {
-        **{f"{workload} requests": len(exchanges) for workload, exchanges in workloads.items()},
-        **{f"winner, partial blocks {name}": size for name, (size, _) in conclusions.items()},
-        "why": conclusions[PrefixReuse.TAILS.value][1],
-    }
+    setup: Row = {f"{workload} requests": len(exchanges) for workload, exchanges in workloads.items()}
+    setup |= {f"winner, partial blocks {name}": size for name, (size, _) in conclusions.items()}
+    setup["why"] = conclusions[PrefixReuse.TAILS.value][1]
     if not args.json:
         for _, reason in conclusions.values():
             progress(reason)

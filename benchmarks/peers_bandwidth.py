@@ -1,18 +1,14 @@
 """Node to node beside a bare socket: how fast blocks come out of another daemon's memory, over loopback.
 
 Ours: `PeersStore.read` from a lender in a process of its own, in batches as large as the hierarchy's, into L2 slots.
-The lender hashes each block and makes its tag. The reader verifies tag, name and checksum. A bare socket: the other
-process sends the same slots by `sendmsg`, this one receives them into the same slots by `recvmsg_into`, and nobody
-looks at them. Blocks are lent again and again, so the lender has their tags but for the first time. Both have one
-connection, with the same options, and ask for a batch at a time. With two threads, as the hierarchy reads, each has a
-connection of its own.
+The lender hashes each block and makes its tag (once: blocks are lent again and again); the reader verifies tag, name
+and checksum. A bare socket: the same slots by `sendmsg` and `recvmsg_into`, and nobody looks at them. Both have a
+connection a thread, with the same options, and ask for a batch at a time. Where NIXL is installed, "NIXL" is the same
+store with [peers] transport "nixl": UCX reads the slots out of the other process's memory, with as many checks.
 
-Where NIXL is installed, "NIXL" is the same store with [peers] transport "nixl": UCX reads the slots out of the other
-process's memory, here by the kernel. Both check as much as before.
-
-All take turns. Ratios are of two passes of one round, and their median counts. CPU seconds are those of both
-ends, which share this machine's cores: half of them, on two cores, is the least time a GB can take. The last columns
-are what one core computes, of blocks of that size; HMAC and Poly1305 are what the tag is not.
+All take turns; ratios are of two passes of one round, and their median counts. CPU seconds are those of both ends,
+which share this machine's cores. The last columns are what one core computes of such blocks; HMAC and Poly1305 are what
+the tag is not.
 """
 
 import hmac
@@ -30,9 +26,9 @@ from pathlib import Path
 from typing import Final
 
 from _blocks import Shape, Slots, key_file, records_of
-from _process import cpu_seconds, forked
-from _races import Race, Row, Speed, in_turns, speed_of, took
-from _report import parser, progress, report
+from _process import cpu_seconds, forked, wait_until
+from _races import Race, Speed, in_turns, speed_of, took
+from _report import Row, parser, progress, report
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 
 from kvtier.service.node import PeerServer
@@ -100,8 +96,6 @@ def send_bare(connection: socket.socket, batches: Sequence[Sequence[memoryview]]
 
 
 class PeersBench(Race):
-    """One block size and number of threads."""
-
     def __init__(
         self, slots: Slots, num_threads: int, num_bytes: int, config: Config, port: int, peer_server: int
     ) -> None:
@@ -109,20 +103,18 @@ class PeersBench(Race):
         self.slots, self.names, self.num_threads, self.peer_server = slots, names_of(slots), num_threads, peer_server
         self.num_batches = max(2, num_bytes // slots.batch_bytes // num_threads)  # of each thread
         self.into = [slots.more(slots.per_batch) for _ in range(num_threads)]
-        self.stores = {"ours": PeersStore.open(config, FINGERPRINT, slot_bytes=slots.block_bytes, block_size=16)}
+        configs = {"ours": config}
         if has_nixl():
-            other = config.model_copy(update={"peers": config.peers.model_copy(update={"transport": "nixl"})})
-            self.stores["NIXL"] = PeersStore.open(other, FINGERPRINT, slot_bytes=slots.block_bytes, block_size=16)
-        deadline = time.monotonic() + FOREVER
-        while not all(store.stats()["answering"] for store in self.stores.values()):
-            assert time.monotonic() < deadline, "no peer"
-            time.sleep(0.01)
+            nixl = {"peers": config.peers.model_copy(update={"transport": "nixl"})}
+            configs["NIXL"] = config.model_copy(update=nixl)
+        shape = {"slot_bytes": slots.block_bytes, "block_size": 16}
+        self.stores = {side: PeersStore.open(each, FINGERPRINT, **shape) for side, each in configs.items()}
+        wait_until(lambda: all(store.stats()["answering"] for store in self.stores.values()), "an answer of the peer")
         self.bare = [socket.create_connection(("127.0.0.1", port)) for _ in range(num_threads)]
         for connection in self.bare:
             prepare(connection)
 
     def run(self, rounds: int) -> Row:
-        """All by turns; the first round warms up and counts for nothing."""
         turns = {name: partial(self.timed, partial(self.read, store)) for name, store in self.stores.items()}
         turns["bare"] = partial(self.timed, self.receive)
         self.speeds |= in_turns(turns, rounds, warm_up=1)
@@ -148,13 +140,11 @@ class PeersBench(Race):
             assert all(isinstance(result, BlockRecord) for result in results), f"a read failed: {set(results)}"
 
     def receive(self, thread: int) -> None:
-        """By the bare socket."""
         for _ in range(self.num_batches):
             self.bare[thread].sendall(b"b")
             receive_into(self.bare[thread], self.into[thread], time.monotonic() + FOREVER)
 
     def row(self) -> Row:
-        """Medians; the ratio is of two passes of one round."""
         lent = wire.LentBlocks(FINGERPRINT, self.slots.block_bytes, 16)
         session, key = wire.PeerSession(bytes(32), bytes(32), bytes(32), lent), bytes(32)
         computed: dict[str, Callable[[memoryview], object]] = {
@@ -163,36 +153,18 @@ class PeersBench(Race):
             "HMAC": lambda view: hmac.digest(key, view, "sha256"),
             "checksum": checksum,
         }
-        views = self.into[0]
-        return {
-            "block KiB": self.slots.block_bytes >> 10,
-            "threads": self.num_threads,
-            "GB/s": self.rate("ours"),
-            "bare GB/s": self.rate("bare"),
-            "× bare": self.ratio("ours", "bare"),
-            "CPU s/GB": self.cpu("ours"),
-            "bare CPU s/GB": self.cpu("bare"),
-            **self.nixl(),
-            **{
-                f"{name} GB/s": self.slots.batch_bytes
-                / 1e9
-                / min(took(lambda f=f: list(map(f, views))) for _ in range(5))
-                for name, f in computed.items()
-            },
-        }
-
-    def nixl(self) -> Row:
-        """Of the other transport, if it is there."""
-        if "NIXL" not in self.stores:
-            return {}
-        return {
-            "NIXL GB/s": self.rate("NIXL"),
-            "NIXL × bare": self.ratio("NIXL", "bare"),
-            "NIXL CPU s/GB": self.cpu("NIXL"),
-        }
+        row: Row = {"block KiB": self.slots.block_bytes >> 10, "threads": self.num_threads, "GB/s": self.rate("ours")}
+        row |= {"bare GB/s": self.rate("bare"), "× bare": self.ratio("ours", "bare")}
+        row |= {"CPU s/GB": self.cpu("ours"), "bare CPU s/GB": self.cpu("bare")}
+        if "NIXL" in self.stores:
+            row |= {"NIXL GB/s": self.rate("NIXL"), "NIXL × bare": self.ratio("NIXL", "bare")}
+            row["NIXL CPU s/GB"] = self.cpu("NIXL")
+        for name, compute in computed.items():
+            seconds = min(took(lambda f=compute: list(map(f, self.into[0]))) for _ in range(5))
+            row[f"{name} GB/s"] = self.slots.batch_bytes / 1e9 / seconds
+        return row
 
     def close(self) -> None:
-        """Hang up."""
         for store in self.stores.values():
             store.close()
         for connection in self.bare:
@@ -200,7 +172,6 @@ class PeersBench(Race):
 
 
 def has_nixl() -> bool:
-    """Whether NIXL is installed."""
     try:
         load_nixl()
     except ConfigError:
@@ -209,15 +180,8 @@ def has_nixl() -> bool:
 
 
 def configured(key: Path, *nodes: str, **options: str) -> Config:
-    """As patient as it takes."""
-    peers = {
-        **options,
-        "key_file": key,
-        "nodes": nodes,
-        "deadline": "20s",
-        "connect_timeout": "20s",
-        "listen": "127.0.0.1:0",
-    }
+    patience = {"deadline": "20s", "connect_timeout": "20s"}
+    peers = {**options, **patience, "key_file": key, "nodes": nodes, "listen": "127.0.0.1:0"}
     return Config.model_validate({"peers": peers})
 
 

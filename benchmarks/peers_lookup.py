@@ -1,13 +1,11 @@
 """Knowing which blocks other nodes hold: by their KV events, and by a question by names.
 
-Other nodes are processes on this machine, each a lender and a publisher of events, with the same blocks in memory. The
-prompt's blocks are held by all of them, or by none. "by events" is `lookup` of the tier in other nodes' memory, which a
-daemon's loop waits for. "by names" is `locate`: it waits for the slowest node's answer, on another thread, so that the
-request waits for it and the loop does not. Both are asked by turns. CPU time is this process's. What a question costs
-the asked nodes comes on top of it.
-
-"questions" are those to other nodes, for a lookup. "bytes a block" is what a name known by events takes here, for each
-node that holds it. "known after" is how long after it was announced a block is known: the median of some blocks.
+Other nodes are processes here, each a lender and a publisher of events, with the same blocks in memory. The prompt's
+blocks are held by all of them, or by none. "by events" is `lookup` of the tier in other nodes' memory, which a daemon's
+loop waits for. "by names" is `locate`: it waits for the slowest node's answer, on another thread. Both are asked by
+turns; CPU time is this process's. "questions" are those to other nodes, for a lookup. "bytes a block" is what a name
+known by events takes here, for each node that holds it. "known after" is how long after it was announced a block is
+known: the median of some blocks.
 """
 
 import gc
@@ -24,9 +22,9 @@ from statistics import median
 from typing import Final
 
 from _blocks import Shape, key_file
-from _process import forked, free_port
-from _races import Row, in_turns, took
-from _report import parser, progress, report
+from _process import forked, free_port, wait_until
+from _races import in_turns, took
+from _report import Row, parser, progress, report
 from peers_bandwidth import FINGERPRINT, configured, holding, put
 
 from kvtier.service.events import Publisher
@@ -74,27 +72,20 @@ def be_a_node(config: Config, told: int, asked: int) -> None:
         feed.pump()
 
 
-def wait_until(holds: Callable[[], object], pause: float = 0.01) -> None:
-    deadline = time.monotonic() + FOREVER
-    while not holds():
-        assert time.monotonic() < deadline, "it never came to pass"
-        time.sleep(pause)
-
-
 @contextmanager
 def tier_over(config: Config, *, by_events: bool) -> Iterator[PeersStore]:
     """The tier in other nodes' memory, once all of them answer; `by_events`: once nobody needs to be asked."""
     FEEDS.open = PeerFeeds(EventsConfig()).open if by_events else None
     store = PeersStore.open(config, FINGERPRINT, slot_bytes=BLOCKS.block_bytes, block_size=BLOCKS.block_size)
     try:
-        wait_until(lambda: store.stats()["sure" if by_events else "answering"] == len(config.peers.nodes))
+        column = "sure" if by_events else "answering"
+        wait_until(lambda: store.stats()[column] == len(config.peers.nodes), "answers of all nodes")
         yield store
     finally:
         store.close()
 
 
 def row_of(told: PeersStore, asked: PeersStore, num_blocks: int, *, held: bool, rounds: int) -> Row:
-    """One prompt, both ways."""
     names = names_of(num_blocks, 0 if held else 500_000_000)
     ways = {"by events": (told, told.lookup), "by names": (asked, asked.locate)}
     for _, lookup in ways.values():
@@ -123,7 +114,7 @@ def known_after(told: PeersStore, ask: int) -> float:
         names = names_of(1, 1_000_000 * number)
         start = time.perf_counter()
         os.write(ask, b"1")
-        wait_until(partial(told.lookup, names), 0.0002)
+        wait_until(partial(told.lookup, names), "news of a block", pause=0.0002)
         seconds.append(time.perf_counter() - start)
     return 1e3 * median(seconds)
 

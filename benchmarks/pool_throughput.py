@@ -20,9 +20,9 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
-from _blocks import random_names
-from _races import PYTHON, Row, form, is_built, took
-from _report import Target, parser, progress, report
+from _blocks import random_names, reserved
+from _races import PYTHON, form, is_built, took
+from _report import Row, parser, progress, report
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.copies import BlockPool
@@ -31,18 +31,17 @@ from kvtier.tiers.pool import SlotPool
 
 CHAIN: Final = 2048  # blocks
 BATCHES: Final = (1, 4, 16, 64, 128, CHAIN)
-COMPILED: Final = "compiled"
 INTERPRETED: Final = "interpreted"
-WAYS: Final = (COMPILED, INTERPRETED) if is_built() else (INTERPRETED,)
+WAYS: Final = ("compiled", INTERPRETED) if is_built() else (INTERPRETED,)
 POLICIES: Final = ("lru", "s3fifo")
-VERBS: Final = (  # called, by its short name, our limit in microseconds, the plain reference
-    ("lookup", "lookup", 0.10, "dict.get"),
-    ("lease + release", "lease + release", 0.20, "dict.get"),
-    ("store with eviction", "store", 0.45, "dict pop + set"),
-    ("allocate + free, unkeyed", "allocate + free", 0.03, "list slices"),
-)
-MAX_OF_VLLM: Final = 0.5  # of its BlockPool's time, compiled
-# What the Python way of commit 38143aa3 took of it, by batch, on an idle Xeon: the interpreted core is held to it.
+REFERENCES: Final = {  # what is called by its short name, and its plain reference
+    "lookup": ("lookup", "dict.get"),
+    "lease + release": ("lease + release", "dict.get"),
+    "store with eviction": ("store", "dict pop + set"),
+    "allocate + free, unkeyed": ("allocate + free", "list slices"),
+}
+# What the Python way of commit 38143aa3 took of vLLM's time, by batch, on an idle Xeon: the interpreted core is held
+# to it.
 FORMER: Final = {
     ("lookup", "lru"): {1: 1.257, 4: 1.13, 16: 1.055, 64: 0.744, CHAIN: 0.247},
     ("lease + release", "lru"): {1: 2.26, 4: 1.634, 16: 1.307, 64: 0.788, CHAIN: 0.214},
@@ -52,19 +51,8 @@ FORMER: Final = {
     ("lease + release", "s3fifo"): {1: 1.609, 4: 1.708, 16: 1.581, 64: 1.019, CHAIN: 0.158},
     ("store with eviction", "s3fifo"): {1: 4.375, 4: 3.993, 16: 3.638, 64: 1.666, CHAIN: 0.394},
 }
-MAX_OF_FORMER: Final = {CHAIN: 3.0}  # its batches were numpy's; smaller ones may not be slower
 HashChain = list[ChainHash]
 Verbs = dict[str, Callable[[], object]]
-
-
-def verbs_of(pools: "Ours | Vllm", held: Callable[[], HashChain], new: HashChain) -> Verbs:
-    """Of blocks that are held, and of new ones."""
-    return {
-        "lookup": partial(pools.look_up, held()),
-        "lease + release": partial(pools.lease_and_release, held()),
-        "store": partial(pools.store, again(new)),
-        "allocate + free": partial(pools.allocate_and_free, len(new)),
-    }
 
 
 class Ours:
@@ -80,10 +68,7 @@ class Ours:
         self.pool.lease(hashes).release()
 
     def store(self, hashes: HashChain) -> None:
-        reservation = self.pool.reserve(hashes)
-        if reservation is None:
-            raise RuntimeError("the pool has no room, although nothing is leased")
-        self.pool.seal(reservation).release()
+        self.pool.seal(reserved(self.pool, hashes)).release()
 
     def allocate_and_free(self, count: int) -> None:
         block_ids = self.blocks.allocate(count)
@@ -97,10 +82,8 @@ class Vllm:
     def __init__(self, num_slots: int) -> None:
         from vllm.v1.core.block_pool import BlockPool as VllmBlockPool
 
-        # one is null
-        self.pool, self.blocks = (
-            VllmBlockPool(num_slots + 1, enable_caching=True, hash_block_size=16) for _ in range(2)
-        )
+        options = {"enable_caching": True, "hash_block_size": 16}
+        self.pool, self.blocks = (VllmBlockPool(num_slots + 1, **options) for _ in range(2))  # one block is null
 
     def look_up(self, hashes: HashChain) -> list[Any]:
         """The blocks of the leading hashes that are held, as vLLM's KVCacheManager asks for them."""
@@ -118,13 +101,21 @@ class Vllm:
         self.pool.free_blocks(reversed(blocks))
 
     def store(self, hashes: HashChain) -> None:
-        """New blocks, evicting, cached under these names, and freed."""
         blocks = self.pool.get_new_blocks(len(hashes))
         self.pool.cache_full_blocks(SimpleNamespace(block_hashes=hashes), blocks, 0, len(hashes), 16, 0)
         self.pool.free_blocks(reversed(blocks))
 
     def allocate_and_free(self, count: int) -> None:
         self.blocks.free_blocks(self.blocks.get_new_blocks(count))
+
+
+def verbs_of(pools: Ours | Vllm, held: Callable[[], HashChain], new: HashChain) -> Verbs:
+    return {
+        "lookup": partial(pools.look_up, held()),
+        "lease + release": partial(pools.lease_and_release, held()),
+        "store": partial(pools.store, again(new)),
+        "allocate + free": partial(pools.allocate_and_free, len(new)),
+    }
 
 
 class Plain:
@@ -135,12 +126,10 @@ class Plain:
         self.free = list(range(num_slots))
 
     def replace(self, old: HashChain, new: HashChain) -> None:
-        """Give a batch's slots to another."""
         for name, new_name in zip(old, new, strict=True):
             self.slots[new_name] = self.slots.pop(name)
 
     def slice(self, count: int) -> None:
-        """Take a batch of free slots and put it back."""
         taken = self.free[-count:]
         del self.free[-count:]
         self.free += taken
@@ -168,14 +157,14 @@ class PoolRace:
         self.took: defaultdict[tuple[str, str, int], list[float]] = defaultdict(list)  # us a block
         self.plain = Plain(num_slots)
         self.ours = {way: Ours(num_slots, policy, way) for way in WAYS}
-        self.vllm = Vllm(num_slots) if util.find_spec("vllm") else None
+        self.vllm = {"vLLM": Vllm(num_slots)} if util.find_spec("vllm") else {}
         self.names: HashChain = []  # ever stored, oldest first
         self.num_gone = 0  # of them: the plain index has the others
         self.newer_half = num_slots // 2
         self.rng, self.draw = np.random.default_rng(7), random.Random(1)
         for _ in range(num_slots // CHAIN + 1):
             chain = random_names(self.rng, CHAIN)
-            for pools in (*self.ours.values(), *([self.vllm] if self.vllm else [])):
+            for pools in (*self.ours.values(), *self.vllm.values()):
                 pools.store(chain)
             self.plain.slots.update(zip(chain, range(CHAIN), strict=True))
             self.names += chain
@@ -186,18 +175,14 @@ class PoolRace:
         return again(self.names[first : first + batch])
 
     def round(self, batch: int) -> None:
-        """Every verb and every reference once."""
         new = random_names(self.rng, batch)
         for pools in self.ours.values():
             if pools.pool.lookup(self.some(batch)) != batch:
                 raise RuntimeError("blocks that must be held are not: the figures would be of misses")
         old = self.names[self.num_gone : self.num_gone + batch]
-        sides: dict[str, Verbs] = {
-            way: verbs_of(pools, lambda: self.some(batch), new) for way, pools in self.ours.items()
-        }
+        sides = {way: verbs_of(pools, lambda: self.some(batch), new) for way, pools in self.ours.items()}
         sides["plain"] = self.plain.verbs(self.some(batch), old, new)
-        if self.vllm is not None:
-            sides["vLLM"] = verbs_of(self.vllm, lambda: self.some(batch), new)
+        sides |= {name: verbs_of(pools, lambda: self.some(batch), new) for name, pools in self.vllm.items()}
         for side, verbs in sides.items():
             for verb, run in verbs.items():
                 self.took[side, verb, batch].append(took(run) / batch * 1e6)
@@ -230,26 +215,18 @@ def main() -> int:
         us |= {(policy, *key): median(samples) for key, samples in race.took.items()}
         del race
     rows: list[Row] = []
-    targets: list[Target] = []
-    for batch, policy, way, (verb, name, limit, reference) in product(BATCHES, POLICIES, WAYS, VERBS):
-        if policy != "lru" and name == "allocate + free":
+    for batch, policy, way, (verb, (name, reference)) in product(BATCHES, POLICIES, WAYS, REFERENCES.items()):
+        if (former := FORMER.get((verb, policy))) is None:  # L1's pool has one policy
             continue
         ours, bare = us[policy, way, name, batch], us[policy, "plain", reference, batch]
-        vllm = us.get((policy, "vLLM", name, batch))
-        row = {"verb": verb, "way": way, "policy": policy, "batch": batch, "us/block": ours, "reference": reference}
-        row |= {"its us": bare, "ratio": ours / bare}
-        rows.append(row | {"vLLM us": "no vLLM" if vllm is None else vllm, "of vLLM": vllm and ours / vllm})
-        called = f"{verb}, {way}" + (", S3-FIFO" if policy == "s3fifo" else "")
-        if batch == CHAIN and way == COMPILED:
-            targets.append(Target(f"{called}, us per block", limit, ours))
-        if vllm is None:
-            continue
-        if way == COMPILED:
-            targets.append(Target(f"{called}, batches of {batch}: of vLLM's BlockPool", MAX_OF_VLLM, ours / vllm))
-        elif (former := FORMER[verb, policy].get(batch)) is not None:
-            most = MAX_OF_FORMER.get(batch, 1.0)
-            targets.append(Target(f"{called}, batches of {batch}: of the former way", most, ours / vllm / former))
-    return report("pool_throughput", rows, targets, chosen.json, chosen.save)
+        row: Row = {"verb": verb, "way": way, "policy": policy, "batch": batch, "us/block": ours}
+        row |= {"reference": reference, "its us": bare, "ratio": ours / bare, "vLLM us": "no vLLM", "of vLLM": None}
+        if (vllm := us.get((policy, "vLLM", name, batch))) is not None:
+            row |= {"vLLM us": vllm, "of vLLM": ours / vllm}
+            if way == INTERPRETED and batch in former:
+                row["of the former"] = ours / vllm / former[batch]
+        rows.append(row)
+    return report("pool_throughput", rows, [], chosen.json, chosen.save)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,6 @@ PACKINGS: Final = ("alone", "batch", "pieces")
 
 
 def main() -> None:
-    """Measure every way in a process of its own, then compare."""
     probes: dict[str, dict[str, KVProbe]] = {}
     for threads, environment in WAYS:
         told = {**os.environ, "OMP_NUM_THREADS": str(threads), **environment}

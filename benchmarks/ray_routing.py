@@ -1,14 +1,12 @@
 """Where requests go on Ray Serve: kvtier's request router beside Ray's own, on one cluster, with one conversation load.
 
 A real Ray cluster of several nodes' processes on this machine, `kvtier engine` as replicas with a model of random
-weights, and clients that hold conversations: each conversation begins with one of a few shared documents and is
-continued in turn, so that a replica that has seen it can go on. All conversations together are larger than what one
-replica keeps. Routers: kvtier's; power of two choices (Ray's default); Ray's PrefixCacheAffinityRouter, which compares
-text; and its KVAwareRouter, which reads our engines' KV events through NVIDIA Dynamo's index. Each has the application
-started anew. The share of prompt tokens found cached is as the engines' usage tells; times are of a machine that all
-replicas share, so only their ratios tell something.
-
-Runs in `.venv-ray` (`.ci/beside-engine ray`).
+weights, and clients that hold conversations: each begins with one of a few shared documents and is continued in turn.
+All together are larger than what one replica keeps. Routers: kvtier's; power of two choices (Ray's default); Ray's
+PrefixCacheAffinityRouter, which compares text; and its KVAwareRouter, which reads our engines' KV events through NVIDIA
+Dynamo's index. Each has the application started anew. The share of prompt tokens found cached is as the engines' usage
+tells; times are of a machine that all share, so only their ratios tell something. Runs in `.venv-ray`
+(`.ci/beside-engine ray`).
 """
 
 import os
@@ -25,13 +23,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Final
 
-ROOT: Final = Path(__file__).resolve().parent.parent
-PYTHON: Final = ROOT / ".venv-ray" / "bin" / "python"
-if find_spec("ray") is None and PYTHON.exists():
-    os.execv(PYTHON, [str(PYTHON), *sys.argv])
-
-sys.path[:0] = [str(ROOT / "tests" / each) for each in ("interop", "rigs")]
-from _report import Target, parser, progress, report  # noqa: E402
+from _process import beside
+from _report import ROOT, Row, Target, parser, progress, report
 
 POWER_OF_TWO: Final = "power of two choices"
 OURS: Final = "kvtier"
@@ -48,8 +41,6 @@ _WORDS: Final = ("the", "cache", "holds", "a", "block", "of", "keys", "and", "va
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the clients do: in each round every conversation has a turn, in an order of its own."""
-
     talks: int
     turns: int
     documents: int
@@ -78,7 +69,6 @@ class AnsweredTurn:
 
 
 def held(app: Any, load: Load) -> Iterator[AnsweredTurn]:
-    """All conversations, round by round; of each round the turns as they end."""
     talks = [[load.opening(talk)] for talk in range(load.talks)]
 
     def ask(talk: int) -> AnsweredTurn:
@@ -96,13 +86,13 @@ def held(app: Any, load: Load) -> Iterator[AnsweredTurn]:
             yield from clients.map(ask, order)
 
 
-def row_of(name: str, turns: Sequence[AnsweredTurn], load: Load, seconds: float) -> dict[str, Any]:
+def row_of(name: str, turns: Sequence[AnsweredTurn], load: Load, seconds: float) -> Row:
     def cached(of: Sequence[AnsweredTurn]) -> float:
         return 100 * sum(turn.num_cached for turn in of) / sum(turn.num_prompt for turn in of)
 
     took = [turn.seconds for turn in turns]
     most = max(Counter(turn.replica for turn in turns).values())
-    row: dict[str, Any] = {"router": name, "cached %": cached(turns)}
+    row: Row = {"router": name, "cached %": cached(turns)}
     row["cached % of later turns"] = cached(turns[load.talks :])
     row["computed tokens"] = sum(turn.num_prompt - turn.num_cached for turn in turns)
     row |= {"median s a turn": median(took), "p90 s a turn": quantiles(took, n=10)[-1], "turns/s": len(turns) / seconds}
@@ -120,17 +110,14 @@ def model_folder(home: Path, *, quick: bool) -> Path:
     from server_rig import save_checkpoint
     from transformers import LlamaConfig
 
-    config = LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=2 if quick else 4, num_attention_heads=8,
-        num_key_value_heads=8, head_dim=256, max_position_embeddings=8192,
-    )  # fmt: skip
-    return save_checkpoint(home, config=config)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2 if quick else 4, "head_dim": 256}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    return save_checkpoint(home, config=LlamaConfig(**sizes, **heads, max_position_embeddings=8192))
 
 
 def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--replicas", type=int, default=3)
-    chosen = options.parse_args()
+    chosen = parser(__doc__).parse_args()
+    beside("ray")
     if find_spec("ray") is None:
         progress("Ray Serve is not installed: .ci/beside-engine ray")
         return 0
@@ -138,7 +125,7 @@ def main() -> int:
 
     load = Load(6, 2, 2, 3, 60) if chosen.quick else Load(12, 4, 3, 4, 90)
     names = [OURS, POWER_OF_TWO] if chosen.quick else list(ROUTERS)
-    replicas, rows = 2 if chosen.quick else chosen.replicas, []
+    replicas, rows = 2 if chosen.quick else 3, []
     env = {"KVTIER_HOST__SIZE": "128MiB", "KVTIER_CACHE__BLOCK_SIZE": "16", "PYTHONPATH": str(ROOT / "benchmarks")}
     os.environ["PYTHONPATH"] = str(ROOT / "benchmarks")  # Ray's workers find `_ray_kv_aware` there
     with tempfile.TemporaryDirectory() as home, ray_cluster(replicas) as cluster:

@@ -1,21 +1,16 @@
 """The Redis tier's reads and writes beside other clients: redis-py's best way, LMCache's C++ one, `redis-benchmark`.
 
 Ours: `RedisStore.write` from L2 slots and `.read` into L2 slots, in batches as large as the hierarchy's. Every read is
-verified (key and checksum), and its expiry renewed. redis-py, nothing verified: a pipeline with hiredis and without, a
-loop, MGET and MSET, and a bare connection. Each GET ends in the slot, each SET takes the slot's bytes. The fastest way
-counts, for each verb and size. LMCache's client is native code with a thread for each connection, and verifies nothing.
-The fastest of 1, 2 and 4 connections counts. It is installed into a folder of its own; it knows no cluster.
-
-GET of blocks of 64 KiB and more goes by an extension module, if that was built. Then Python alone is a side of
-its own, with the same goals. SET has one way.
+verified (key and checksum), and its expiry renewed. Reads of blocks of 64 KiB and more go by an extension module, if
+that was built; then Python alone is a side of its own. redis-py, nothing verified: a pipeline with hiredis and without,
+MGET and MSET, and a bare connection (a loop was never the fastest), each between the slots and the wire; the fastest
+counts, for each verb and size. LMCache's client is native code with a thread for each of 1, 2 or 4 connections, and
+verifies nothing. It is installed into a folder of its own, and knows no cluster.
 
 All sides take turns, on the same servers, which are emptied after each turn. Ratios are medians over rounds. CPU
-seconds are this process's alone. `redis-benchmark`, a C client that throws away what it reads, shows what the servers
-themselves can do. The better of two counts: the same batch in flight on one connection to each server, or one block
-on each of two connections.
-
-Records sealed by [redis] secret, and records encrypted under [redis] key_file, are written and read in turns with these
-and have their own rows. "× clear" is their speed over that of records in the clear in the same round.
+seconds are this process's. `redis-benchmark`, a C client that throws away what it reads, shows what the servers can do:
+the better of a batch in flight on one connection a server, and a block on each of two. "× clear": speed of records
+sealed by [redis] secret or encrypted under [redis] key_file over that of records in the clear in the same round.
 """
 
 import os
@@ -23,7 +18,7 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.machinery import ExtensionFileLoader
@@ -34,18 +29,16 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import redis
-from _bandwidth import OURS, StoreRace, sides_of
-from _blocks import Slots, key_file
-from _races import PYTHON, Row, form, is_built, speed_of
-from _report import Target, parser, progress, report
+from _blocks import OURS, Slots, StoreRace, key_file
+from _process import installed
+from _races import PYTHON, form, is_built, speed_of
+from _report import Row, parser, progress, report
 from redis._parsers import _RESP2Parser
+from redis_rig import NO_REDIS, RedisServer, cluster, standalone
 
 from kvtier.tiers import BlockRecord
 from kvtier.tiers.config import Config
 from kvtier.tiers.redis import RedisStore
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "rigs"))
-from redis_rig import NO_REDIS, RedisServer, cluster, standalone
 
 BlockKeys = Sequence[bytes]
 SlotBuffers = Sequence[memoryview]
@@ -55,8 +48,6 @@ LMCACHE: Final = "lmcache==0.5.6"
 LMCACHE_CONNECTIONS: Final = (1, 2, 4)
 _SECONDS: Final = 60.0  # for a batch of LMCache's
 FINGERPRINT: Final = b"redis bandwidth".ljust(32, b".")
-CPU_S_PER_GB: Final = 0.4
-FASTER: Final = {"GET": 1.3, "SET": 2.0}  # than redis-py's best
 VERBS: Final = ("SET", "GET")
 
 
@@ -72,7 +63,7 @@ def redis_py(port: int, *, clustered: bool) -> dict[str, Client]:
     """redis-py's ways, each GET followed by the copy into the buffers: with its C parser if hiredis is installed."""
     kind: Any = redis.RedisCluster if clustered else redis.Redis
     client = kind(host="127.0.0.1", port=port)
-    ways = {"pipeline": _pipelined(client), "loop": _looped(client), "MGET, MSET": _together(client, clustered)}
+    ways = {"pipeline": _pipelined(client), "MGET, MSET": _together(client, clustered)}
     if not clustered:
         ways["raw connection"] = _bare(client)
         pool = redis.ConnectionPool(host="127.0.0.1", port=port, parser_class=_RESP2Parser, protocol=2)
@@ -97,18 +88,6 @@ def _pipelined(client: Any) -> Client:
         for key in keys:
             pipeline.get(key)
         _copied(pipeline.execute(), into)
-
-    return Client(write, read, client.close)
-
-
-def _looped(client: Any) -> Client:
-    def write(keys: BlockKeys, buffers: SlotBuffers) -> None:
-        for key, buffer in zip(keys, buffers, strict=True):
-            assert client.set(key, buffer, px=TTL_MS)
-
-    def read(keys: BlockKeys, into: SlotBuffers) -> None:
-        for key, target in zip(keys, into, strict=True):
-            _copied([client.get(key)], [target])
 
     return Client(write, read, client.close)
 
@@ -140,35 +119,27 @@ def _bare(client: Any) -> Client:
     return Client(write, read, connection.disconnect)
 
 
-def lmcache(folder: Path, port: int, *, install: bool) -> dict[str, Client] | str:
+def lmcache(port: int) -> dict[str, Client] | str:
     """LMCache's C++ client with each number of connections, a thread each; or why it is not to be had here.
 
     Nothing of LMCache's Python, and none of what it depends on, is needed: its extension wants torch's libraries,
     which importing torch brings. It sets no expiry, and verifies nothing.
     """
     try:
-        kind = _extension(folder, install=install).LMCacheRedisClient
-        return {f"{count} connections": _native(kind("127.0.0.1", port, count)) for count in LMCACHE_CONNECTIONS}
-    except (OSError, ImportError, AttributeError, subprocess.SubprocessError, RuntimeError) as error:
+        [found] = installed("benchmark-lmcache", LMCACHE).glob("lmcache/lmcache_redis.cpython-*.so")
+        import torch  # noqa: F401  # its libraries, before what is linked to them
+
+        spec = spec_from_file_location("lmcache_redis", found, loader=ExtensionFileLoader("lmcache_redis", str(found)))
+        assert spec is not None
+        assert spec.loader is not None
+        module: Any = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        make = module.LMCacheRedisClient
+        return {
+            f"LMCache {count} connections": _native(make("127.0.0.1", port, count)) for count in LMCACHE_CONNECTIONS
+        }
+    except (OSError, ImportError, ValueError, AttributeError, subprocess.SubprocessError, RuntimeError) as error:
         return f"not to be had here: {str(error).strip().splitlines()[-1][:120]}"
-
-
-def _extension(folder: Path, *, install: bool) -> Any:
-    pattern = "lmcache/lmcache_redis.cpython-*.so"
-    if install and not any(folder.glob(pattern)):
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
-        subprocess.run([*pip, "--target", str(folder), LMCACHE], check=True, timeout=600)
-    found = next(folder.glob(pattern), None)
-    if found is None:
-        raise ImportError(f"no {pattern} in {folder.name}")
-    import torch  # noqa: F401  # its libraries, before what is linked to them
-
-    spec = spec_from_file_location("lmcache_redis", found, loader=ExtensionFileLoader("lmcache_redis", str(found)))
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _native(client: Any) -> Client:
@@ -187,18 +158,14 @@ def _native(client: Any) -> Client:
     return Client(partial(move, client.submit_batch_set), partial(move, client.submit_batch_get), client.close)
 
 
-LMCache = dict[str, Client] | str
-"""Its clients by their number of connections, or why there are none."""
-
-
 class RedisBench(StoreRace):
-    """One block size on one set of servers."""
+    """One block size on one set of servers. `native`: LMCache's clients, or why there are none."""
 
     def __init__(
-        self, servers: Sequence[RedisServer], slots: Slots, num_bytes: int, key: Path, native: LMCache
+        self, servers: Sequence[RedisServer], slots: Slots, num_bytes: int, key: Path, native: dict[str, Client] | str
     ) -> None:
-        self.servers, self.limits = servers, list[dict[str, float]]()
-        self.clustered = len(servers) > 1
+        self.servers, self.native, self.limits = servers, native, list[dict[str, float]]()
+        self.clustered, port = len(servers) > 1, servers[0].port
         common = {"url": ",".join(server.url for server in servers), "deadline": "20s"}
         common["mode"] = "cluster" if self.clustered else "standalone"
 
@@ -206,19 +173,17 @@ class RedisBench(StoreRace):
             config = Config.load(redis=common | options).redis
             return RedisStore.open(config, FINGERPRINT, slot_bytes=slots.block_bytes, block_size=16)
 
-        stores = {side: opened(**options) for side, options in sides_of(key).items()}
+        alone: dict[str, RedisStore] = {}
         if is_built("kvtier.tiers.redis.turns_compiled"):
             with form(PYTHON):
-                stores[PYTHON] = opened(prefix="python-alone")
-        super().__init__(slots, num_bytes, stores)
-        port = servers[0].port
+                alone[PYTHON] = opened(prefix="python-alone")
+        super().__init__(slots, num_bytes, key, opened, alone)
         kind: Any = redis.RedisCluster if self.clustered else redis.Redis
         self.client = kind(host="127.0.0.1", port=port)
         self.ways = {f"redis-py {way}": one for way, one in redis_py(port, clustered=self.clustered).items()}
-        self.native = native if isinstance(native, str) else {f"LMCache {way}": one for way, one in native.items()}
-        self.others = self.ways | (self.native if isinstance(self.native, dict) else {})
+        self.others = self.ways | (native if isinstance(native, dict) else {})
 
-    def run(self, rounds: int) -> list[Row]:
+    def run(self, rounds: int) -> Iterator[Row]:
         """All sides by turns; the first round warms the servers' memory and counts for nothing."""
         sides = [*self.stores, *self.others]
         for number in range(rounds + 1):
@@ -226,8 +191,7 @@ class RedisBench(StoreRace):
             for side in sides if number % 2 else reversed(sides):
                 for verb in VERBS:
                     self.forget()
-                    work = partial(self.move, verb, side, batches)
-                    speed = speed_of(work, self.num_batches * self.slots.batch_bytes)
+                    speed = speed_of(partial(self.move, verb, side, batches), self.num_batches * self.slots.batch_bytes)
                     if verb == "GET":
                         self.check()
                     if number:
@@ -243,14 +207,12 @@ class RedisBench(StoreRace):
             one.close()
 
     def keys(self, side: str, batch: list[BlockRecord]) -> list[bytes]:
-        """What another client calls the blocks."""
         return [f"{side.replace(' ', '-')}:{record.chain_hash.hex()}".encode() for record in batch]
 
     def empty(self, side: str, batches: list[list[BlockRecord]]) -> None:
-        """Delete what a side stored."""
         for batch in batches:
             if side in self.stores:
-                self.stores[side].discard([record.chain_hash for record in batch])
+                self.discard(side, batch)
                 continue
             pipeline = self.client.pipeline(transaction=False)
             for key in self.keys(side, batch):
@@ -284,19 +246,15 @@ class RedisBench(StoreRace):
                     best[verb] = max(best[verb], float(rate) * self.slots.block_bytes / 1e9)
         return best
 
-    def rows(self) -> list[Row]:
-        """Medians; a ratio is of two passes of one round."""
-        found: list[Row] = []
+    def rows(self) -> Iterator[Row]:
         for verb in VERBS:
-            what = {"nodes": len(self.servers), "block KiB": self.slots.block_bytes >> 10, "verb": verb}
+            what: Row = {"nodes": len(self.servers), "block KiB": self.slots.block_bytes >> 10, "verb": verb}
             for side in (OURS, PYTHON):
                 if side in self.stores:
-                    found.append({**what, "records": "clear", "way": side, **self.raced(verb, side)})
+                    yield {**what, "records": "clear", "way": side, **self.raced(verb, side)}
             for side in self.others:
-                speed = {"GB/s": self.rate((verb, side)), "CPU s/GB": self.cpu((verb, side))}
-                found.append({**what, "client": side, **speed})
-            found += self.sealed_rows(what)
-        return found
+                yield {**what, "client": side, "GB/s": self.rate((verb, side)), "CPU s/GB": self.cpu((verb, side))}
+            yield from self.sealed_rows(what)
 
     def raced(self, verb: str, side: str) -> Row:
         """Records in the clear, by one of our ways, beside the best of the others."""
@@ -305,47 +263,24 @@ class RedisBench(StoreRace):
             return self.best([(verb, other) for other in sides])
 
         ours, way = (verb, side), best(self.ways)
-        return {
-            "GB/s": self.rate(ours),
-            "CPU s/GB": self.cpu(ours),
-            "redis-benchmark GB/s": median(limit[verb] for limit in self.limits),
-            "best of redis-py": way[1].removeprefix("redis-py "),
-            "× redis-py": self.ratio(ours, way),
-            "× LMCache": self.native if isinstance(self.native, str) else self.ratio(ours, best(self.native)),
-        }
-
-
-def targets_of(rows: Sequence[Row]) -> list[Target]:
-    found = []
-    for row in rows:
-        if row.get("records") == "clear":
-            nodes = "1 node" if row["nodes"] == 1 else f"{row['nodes']} nodes"
-            what = f"{row['verb']}, {row['block KiB']} KiB, {nodes}{', Python alone' if row['way'] == PYTHON else ''}"
-            found.append(Target(f"{what}: × redis-py's best way", FASTER[row["verb"]], row["× redis-py"], False))
-            if isinstance(row["× LMCache"], float):
-                found.append(Target(f"{what}: × LMCache's C++ client", 1.0, row["× LMCache"], False))
-            found.append(Target(f"{what}: CPU s/GB", CPU_S_PER_GB, row["CPU s/GB"]))
-    return found
+        row: Row = {"GB/s": self.rate(ours), "CPU s/GB": self.cpu(ours)}
+        row["redis-benchmark GB/s"] = median(limit[verb] for limit in self.limits)
+        row |= {"best of redis-py": way[1].removeprefix("redis-py "), "× redis-py": self.ratio(ours, way)}
+        theirs = self.native if isinstance(self.native, str) else self.ratio(ours, best(self.native))
+        return row | {"× LMCache": theirs}
 
 
 def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--block-kib", type=int, nargs="*", help="block sizes (default: 128 512 2048 8192)")
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    options.add_argument(
-        "--lmcache", type=Path, default=home / "kvtier" / "benchmark-lmcache", help="the folder LMCache is installed in"
-    )
-    given = options.parse_args()
+    given = parser(__doc__).parse_args()
     if NO_REDIS:
         sys.exit(f"redis_bandwidth: {NO_REDIS}")
-    num_bytes, rounds = (64 << 20, 1) if given.quick else (256 << 20, 7)
-    sizes = given.block_kib or ([128, 2048] if given.quick else [128, 512, 2048, 8192])
+    num_bytes, rounds, sizes = (64 << 20, 1, [128, 2048]) if given.quick else (256 << 20, 7, [128, 512, 2048, 8192])
     rows: list[Row] = []
     with ExitStack() as stack:
         key = key_file(stack.enter_context(tempfile.TemporaryDirectory()))
         alone = [stack.enter_context(standalone())]
         three = stack.enter_context(cluster()).masters
-        native = lmcache(given.lmcache, alone[0].port, install=not given.quick)
+        native = "not looked for in a quick run" if given.quick else lmcache(alone[0].port)
         for client in native.values() if isinstance(native, dict) else ():
             stack.callback(client.close)
         for servers, theirs in ((alone, native), (three, "its client knows no cluster")):
@@ -354,7 +289,7 @@ def main() -> int:
                 bench = RedisBench(servers, Slots(block_kib << 10), num_bytes, key, theirs)
                 rows += bench.run(rounds)
                 bench.close()
-    return report("redis_bandwidth", rows, targets_of(rows), given.json, given.save)
+    return report("redis_bandwidth", rows, [], given.json, given.save)
 
 
 if __name__ == "__main__":

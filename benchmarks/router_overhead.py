@@ -1,17 +1,13 @@
 """What the router costs: CPU time of a request, of scoring a long prompt, and memory of its index.
 
-Requests: a real `kvtier route` before two replicas that answer at once and compute nothing. By real events they have
-told it that they hold the prompt. It is asked over 8 connections that stay open. The figure is its process's CPU time,
-all threads, over the number of requests. Prompts are token ids: nothing is tokenised.
+Requests: a real `kvtier route` before two replicas that answer at once and compute nothing, and that have told it by
+real events that they hold the prompt; 8 connections that stay open. The figure is the process's CPU time over the
+number of requests. Prompts are token ids: nothing is tokenised. Pieces: the same with streams whose events come one by
+one, 20 ms apart; a relay in asyncio that only reads and writes them (`_bare_relay.py`) runs beside it.
 
-Pieces: the same with streams whose events come one by one, 20 ms apart. A relay in asyncio that only reads and writes
-them (`_bare_relay.py`) runs beside it, so what is left is the router's own.
-
-Scoring: a prompt of 32,768 tokens in blocks of 16, against an index of 1,000,000 blocks (`--quick`: fewer). It takes in
-the names from the tokens, who holds how much, and the choice among four replicas. The figure is the median CPU time of
-one thread. "mixed" is a prompt whose every block another replica has in its L1.
-
-Memory: how much more (RSS) a process has with 1,000,000 blocks in its index than before.
+Scoring: a prompt of 32,768 tokens in blocks of 16, against an index of 1,000,000 blocks (`--quick`: fewer): names from
+the tokens, who holds how much, the choice among four replicas; the median CPU time of one thread. "mixed" is a prompt
+whose every block another replica has in its L1. Memory: how much more a process has with that index than before.
 """
 
 import http.client
@@ -27,9 +23,8 @@ from statistics import median
 from typing import Any, Final
 
 import numpy as np
-from _process import ROOT, ServerProcess, free_port, kvtier, spawned
-from _races import Row
-from _report import Target, parser, progress, report
+from _process import ServerProcess, free_port, kvtier, resident_bytes, spawned, wait_until
+from _report import ROOT, Row, parser, progress, report
 
 from kvtier.engine.demo import train_tokenizer
 from kvtier.service.events import BlockStored, Feeds, PrefixIndex, Publisher, prompt_hashes
@@ -67,14 +62,10 @@ def filled(num_blocks: int, *media: str) -> PrefixIndex:
 
 def bytes_a_block(num_blocks: int, *media: str) -> float:
     """Run in a process of its own: bytes more with the index than before."""
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
     filled(CHAIN, *media)
-    before = resident()
+    before = resident_bytes()
     index = filled(num_blocks, *media)
-    return (resident() - before) / index.num_blocks
+    return (resident_bytes() - before) / index.num_blocks
 
 
 def held(index: PrefixIndex, tokens: list[int], kind: str) -> None:
@@ -90,7 +81,6 @@ def held(index: PrefixIndex, tokens: list[int], kind: str) -> None:
 
 
 def score(index: PrefixIndex, kind: str, rounds: int) -> dict[str, float]:
-    """CPU milliseconds of each part: medians."""
     tokens = np.random.default_rng(len(kind)).integers(0, 100_000, PROMPT).tolist()
     held(index, tokens, kind)
     sequence = prompt_hashes(tokens, BLOCK_SIZE)
@@ -139,14 +129,12 @@ def router(tokens: list[int]) -> Iterator[tuple[ServerProcess, list[int]]]:
         records = tuple(chain.records(0, len(chain.hashes)))
         for publisher in publishers:
             publisher.announce(FINGERPRINT, [Stored("l1", records)])
-        end = time.monotonic() + 60
-        while not all(
-            replica["state"] == "up" and replica["blocks"] == {"GPU": len(records)}
-            for replica in status(ports[0])["replicas"]
-        ):
-            if time.monotonic() > end:
-                raise SystemExit("router_overhead: the replicas did not come up, or their events did not arrive")
-            time.sleep(0.1)
+
+        def is_up() -> bool:
+            told = [(each["state"], each["blocks"]) for each in status(ports[0])["replicas"]]
+            return told == [("up", {"GPU": len(records)})] * 2
+
+        wait_until(is_up, "replicas that are up, and their events", 60, 0.1)
         yield server, ports
 
 
@@ -179,7 +167,6 @@ def cpu_of(server: ServerProcess, ask: Callable[[int], None], count: int) -> flo
 
 
 def cpu_ms(server: ServerProcess, port: int, body: dict[str, object], num_requests: int) -> float:
-    """The router's CPU time of one request."""
     ask, each = asking(port, "/v1/completions", body), num_requests // CONNECTIONS
     cpu_of(server, ask, 5)  # caches are warm
     return cpu_of(server, ask, each) / (each * CONNECTIONS) * 1e3
@@ -216,35 +203,27 @@ def main() -> int:
     quick, full = (25_600, 5, 80, 100), (1_000_000, 200, 4_000, 1_000)
     num_blocks, rounds, num_requests, num_pieces = quick if given.quick else full
     rows: list[Row] = []
-    targets: list[Target] = []
     for media in (("GPU",), ("GPU", "CPU")):
         what = f"index of {num_blocks} blocks in {' and '.join(media)}"
         progress(what)
         rows.append({"what": what, "bytes a block": spawned(bytes_a_block, num_blocks, *media)})
-    targets.append(Target("1,000,000 indexed blocks, MB", 300, rows[0]["bytes a block"]))
     index = filled(num_blocks, "GPU")
     for kind in ("unknown", "everywhere", "mixed"):
         progress(f"scoring {PROMPT} tokens, {kind}")
         parts = score(index, kind, rounds)
         rows.append({"what": f"scoring {PROMPT} tokens, {kind}", **parts, "ms": sum(parts.values())})
-        targets.append(Target(f"prefix scoring of {PROMPT} tokens, {kind}, CPU ms", 2, rows[-1]["ms"]))
     tokens = np.random.default_rng(1).integers(0, 8192, PROMPT).tolist()
     with router(tokens) as (server, ports):
         progress(f"streams of {num_pieces} events {PAUSE * 1e3:g} ms apart")
-        alone = pieces(server, ports, num_pieces)
-        rows.append({"what": "piece of a stream that comes alone", **alone})
-        times = alone["times a bare relay"]
-        targets.append(Target("CPU of a piece that comes alone, times a bare relay's", 1.5, times))
+        rows.append({"what": "piece of a stream that comes alone", **pieces(server, ports, num_pieces)})
         for what, length in (("whole", 1024), ("stream", 1024), ("whole", PROMPT)):
             progress(f"requests of {length} token ids, {what}")
             body = {"model": "m", "prompt": tokens[:length], "stream": what == "stream"}
             took = cpu_ms(server, ports[0], body, num_requests)
             rows.append({"what": f"request of {length} token ids, answered as a {what}", "ms": took})
-            if length == 1024:
-                targets.append(Target(f"router's CPU ms of a request, {what}", 2, took))
             decision = status(ports[0])["decisions"][0]
             assert {each["cached"] for each in decision["scores"]} == {length // BLOCK_SIZE}, decision
-    return report("router_overhead", rows, targets, given.json, given.save)
+    return report("router_overhead", rows, [], given.json, given.save)
 
 
 if __name__ == "__main__":

@@ -2,23 +2,17 @@
 
 The replicas compute nothing (`_race_replica.py`): prefill takes 30 us for each token that is not in their cache, one
 prompt after the other. The caches are bounded, and evict. Chats arrive at fixed times, the same for every router. All
-answers are streams of eight tokens. Routers that guess from the text are sglang-router, smg and vllm-router
-(`cache_aware`); kvtier and vllm-router (`kv_aware`) read the replicas' KV events.
+answers are streams of eight tokens. sglang-router, smg and vllm-router (`cache_aware`) guess from the text; kvtier and
+vllm-router (`kv_aware`) read the replicas' KV events. Loads, of chats about documents of 3,000 tokens unless said:
 
-Loads, of chats about documents of 3,000 tokens unless said:
-
-- documents: 24 of them, which all caches together hold twice.
-- small caches: 64 documents, three quarters of which fit.
+- documents: 24 of them, which all caches together hold twice; small caches: 64, three quarters of which fit.
 - two routers: 40 documents, which fit once; each chat goes to one of two routers of a kind, by chance.
 - restarts: 24 documents; two of the four replicas are killed during the load, one after the other, and start empty.
 - tools: 24 sets of tools of 2,500 tokens, all with one system prompt. Guessers that see only the messages see one text.
 
 Then the replica with most of 40 long streams dies in the middle of them, and 20 more chats arrive in the second after
-that. What has begun can only end with an error; "told" are those that got one, "cut" those whose answer just ends. What
-has not begun can be answered by another replica.
-
-CPU is that of the router's processes, all threads. A peer is a program: `--smg PATH`, or one of that name in PATH.
-Those that are missing are named in the table.
+that. What has begun can only end with an error ("told"), or just ends ("cut"); what has not can be answered by another.
+CPU is that of the router's processes. A peer is a program: `--smg PATH`, or one of that name in PATH.
 """
 
 import asyncio
@@ -32,7 +26,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
@@ -40,8 +34,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from _process import ServerProcess, free_port, kvtier
 from _race_replica import BLOCK_SIZE, MODEL, WORDS, save_model
-from _races import Row, in_turns
-from _report import Target, parser, progress, report
+from _races import in_turns
+from _report import Row, Target, parser, progress, report
 
 from kvtier.tiers import KVTierError
 
@@ -66,7 +60,11 @@ _PROMPT: Final = re.compile(rb'"prompt_tokens": ?(\d+)')
 _LENGTH: Final = re.compile(rb"(?i)content-length: *(\d+)")
 
 
-# --- replicas and routers --------------------------------------------------------------------------------------------
+PEERS: Final = {  # program: its verb, and the policies it races with
+    "sglang-router": (("launch",), ("cache_aware",)),
+    "smg": (("launch",), ("cache_aware",)),
+    "vllm-router": ((), ("cache_aware", "kv_aware")),
+}
 
 
 class RaceReplica:
@@ -105,7 +103,6 @@ Command = Callable[[Sequence[RaceReplica], Path, int], list[str]]
 
 class Arm(NamedTuple):
     name: str
-    program: str | None  # of a peer; None: ours
     command: Command
 
 
@@ -131,22 +128,15 @@ def _of_peer(program: str, policy: str, *verb: str) -> Command:
 
 def arms(given: Mapping[str, str | None]) -> tuple[list[Arm], list[Row]]:
     """The routers that are there, ours first, and a row for each that is not."""
-    found, missing = [Arm(OURS, None, _of_ours)], list[Row]()
-    kinds = (
-        ("sglang-router", "cache_aware", ("launch",)),
-        ("smg", "cache_aware", ("launch",)),
-        ("vllm-router", "cache_aware", ()),
-        ("vllm-router", "kv_aware", ()),
-    )
-    for name, policy, verb in kinds:
-        program = shutil.which(given.get(name) or name)
-        label = f"{name}, {policy}"
-        if program is None:
-            option = f"--{name} PATH"
-            why = f"no program {given.get(name) or name}: pip install {name} in a venv, and give {option}"
-            missing.append({"router": label, "skipped": why})
-        else:
-            found.append(Arm(label, program, _of_peer(program, policy, *verb)))
+    found, missing = [Arm(OURS, _of_ours)], list[Row]()
+    for name, (verb, policies) in PEERS.items():
+        wanted = given.get(name) or name
+        why = f"no program {wanted}: pip install {name} in a venv, and give --{name} PATH"
+        for policy in policies:
+            if (program := shutil.which(wanted)) is None:
+                missing.append({"router": f"{name}, {policy}", "skipped": why})
+            else:
+                found.append(Arm(f"{name}, {policy}", _of_peer(program, policy, *verb)))
     return found, missing
 
 
@@ -174,8 +164,7 @@ class RaceFleet:
             end = time.monotonic() + STARTS
             while (outcome := (await Client([port]).send(RaceChat(0.0, hello))).outcome) != "whole":
                 if router.process.poll() is not None or time.monotonic() > end:
-                    said = router.log.read_text(errors="replace").splitlines() or ["it said nothing"]
-                    raise KVTierError(f"{arm.name} does not answer ({outcome}): {said[-1]:.300}")
+                    raise KVTierError(f"{arm.name} does not answer ({outcome}): {router.last_words()}")
                 await asyncio.sleep(0.2)
         await asyncio.sleep(1.0)  # subscriptions to events arrive
 
@@ -189,9 +178,6 @@ def fleet(arm: Arm, num_blocks: int, num_routers: int = 1) -> Iterator[RaceFleet
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-")))
         save_model(home)
         yield RaceFleet(arm, home, num_blocks, num_routers, stack)
-
-
-# --- the client ------------------------------------------------------------------------------------------------------
 
 
 def chat(system: str, question: str, *, tools: object = None, num_answer: int = 8) -> bytes:
@@ -216,8 +202,6 @@ class RaceAnswer:
 
 
 class Client:
-    """Sends chats over connections that are kept."""
-
     def __init__(self, ports: Sequence[int]) -> None:
         self._ports = ports
         self._idle: list[list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = [[] for _ in ports]
@@ -303,9 +287,6 @@ async def play(fleet: RaceFleet, load: "Load") -> list[RaceAnswer]:
     return [each.result() for each in answering]
 
 
-# --- loads -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Load:
     name: str
@@ -323,15 +304,8 @@ def tool_set(draw: np.random.Generator) -> list[dict[str, object]]:
     """Tools of some 2,500 tokens."""
     nothing = {"type": "object", "properties": {}}
     names = [f"w{each}" for each in draw.integers(0, WORDS, 10)]
-    return [
-        {"type": "function", "function": {"name": name, "description": words(draw, 220), "parameters": nothing}}
-        for name in names
-    ]
-
-
-def arrivals(draw: np.random.Generator, seconds: float) -> list[float]:
-    gaps = draw.exponential(1 / RATE, int(seconds * RATE))
-    return [float(at) for at in np.cumsum(gaps)]
+    told = [{"name": name, "description": words(draw, 220), "parameters": nothing} for name in names]
+    return [{"type": "function", "function": each} for each in told]
 
 
 def loads(seconds: float) -> list[Load]:
@@ -348,7 +322,7 @@ def loads(seconds: float) -> list[Load]:
         documents = [words(draw, DOCUMENT) for _ in range(number if name != "tools" else 1)]
         sets = [tool_set(draw) for _ in range(number)] if name == "tools" else []
         chats = []
-        for at in arrivals(draw, seconds):
+        for at in np.cumsum(draw.exponential(1 / RATE, int(seconds * RATE))).tolist():
             which, question = int(draw.choice(number, p=weights / weights.sum())), words(draw, 30)
             router = int(draw.integers(num_routers))
             body = chat("w1 w2 w3", question, tools=sets[which]) if sets else chat(documents[which], question)
@@ -388,24 +362,15 @@ def compared(load: Load, rows: Sequence[Row]) -> list[Target]:
     if not others:
         return []
     best = max(row["cached %"] for row in others)
-    found = [Target(f"{load.name}: cached share over the best other's", 1, ours["cached %"] / best, at_most=False)]
+    found = [Target(f"{load.name}: cached share over the best other's", 1, ours["cached %"] / best, False)]
     for column in (*(f"TTFT p{q} ms" for q in PERCENTILES), "CPU ms"):
         best = min(row[column] for row in others)
         found.append(Target(f"{load.name}: {column[:-3]} over the best other's", 1, ours[column] / best))
     return found
 
 
-# --- a replica dies --------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Deaths:
-    num_there: int  # streams at the replica
-    begun: Counter[str] = field(default_factory=Counter)  # outcomes of streams under way
-    later: Counter[str] = field(default_factory=Counter)  # of chats that came after it
-
-
-async def die(fleet: RaceFleet) -> Deaths:
+async def die(fleet: RaceFleet) -> tuple[int, Counter[str], Counter[str]]:
+    """How many streams the replica had; the outcomes of all that were under way, and of chats that came after it."""
     client, loop, draw = Client(fleet.ports), asyncio.get_running_loop(), np.random.default_rng(0)
     under_way = [
         asyncio.create_task(client.send(RaceChat(0.0, chat(words(draw, 20), words(draw, 20), num_answer=300))))
@@ -421,36 +386,28 @@ async def die(fleet: RaceFleet) -> Deaths:
     answers = [await each for each in (*under_way, *later)]
     client.close()
     outcomes = [answer.outcome for answer in answers]
-    return Deaths(max(num_live), Counter(outcomes[:STREAMS]), Counter(outcomes[STREAMS:]))
+    return max(num_live), Counter(outcomes[:STREAMS]), Counter(outcomes[STREAMS:])
 
 
 def died(arm: Arm) -> Row:
     progress(f"a replica dies: {arm.name}")
     with fleet(arm, 2400) as running:
-        found = asyncio.run(die(running))
-    both = found.begun + found.later
-    return {
-        "when a replica dies": arm.name,
-        "streams": STREAMS,
-        "there": found.num_there,
-        "whole": found.begun["whole"],
-        "told": found.begun["told"],
-        "cut": both["cut"] + both["late"],
-        "later": LATER,
-        "answered": found.later["whole"],
-        "refused": sum(count for outcome, count in both.items() if outcome.startswith("error")),
-    }
+        num_there, begun, later = asyncio.run(die(running))
+    both = begun + later
+    row: Row = {"when a replica dies": arm.name, "streams": STREAMS, "there": num_there, "whole": begun["whole"]}
+    row |= {"told": begun["told"], "cut": both["cut"] + both["late"], "later": LATER, "answered": later["whole"]}
+    return row | {"refused": sum(count for outcome, count in both.items() if outcome.startswith("error"))}
 
 
 def main() -> int:
     options = parser(__doc__)
-    for name in ("sglang-router", "smg", "vllm-router"):
+    for name in PEERS:
         options.add_argument(f"--{name}", metavar="PATH", help=f"the program {name} (PATH)")
     given = options.parse_args()
-    peers = {name.replace("_", "-"): path for name, path in vars(given).items()}
-    for name in ("sglang-router", "smg", "vllm-router"):
-        if peers[name] is not None and shutil.which(peers[name]) is None:
-            print(f"router_race: --{name} {peers[name]!r}: no program; give the path of one", file=sys.stderr)
+    peers = {name: getattr(given, name.replace("-", "_")) for name in PEERS}
+    for name, path in peers.items():
+        if path is not None and shutil.which(path) is None:
+            print(f"router_race: --{name} {path!r}: no program; give the path of one", file=sys.stderr)
             return 2
     running, missing = arms(peers)
     seconds, rounds = (2.0, 1) if given.quick else (SECONDS, ROUNDS)

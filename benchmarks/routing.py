@@ -4,31 +4,27 @@ Clocks and hardware are simulated (benchmarks/_fleet.py: continuous batching, ch
 an 8 B model on one GPU each); the policy, the prefix index, the events it hears, and the pools with their evictions are
 kvtier's own. `--trace` is in Mooncake's form, and each of its blocks is one small block here: 512 tokens of cost, 16 of
 content. Requests of one timestamp arrive spread over the time up to the next. The trace says nothing of the text of
-answers, so only prompts are cached. The index learns of blocks `--event-delay` seconds late.
+answers, so only prompts are cached. The index learns of blocks a tenth of a second late.
 
-Policies: prefix-aware is `routing_policy.choose` as the router calls it. A session is known by the first two blocks of
-its prompt, which is more than a cookie knows: whoever begins alike is together. "session cookie" sends its first turn
-to the replica with the least to do, and all others to the same; "session hash" is `routing_policy.sticky`. The oracle
-is one replica with the memory, the processors and the links of all: its cached share is about what routing can
-preserve, its times are out of reach.
-
-The policy's two figures, weight of load and crowd, were tuned on the first third of the conversation trace (`--tune`).
-All figures are of the rest: caches and queues are as the first third left them.
+A session is known by the first two blocks of its prompt, which is more than a cookie knows. "session cookie" sends its
+first turn to the replica with the least to do, and all others to the same; "session hash" is `sticky`. The oracle is
+one replica with the memory, the processors and the links of all: its cached share is about what routing can preserve,
+its times are out of reach. The policy's two figures, weight of load and crowd, were tuned on the first third of the
+conversation trace (`--tune`). All figures are of the rest: caches and queues are as the first third left them.
 """
 
 import argparse
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 from _fleet import FINGERPRINT, SMALL, Hardware, SimulatedReplica, SimulatedRequest, TracePrompt, made_up, read_prompts
-from _loads import Row, picture
-from _report import RESULTS, Target, parser, progress, report
+from _loads import picture
+from _report import RESULTS, Row, parser, progress, report
 from numpy.typing import NDArray
 
 from kvtier.service.events import AnnouncedBlocks, KVEvent, PrefixIndex
@@ -43,6 +39,9 @@ NEVER: Final = float("inf")
 TUNED: Final = ((0.02, 16.0), (0.05, 16.0), *((0.1, crowd) for crowd in (8.0, 16.0, 32.0, NEVER)), (0.2, 16.0),
                 (1.0, 16.0), (1.0, NEVER))  # fmt: skip
 QUICK: Final = 300  # requests
+BLOCK_SIZE: Final = 512  # tokens of the trace's blocks
+EVENT_DELAY: Final = 0.1  # seconds until the index knows of a block
+HARDWARE: Final = Hardware()
 
 Policy = Callable[[Sequence[Candidate], TracePrompt, int], Choice]
 
@@ -90,7 +89,6 @@ class SimulatedRouter:
         self._given: dict[str, list[tuple[SimulatedRequest, float]]] = {name: [] for name in names}
 
     def choose(self, request: SimulatedRequest) -> str:
-        """The replica of a request, which counts as its work from now on."""
         prefixes = self.index.matches(request.prompt.sequence)
         candidates = []
         for name, given in self._given.items():
@@ -104,13 +102,10 @@ class SimulatedRouter:
         return choice.name
 
     def finished(self, name: str) -> None:
-        """Some of a replica's requests may be done."""
         self._given[name] = [(request, blocks) for request, blocks in self._given[name] if not request.done]
 
 
-def replay(
-    prompts: Sequence[TracePrompt], policy: Policy, fleet: Sequence[SimulatedReplica], event_delay: float
-) -> list[SimulatedRequest]:
+def replay(prompts: Sequence[TracePrompt], policy: Policy, fleet: Sequence[SimulatedReplica]) -> list[SimulatedRequest]:
     """Send all prompts through a router to a fleet. Checks everybody's books at the end."""
     replicas = {replica.name: replica for replica in fleet}
     router = SimulatedRouter(list(replicas), policy)
@@ -135,7 +130,7 @@ def replay(
             router.finished(ending.name)
             events = [event for each in ending.events() for event in blocks[ending.name].apply(each)]
             if events:
-                told.append((now + event_delay, ending.name, events))
+                told.append((now + EVENT_DELAY, ending.name, events))
         else:
             request = coming.popleft()
             replicas[router.choose(request)].submit(request, now)
@@ -153,77 +148,34 @@ class Figures(NamedTuple):
     ttft: NDArray[np.float64]  # seconds, of each request
 
 
-class RoutingBench:
-    def __init__(self, prompts: Sequence[TracePrompt], args: argparse.Namespace) -> None:
-        self.prompts, self.args = prompts, args
-        self.hardware = Hardware(args.l1_blocks, args.l2_blocks)
+def run(prompts: Sequence[TracePrompt], name: str, policy: Policy, replicas: int, *, whole: bool = False) -> Figures:
+    """Replay to the replicas, or to the one that is all of them; figures of all but the first third.
 
-    def run(self, name: str, policy: Policy, *, whole: bool = False) -> Figures:
-        """Replay to the replicas, or to the one that is all of them; figures of all but the first third.
-
-        Work is of all requests.
-        """
-        progress(name)
-        args, number = self.args, 1 if whole else self.args.replicas
-        hardware = self.hardware.times(args.replicas) if whole else self.hardware
-        fleet = [SimulatedReplica(f"replica-{i}", hardware, args.block_size) for i in range(number)]
-        requests = replay(self.prompts, policy, fleet, args.event_delay)[len(self.prompts) // 3 :]
-        ttft = np.array([(request.first_token or NEVER) - request.prompt.arrival for request in requests])
-        tokens = sum(request.prompt.num_tokens for request in requests)
-        in_l1, in_l2 = (sum(each.cached[m] for each in requests) * args.block_size / tokens for m in ("l1", "l2"))
-        work = np.array([replica.num_computed for replica in fleet], float)
-        row = {"cached": in_l1 + in_l2, "in L1": in_l1, "in L2": in_l2}
-        row |= {f"TTFT p{q} s": float(np.percentile(ttft, q)) for q in (50, 90, 99)}
-        row |= {"TTFT mean s": float(ttft.mean()), "most / mean work": float(work.max() / work.mean())}
-        return Figures(row, ttft)
-
-    def compare(self) -> int:
-        """All policies and the oracle, measured on what was not tuned on."""
-        runs = {name: self.run(name, make()) for name, make in POLICIES.items()}
-        runs[ORACLE] = self.run(ORACLE, prefix_aware, whole=True)
-        best = runs[ORACLE].row["cached"]
-        rows = [{"policy": name, **each.row, "of oracle": each.row["cached"] / best} for name, each in runs.items()]
-        if self.args.save:
-            plot(runs, RESULTS / "routing.png")
-        return report("routing", rows, targets(runs), self.args.json, self.args.save, self.setup())
-
-    def tune(self) -> int:
-        """Our policy by its weight of load and its crowd, on the first third alone."""
-        self.prompts = self.prompts[: len(self.prompts) // 3]
-        rows = []
-        for weight, crowd in TUNED:
-            policy = partial(prefix_aware, weight=weight, crowd=crowd)
-            run = self.run(f"load weight {weight:g}, crowd {crowd:g}", policy)
-            rows.append({"load weight": weight, "crowd": f"{crowd:g}", **run.row})
-        return report("routing_tuning", rows, [], self.args.json, self.args.save, self.setup())
-
-    def setup(self) -> dict[str, object]:
-        args, hardware = self.args, self.hardware
-        setup: Row = {"trace": args.trace.name if args.trace else "made up"}
-        setup["measured"] = f"requests {len(self.prompts) // 3 + 1} to {len(self.prompts)}"
-        setup |= {"replicas": args.replicas, "speed": args.speed, "event delay s": args.event_delay}
-        return setup | {"L1 blocks": hardware.l1_blocks, "L2 blocks": hardware.l2_blocks}
+    Work is of all requests.
+    """
+    progress(name)
+    hardware = HARDWARE.times(replicas) if whole else HARDWARE
+    fleet = [SimulatedReplica(f"replica-{i}", hardware, BLOCK_SIZE) for i in range(1 if whole else replicas)]
+    requests = replay(prompts, policy, fleet)[len(prompts) // 3 :]
+    ttft = np.array([(request.first_token or NEVER) - request.prompt.arrival for request in requests])
+    tokens = sum(request.prompt.num_tokens for request in requests)
+    in_l1, in_l2 = (sum(each.cached[m] for each in requests) * BLOCK_SIZE / tokens for m in ("l1", "l2"))
+    work = np.array([replica.num_computed for replica in fleet], float)
+    row = {"cached": in_l1 + in_l2, "in L1": in_l1, "in L2": in_l2}
+    row |= {f"TTFT p{q} s": float(np.percentile(ttft, q)) for q in (50, 90, 99)}
+    row |= {"TTFT mean s": float(ttft.mean()), "most / mean work": float(work.max() / work.mean())}
+    return Figures(row, ttft)
 
 
-def targets(runs: Mapping[str, Figures]) -> list[Target]:
-    """That prefix-aware routing is best, and by how much, over the best other policy in each figure."""
-    ours, others = runs[OURS].row, [each.row for name, each in runs.items() if name not in (OURS, ORACLE)]
-    robin, oracle = runs["round robin"].row, runs[ORACLE].row
-    best = max(other["cached"] for other in others)
-    found = [
-        ("cached share: prefix-aware over the best other", 1.0, ours["cached"] / best),
-        ("cached share: prefix-aware over round robin", 1.0, ours["cached"] / robin["cached"]),
-        ("cached share: prefix-aware, of the oracle's", 0.95, ours["cached"] / oracle["cached"]),
-    ]
-    for figure in ("TTFT p50 s", "TTFT p99 s"):
-        quickest = min(other[figure] for other in others)
-        found.append((f"{figure[:-2]}: the best other over prefix-aware", 1.0, quickest / ours[figure]))
-        found.append((f"{figure[:-2]}: round robin over prefix-aware", 1.0, robin[figure] / ours[figure]))
-    return [Target(*each, at_most=False) for each in found]
+def tuned(prompts: Sequence[TracePrompt], replicas: int) -> Iterator[Row]:
+    """Our policy by its weight of load and its crowd."""
+    for weight, crowd in TUNED:
+        policy = partial(prefix_aware, weight=weight, crowd=crowd)
+        figures = run(prompts, f"load weight {weight:g}, crowd {crowd:g}", policy, replicas)
+        yield {"load weight": weight, "crowd": f"{crowd:g}", **figures.row}
 
 
 def plot(runs: Mapping[str, Figures], path: Path) -> None:
-    """The share of requests by time to the first token, and the cached shares."""
     with picture(path, 1, 2, figsize=(9.5, 3.6)) as (_, (left, right)):
         for name, each in runs.items():
             times = np.sort(each.ttft)
@@ -238,62 +190,50 @@ def plot(runs: Mapping[str, Figures], path: Path) -> None:
         right.set_xlabel("prompt tokens that were cached, %")
 
 
-def options() -> argparse.ArgumentParser:
-    given = parser(__doc__)
-    given.add_argument("--trace", type=Path, help="JSON lines in Mooncake's form, .gz or not; without: made up")
-    given.add_argument("--requests", type=_whole, help="only the first so many")
-    given.add_argument("--tune", action="store_true", help="our policy by its two figures, on the first third")
-    for name, kind, default, told in (
-        ("--block-size", _whole, 512, "tokens of the trace's blocks"),
-        ("--replicas", _whole, 4, "of the engine"),
-        ("--speed", _number, 1.0, "times as fast as the trace's clock"),
-        ("--event-delay", _number, 0.1, "seconds until the index knows of a block"),
-        ("--l1-blocks", _whole, Hardware().l1_blocks, "of each replica's device memory"),
-        ("--l2-blocks", _whole, Hardware().l2_blocks, "of each replica's host memory"),
-    ):
-        given.add_argument(name, type=kind, default=default, help=f"{told} ({default:g})")
-    return given
+def read(trace: Path | None, limit: int | None) -> list[TracePrompt]:
+    """FormatError if a request alone is more than a replica's L1 holds, or there are too few to measure."""
+    prompts = read_prompts(trace, BLOCK_SIZE, limit) if trace else made_up(limit or 4000, BLOCK_SIZE)
+    if len(prompts) < 3:
+        raise FormatError(f"{len(prompts)} requests: too few to measure; give more, by --requests or another --trace")
+    for number, prompt in enumerate(prompts, 1):
+        if prompt.num_tokens + prompt.num_answer > (HARDWARE.l1_blocks - 1) * BLOCK_SIZE:
+            told = f"more than a replica's {HARDWARE.l1_blocks} blocks of L1; leave it out"
+            raise FormatError(f"{trace}:{number}: input_length {prompt.num_tokens}: with its answer {told}")
+    return prompts
 
 
 def main() -> int:
-    args = options().parse_args()
-    limit, size = min(args.requests or QUICK, QUICK) if args.quick else args.requests, args.block_size
+    options = parser(__doc__)
+    options.add_argument("--trace", type=Path, help="JSON lines in Mooncake's form, .gz or not; without: made up")
+    options.add_argument("--requests", type=_whole, help="only the first so many")
+    options.add_argument("--tune", action="store_true", help="our policy by its two figures, on the first third")
+    options.add_argument("--replicas", type=_whole, default=4, help="of the engine (4)")
+    args = options.parse_args()
     try:
-        prompts = read_prompts(args.trace, size, limit) if args.trace else made_up(limit or 4000, size)
-        require_room(prompts, args)
+        prompts = read(args.trace, min(args.requests or QUICK, QUICK) if args.quick else args.requests)
     except KVTierError as error:
         print(f"routing: {error}", file=sys.stderr)
         return 2
-    bench = RoutingBench([replace(prompt, arrival=prompt.arrival / args.speed) for prompt in prompts], args)
-    return bench.tune() if args.tune else bench.compare()
-
-
-def require_room(prompts: Sequence[TracePrompt], args: argparse.Namespace) -> None:
-    """FormatError if a request alone is more than a replica's L1 holds, or there are too few to measure."""
-    if len(prompts) < 3 * (3 if args.tune else 1):
-        raise FormatError(f"{len(prompts)} requests: too few to measure; give more, by --requests or another --trace")
-    for number, prompt in enumerate(prompts, 1):
-        if prompt.num_tokens + prompt.num_answer > (args.l1_blocks - 1) * args.block_size:
-            raise FormatError(
-                f"{args.trace}:{number}: input_length {prompt.num_tokens}: with its answer more than a replica's "
-                f"{args.l1_blocks} blocks of L1; give more, by --l1-blocks"
-            )
+    setup: Row = {"trace": args.trace.name if args.trace else "made up", "replicas": args.replicas}
+    setup |= {"measured": f"requests {len(prompts) // 3 + 1} to {len(prompts)}", "event delay s": EVENT_DELAY}
+    setup |= {"L1 blocks": HARDWARE.l1_blocks, "L2 blocks": HARDWARE.l2_blocks}
+    if args.tune:
+        first = prompts[: len(prompts) // 3]
+        setup["measured"] = f"requests {len(first) // 3 + 1} to {len(first)}"
+        return report("routing_tuning", [*tuned(first, args.replicas)], [], args.json, args.save, setup)
+    runs = {name: run(prompts, name, make(), args.replicas) for name, make in POLICIES.items()}
+    runs[ORACLE] = run(prompts, ORACLE, prefix_aware, args.replicas, whole=True)
+    best = runs[ORACLE].row["cached"]
+    rows = [{"policy": name, **each.row, "of oracle": each.row["cached"] / best} for name, each in runs.items()]
+    if args.save:
+        plot(runs, RESULTS / "routing.png")
+    return report("routing", rows, [], args.json, args.save, setup)
 
 
 def _whole(text: str) -> int:
     if not text.isdigit() or not 0 < int(text) < 1 << 31:
         raise argparse.ArgumentTypeError(f"{text!r}: write a whole number from 1 on")
     return int(text)
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = NEVER
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r}: write a number above 0")
-    return value
 
 
 if __name__ == "__main__":

@@ -13,23 +13,45 @@ Prices are list prices as they were given, of no offer in particular: give your 
 """
 
 import argparse
+import gc
 import json
+import os
+import resource
+import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise, product
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import zmq
 from _eviction_traces import PRODUCTION, made_up, production_trace
-from _loads import Row, picture
-from _report import RESULTS, parser, progress, report
-from _scale_parts import BLOCK_SIZE, alone, measure_events, measure_follow, measure_index
+from _loads import picture
+from _process import resident_bytes, spawned, wait_until
+from _report import RESULTS, Row, parser, progress, report
 
+from kvtier.service import events as feed
+from kvtier.service.events import BlockRemoved, BlockStored, EventConsumer, PrefixIndex, Publisher, prompt_hashes
+from kvtier.service.router import decide, make_scores, weights_by_tier
 from kvtier.service.simulation import Capacity, SimulatedTiers, TraceReplay
 from kvtier.service.traces import RequestTrace
+from kvtier.tiers import TIERS
+from kvtier.tiers.config import EventsConfig
+from kvtier.tiers.hierarchy import Event, Removed, Stored
+from kvtier.tiers.naming import TokenChain, root_hash, token_array
 
+BLOCK_SIZE: Final = 16  # tokens
+CHAIN: Final = 512  # blocks of a prompt whose blocks are stored and removed: 8,192 tokens
+FINGERPRINT: Final = b"scale".ljust(32, b".")
+DEADLINE: Final = 600.0  # seconds, of one measurement
+GPU, CPU = (kind.medium for kind in (TIERS["l1"], TIERS["l2"]))
 SHARE: Final = 4  # nodes that serve the trace together
 INDEXED: Final = 400_000  # blocks in the index that is measured
 CHAINS: Final = 200  # of 512 blocks, whose events are measured
@@ -44,6 +66,190 @@ DAY: Final = 86_400.0  # seconds
 MONTH: Final = 30 * DAY
 NODES: Final = (1, 10, 100, 1000)
 MOST: Final = 100_000_000  # nodes; a limit beyond it is none
+
+
+# the pieces, measured; each in a process of its own, times are CPU time
+
+
+class EventCost(NamedTuple):
+    publisher_us: float
+    consumer_us: float
+    wire_bytes: float
+
+
+def events_of_chains(num_chains: int) -> list[list[Event]]:
+    """For each chain: its blocks come to L2 in one run, and later leave it."""
+    draw, changes = np.random.default_rng(7), list[list[Event]]()
+    for _ in range(num_chains):
+        tokens = draw.integers(0, 100_000, CHAIN * BLOCK_SIZE)
+        chain = TokenChain(root_hash(FINGERPRINT), BLOCK_SIZE)
+        chain.extend(tokens)
+        changes.append([Stored("l2", tuple(chain.records(0, CHAIN))), Removed("l2", tuple(chain.hashes))])
+    return changes
+
+
+def consume(address: str, pipe: Connection) -> None:
+    """Follow a publisher until the parent has said which number is its last; then send the CPU seconds it took."""
+    index = PrefixIndex(BLOCK_SIZE)
+    consumer = EventConsumer("node", index, address, f"{address}-replay", topic=feed.topic_of(FINGERPRINT))
+    wait_until(lambda: consumer.is_live, "a feed of events", DEADLINE)
+    began = time.process_time()
+    pipe.send("live")
+    last = int(pipe.recv())
+    wait_until(lambda: (consumer.state.seq or 0) >= last, "the last event", DEADLINE)
+    took = time.process_time() - began
+    consumer.close()
+    index.check()
+    pipe.send((took, index.num_blocks, dict(index.counts)))
+
+
+def measure_events(num_chains: int) -> EventCost:
+    """A real publisher and, in another process, a real consumer with its index. The bytes are those of the frames."""
+    changes, context = events_of_chains(num_chains), zmq.Context()
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-")))
+        address = f"ipc://{home}/events"
+        publisher = stack.enter_context(
+            Publisher(EventsConfig(publish=address, replay=f"{address}-replay", buffer=100_000))
+        )
+        ours, theirs = get_context("spawn").Pipe()
+        reader = get_context("spawn").Process(target=consume, args=(address, theirs))
+        reader.start()
+        stack.callback(reader.join, 10.0)
+        stack.callback(reader.terminate)
+        counter: zmq.Socket[bytes] = context.socket(zmq.SUB)
+        stack.callback(context.destroy, 0)
+        counter.setsockopt(zmq.RCVHWM, 0)
+        counter.subscribe(b"")
+        counter.connect(address)
+        assert ours.poll(DEADLINE), "the consumer does not connect"
+        assert ours.recv() == "live"
+        took, sizes = 0.0, list[int]()  # of each batch
+        for events in changes:
+            began = time.process_time()
+            for event in events:
+                publisher.announce(FINGERPRINT, [event])
+            assert publisher.flush(DEADLINE), "the publisher does not publish"
+            took += time.process_time() - began
+            while counter.poll(0 if sizes else 1000):
+                sizes.append(sum(map(len, counter.recv_multipart())))
+        while len(sizes) < publisher.seq and counter.poll(5000):
+            sizes.append(sum(map(len, counter.recv_multipart())))
+        assert len(sizes) == publisher.seq, f"{len(sizes)} batches of {publisher.seq} were counted"
+        ours.send(publisher.seq - 1)
+        assert ours.poll(DEADLINE), "the consumer does not end"
+        consumed, num_left, counts = ours.recv()
+        assert (num_left, counts) == (0, {}), (num_left, counts)
+    num_changes = 2 * CHAIN * num_chains
+    return EventCost(took / num_changes * 1e6, consumed / num_changes * 1e6, sum(sizes) / num_changes)
+
+
+class IndexCost(NamedTuple):
+    replicas: int
+    bytes_a_block: float  # of the process, for each name that a publisher has
+    change_us: float  # CPU of the index alone, for each block that came or went
+    decision_us: float
+
+
+def measure_index(replicas: int, num_blocks: int, prompt_tokens: int, rounds: int) -> IndexCost:
+    """Fill an index, route prompts by it, and remove as much again. Run it `spawned`: memory is the process's.
+
+    A prompt begins with 64 blocks that all replicas hold. One replica and its node hold the rest but its last tenth.
+    """
+    engines, nodes = ([f"{kind}-{i}" for i in range(replicas)] for kind in ("engine", "node"))
+    index, draw = PrefixIndex(BLOCK_SIZE, max_blocks=1 << 60), np.random.default_rng(3)
+    system = draw.integers(0, 100_000, 64 * BLOCK_SIZE).tolist()
+    names_of_system = list(range(1 << 62, (1 << 62) + 64))
+    for worker, medium in [(engine, GPU) for engine in engines] + [(node, CPU) for node in nodes]:
+        index.apply(worker, BlockStored(names_of_system, None, system, BLOCK_SIZE, None, medium, None))
+    gc.collect()
+    before, num_chains, changed, took = resident_bytes(), -(-num_blocks // CHAIN), 0, 0.0
+    for number in range(num_chains):
+        tokens = token_array(draw.integers(0, 100_000, CHAIN * BLOCK_SIZE))  # as events bring them
+        names = draw.integers(0, 1 << 62, CHAIN).tolist()
+        stored = BlockStored(names, None, tokens, BLOCK_SIZE, None, CPU, None)
+        node, began = nodes[number % replicas], time.thread_time()
+        for event in (stored, BlockRemoved(names, CPU), stored)[: 3 if number % 8 == 0 else 1]:  # one leaves again
+            index.apply(node, event)
+            changed += CHAIN
+        took += time.thread_time() - began
+    gc.collect()
+    bytes_a_block = (resident_bytes() - before) / (CHAIN * num_chains)
+    decision_us = _route(index, engines, nodes, system, prompt_tokens, rounds)
+    index.check()
+    return IndexCost(replicas, bytes_a_block, took / changed * 1e6, decision_us)
+
+
+def _route(
+    index: PrefixIndex, engines: list[str], nodes: list[str], system: list[int], prompt_tokens: int, rounds: int
+) -> float:
+    """Microseconds of a decision, the median: the prompt's names, who holds it, each replica's part, the choice."""
+    draw = np.random.default_rng(5)
+    tokens = system + draw.integers(0, 100_000, max(0, prompt_tokens - len(system))).tolist()
+    num_held = len(tokens) // BLOCK_SIZE * 9 // 10
+    names = [1 << 63 | i for i in range(num_held)]
+    for worker, medium in ((engines[-1], GPU), (nodes[-1], CPU)):
+        held = tokens[: num_held * BLOCK_SIZE]
+        index.apply(worker, BlockStored(names, None, held, BLOCK_SIZE, None, medium, None))
+    feeds, scores, weights = feed.Feeds(engines, nodes, nodes), make_scores(len(engines)), weights_by_tier()
+    for row in range(len(engines)):
+        scores.standing(row, 100.0, float("inf"), 4)
+    rows, flags, times = np.arange(len(engines)), np.full(len(engines), 3, np.uint8), []
+    for turn in range(rounds):
+        began = time.thread_time()
+        sequence = prompt_hashes(tokens, BLOCK_SIZE)
+        scores.hold(flags, index.prefixes(sequence, feeds).reshape(-1), rows, weights)
+        choice = decide(scores, engines, len(sequence), turn)
+        times.append((time.thread_time() - began) * 1e6)
+        assert choice.name == engines[-1], choice
+    return statistics.median(times)
+
+
+class FollowCost(NamedTuple):
+    """Of one publisher that says nothing."""
+
+    descriptors: float
+    threads: float
+    kib: float
+    idle_us_a_second: float  # CPU
+
+
+def follow(address: str, number: int, seconds: float) -> FollowCost:
+    """Follow one publisher so many times, each with sockets and a thread of its own. Run it `spawned`."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    index = PrefixIndex(BLOCK_SIZE)
+    warm = EventConsumer("warm", index, address, f"{address}-replay")
+    wait_until(lambda: warm.is_live, "a feed of events", DEADLINE)
+    before = _in_use()
+    consumers = [EventConsumer(f"node-{i}", index, address, f"{address}-replay") for i in range(number)]
+    for each in consumers:
+        wait_until(lambda each=each: each.is_live, "a feed of events", DEADLINE)
+    time.sleep(1.0)  # the replays end
+    after = _in_use()
+    began = time.process_time()
+    time.sleep(seconds)
+    idle = (time.process_time() - began) / seconds / (number + 1)
+    for end in (EventConsumer.stop, EventConsumer.close):
+        for consumer in (warm, *consumers):
+            end(consumer)
+    descriptors, threads, memory = ((now - then) / number for now, then in zip(after, before, strict=True))
+    return FollowCost(descriptors, threads, memory / 1024, idle * 1e6)
+
+
+def measure_follow(number: int, seconds: float) -> FollowCost:
+    with tempfile.TemporaryDirectory(prefix="kv-") as home:
+        address = f"ipc://{home}/events"
+        with Publisher(EventsConfig(publish=address, replay=f"{address}-replay")) as publisher:
+            publisher.announce(FINGERPRINT, events_of_chains(1)[0][:1])
+            assert publisher.flush(DEADLINE)
+            return spawned(follow, address, number, seconds)
+
+
+def _in_use() -> tuple[int, int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident_bytes()
+
+
+# the paper
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +340,6 @@ class PieceCosts:
 
 
 class PaperFleet:
-    """All figures of a fleet, by its number of nodes."""
-
     def __init__(self, assumed: Assumptions, measured: PieceCosts, moved: Sequence[RequestMoves]) -> None:
         self.assumed, self.measured = assumed, measured
         self.moved = {each.admit_after: each for each in moved}
@@ -152,17 +356,15 @@ class PaperFleet:
         applied = self.changes(nodes, block_tokens) * self.measured.consumer_us / 1e6
         return applied + 2 * nodes * self.measured.follower_idle_us / 1e6
 
-    def events(self) -> list[Row]:
-        """A row for each size, as in the other tables."""
-        costs, rows = self.measured, list[Row]()
+    def events(self) -> Iterator[Row]:
+        costs = self.measured
         for nodes in NODES:
             row: Row = {"part": "events", "nodes": nodes, "changes/s": round(self.changes(nodes))}
             row["MB/s on the wire"] = round(self.changes(nodes) * costs.wire_bytes / 1e6, 3)
             row["cores of a publisher"] = round(self.changes(1) * costs.publisher_us / 1e6, 4)
             row["cores of a reader"] = round(self.event_cores(nodes), 4)
             row["descriptors"] = round(2 * nodes * costs.follower_descriptors)
-            rows.append(row | {"threads": round(2 * nodes * costs.follower_threads)})
-        return rows
+            yield row | {"threads": round(2 * nodes * costs.follower_threads)}
 
     # the index
 
@@ -171,13 +373,11 @@ class PaperFleet:
         names = nodes * self.assumed.names_a_node * smaller
         return (names * self.measured.index_bytes + 2 * nodes * self.measured.follower_kib * 1024) / GIB
 
-    def index(self) -> list[Row]:
-        rows = []
+    def index(self) -> Iterator[Row]:
         for nodes in NODES:
             gib, names = self.index_gib(nodes), nodes * self.assumed.names_a_node
             row: Row = {"part": "index", "nodes": nodes, "names, M": round(names / 1e6, 2)}
-            rows.append(row | {"index GiB": round(gib, 2), "$ a month": round(gib * self.assumed.gib_price, 1)})
-        return rows
+            yield row | {"index GiB": round(gib, 2), "$ a month": round(gib * self.assumed.gib_price, 1)}
 
     # decisions
 
@@ -192,18 +392,16 @@ class PaperFleet:
         left = 1 - self.event_cores(nodes)
         return None if left <= 0 else _up(self.request_cores(nodes) / left)
 
-    def decisions(self) -> list[Row]:
-        rows = []
+    def decisions(self) -> Iterator[Row]:
         for nodes in NODES:
-            rate, us, count, gib = (nodes * self.assumed.rate, self.measured.decision(nodes), self.routers(nodes),
-                                    self.index_gib(nodes))  # fmt: skip
+            rate, us = nodes * self.assumed.rate, self.measured.decision(nodes)
+            count, gib = self.routers(nodes), self.index_gib(nodes)
             row: Row = {"part": "decisions", "nodes": nodes, "requests/s": round(rate, 1)}
             row |= {"decision us": round(us), "cores, decisions": round(rate * us / 1e6, 3)}
             row |= {"cores, all of a request": round(self.request_cores(nodes), 3), "routers": count}
             price = self.assumed.core_price + gib * self.assumed.gib_price
             row["GiB, all routers"] = None if count is None else round(count * gib, 1)
-            rows.append(row | {"router $ a month": None if count is None else round(count * price)})
-        return rows
+            yield row | {"router $ a month": None if count is None else round(count * price)}
 
     # Redis
 
@@ -220,9 +418,7 @@ class PaperFleet:
     def shards_for_room(self, nodes: float) -> float:
         return nodes * self.assumed.redis_gib / self.assumed.shard_gib
 
-    def redis(self) -> list[Row]:
-        """By when a block is stored, and the number of nodes."""
-        rows = []
+    def redis(self) -> Iterator[Row]:
         price = self.assumed.core_price + self.assumed.shard_gib * self.assumed.gib_price
         for admit_after, nodes in product(sorted(self.moved), NODES):
             written, read = self.redis_gb(nodes, admit_after)
@@ -231,8 +427,7 @@ class PaperFleet:
             row: Row = {"part": "redis", "nodes": nodes, "stored from sighting": admit_after}
             row |= {"GB/s written": round(written, 3), "GB/s read": round(read, 3)}
             row |= {"shards, by bytes": round(busy, 2), "shards, by room": round(room, 2)}
-            rows.append(row | {"shards": shards, "$ a month": round(shards * price)})
-        return rows
+            yield row | {"shards": shards, "$ a month": round(shards * price)}
 
     # an object store
 
@@ -241,17 +436,14 @@ class PaperFleet:
         moved, each = self.moved[admit_after], nodes * self.assumed.rate * self.assumed.token_bytes / object_bytes
         return each * moved.slab_stored, each * moved.cold_read
 
-    def objects(self, sizes: Mapping[str, float]) -> list[Row]:
-        """By when a block is stored, the size of an object, and the number of nodes."""
-        rows = []
+    def objects(self, sizes: Mapping[str, float]) -> Iterator[Row]:
         for admit_after, (name, size), nodes in product(sorted(self.moved), sizes.items(), NODES):
             puts, gets = self.object_rates(nodes, admit_after, size)
             requests = (puts * self.assumed.put_price + gets * self.assumed.get_price) / 1000 * MONTH
             kept = puts * size * self.assumed.kept_days * DAY / GB
             row: Row = {"part": "objects", "nodes": nodes, "object": name, "stored from sighting": admit_after}
             row |= {"PUT/s": round(puts, 1), "GET/s": round(gets, 1), "requests $ a month": round(requests)}
-            rows.append(row | {"room $ a month": round(kept * self.assumed.gb_month)})
-        return rows
+            yield row | {"room $ a month": round(kept * self.assumed.gb_month)}
 
     # where it breaks
 
@@ -360,7 +552,7 @@ def measured(chosen: argparse.Namespace, prompt_tokens: float) -> PieceCosts:
     rounds, blocks = (5, 10_000) if quick else (100, INDEXED)
     for replicas in NODES[:2] if quick else NODES:
         progress(f"the index and decisions of {replicas:,} replicas")
-        indexes.append(alone(measure_index, replicas, blocks, int(prompt_tokens), rounds))
+        indexes.append(spawned(measure_index, replicas, blocks, int(prompt_tokens), rounds))
     progress("publishers that are followed")
     follow = measure_follow(3 if quick else FOLLOWED, 1.0 if quick else 10.0)
     forward = _saved("router_overhead", "ms", what="request of 1024 token ids, answered as a stream")
@@ -382,7 +574,6 @@ def _saved(name: str, column: str, **where: object) -> float:
 
 
 def rows_of(fleet: PaperFleet, limits: Sequence[Limit], sizes: dict[str, float]) -> list[Row]:
-    """A table for each part, then what they are made of."""
     pieces = asdict(fleet.measured)
     decisions = pieces.pop("decision_us")
     pieces |= {f"decision_us of {replicas:,} replicas": value for replicas, value in decisions.items()}

@@ -16,9 +16,10 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from _races import PYTHON, Row, Speed, form, is_built, speed_of
-from _report import progress
-from file_bandwidth import DiskBench, FioSpeed, RecordChain, drop_caches, fio, fio_best, on_disk, options_of
+from _process import drop_caches
+from _races import PYTHON, Speed, form, is_built, of_pairs, speed_of
+from _report import Row, disk_parser, progress
+from file_bandwidth import DiskBench, FioSpeed, RecordChain, fio, fio_best, on_disk
 
 from kvtier.tiers import BATCH_BYTES, BlockRecord, ChainHash, Outcome
 from kvtier.tiers.file import FileStore
@@ -74,7 +75,6 @@ class Requests:
         self.reads = [BlockRead(self, slot) for slot in slots]
 
     def run(self) -> Speed:
-        """Read all of the line."""
         total = len(self.line)
 
         def read_all() -> None:
@@ -90,10 +90,7 @@ class Requests:
 
 
 class ScatteredBench(DiskBench):
-    """One block size: its rows, each beside fio's."""
-
     def measure(self, seconds: float) -> list[Row]:
-        """Fill, then read in rounds, each way in turn."""
         store, block_bytes = self.open(), self.load.block_bytes
         chains = self.chains(int(self.size * 0.9))
         self.load.write(store, chains)
@@ -133,25 +130,24 @@ class ScatteredBench(DiskBench):
         best = sorted(limits, key=lambda job: job.gb_per_s)[len(limits) // 2]
         rows = []
         for what, speeds in self.ours.speeds.items():
-            ratio = median(each.gb_per_s / limit.gb_per_s for each, limit in zip(speeds, limits, strict=True))
-            row = {"block KiB": self.load.block_bytes >> 10, "what": what, "GB/s": self.ours.rate(what)}
+            ratio = of_pairs([each.gb_per_s for each in speeds], [limit.gb_per_s for limit in limits])
+            row: Row = {"block KiB": self.load.block_bytes >> 10, "what": what, "GB/s": self.ours.rate(what)}
             row |= {"fio GB/s": best.gb_per_s, "fio depth": best.depth, "ratio": ratio}
             row |= {"CPU s/GB": self.ours.cpu(what), "fio CPU s/GB": best.cpu_s_per_gb}
             rows.append(row | {"checksum CPU s/GB": self.checksum_cpu()})
         return rows
 
     def _latency(self, way: str, singles: Sequence[FioSpeed], alone: Sequence[list[float]]) -> Row:
-        row = {"block KiB": self.load.block_bytes >> 10, "what": f"one block, {way}"}
+        row: Row = {"block KiB": self.load.block_bytes >> 10, "what": f"one block, {way}"}
         for percent, theirs in ((50, [job.p50 for job in singles]), (99, [job.p99 for job in singles])):
             ours = [float(np.percentile(seconds, percent)) for seconds in alone]
-            ratio = median(a / b for a, b in zip(ours, theirs, strict=True))
             row |= {f"p{percent} us": 1e6 * median(ours), f"fio p{percent} us": 1e6 * median(theirs)}
-            row[f"p{percent} ratio"] = ratio
+            row[f"p{percent} ratio"] = of_pairs(ours, theirs)
         return row
 
 
 def main() -> int:
-    given = options_of(__doc__)
+    given = disk_parser(__doc__).parse_args()
     size, rounds, seconds = (256 << 20, 1, 0.3) if given.quick else (1 << 30, 5, 1.0)
 
     def measured(folder: Path, limit_file: Path, block_bytes: int) -> list[Row]:

@@ -3,39 +3,37 @@
 Accuracy: the recall model beside this checkout (../shared/fixture; left out where that is not) answers questions over
 four documents of 24 tokens, each computed alone, of which three are reused. Cost: a random Llama of 57 M parameters
 and 8 layers on one thread, a prompt of six documents of 512 tokens in front of a question. "of full" is the ratio to a
-full prefill of the same prompt, accuracy over all questions, CPU time within a round. `--save` writes a plot too.
+full prefill of the same prompt, accuracy over all questions, CPU time within a round.
 Two more figures are of steps of 256 tokens: the longest step of somebody who decodes beside a blend, and the time to
 first token with the check under the load, from a slab throttled so that loading takes about as long as the check.
 """
 
-import importlib.util
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
 import torch
-from _loads import Row, leave_only, llama, over_slab, picture, random_tokens, settle
-from _report import RESULTS, Target, parser, progress, report
+from _loads import leave_only, llama, over_slab, random_tokens, settle
+from _report import Row, Target, parser, progress, report
 from both_ends import SlowTier
+from recall import LENGTH, MODEL, NUM_DOCUMENTS, asked
 
 from kvtier import Engine, EngineConfig, Repair, SamplingParams, Segment
 from kvtier.connector import LocalConnector
 
-FIXTURE: Final = Path(__file__).resolve().parents[2] / "shared" / "fixture"
 ONE: Final = SamplingParams(max_tokens=1, ignore_eos=True)
 MANY: Final = SamplingParams(max_tokens=1000, ignore_eos=True)
 RULES: Final = ("deviation", "question", "first", "borders", "random")
-SHARES: Final = (0.05, 0.1, 0.15, 0.2, 0.3)
-DEFAULT: Final = ("deviation", 0.15)
+SHARE: Final = 0.15  # of the reused tokens, computed anew
+DEFAULT: Final = ("deviation", SHARE)
 NOTHING: Final = ("first", 0.0)  # is computed anew
 EVERYTHING: Final = ("first", 1.0)
-NUM_DOCUMENTS, LENGTH = 4, 24  # of the recall model's task
 TIMED_DOCUMENTS: Final = 6
 
 Arm = tuple[str, float]
@@ -47,28 +45,17 @@ def unbounded(arm: Arm) -> Repair:
     return Repair(*arm, max_deviation=float("inf"))
 
 
-def recall(arms: list[Arm], num_samples: int) -> dict[Arm, float]:
-    spec = importlib.util.spec_from_file_location("recall_task", FIXTURE / "task.py")
-    assert spec is not None
-    assert spec.loader is not None
-    task: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(task)
-    made = task.gen(num_samples, NUM_DOCUMENTS, LENGTH, 4, np.random.default_rng(5))
+def recall(arms: Sequence[Arm], num_samples: int) -> dict[Arm, float]:
+    questions, right = asked(num_samples), {}
     settings = EngineConfig(block_size=8, num_blocks=4000, segments="on", segment_min_tokens=8)
     segments = [Segment(place * LENGTH, (place + 1) * LENGTH) for place in range(NUM_DOCUMENTS)]
-    prompts = [
-        made["docs"][sample].reshape(-1).tolist() + made["tail"][sample][3 * number : 3 * number + 2].tolist()
-        for sample in range(num_samples)
-        for number in range(4)
-    ]
-    right = {}
-    with Engine.from_pretrained(FIXTURE / "recall-llama-bf16", settings, dtype="float32") as engine:
-        engine.precompute([document.tolist() for sample in made["docs"] for document in sample])
+    with Engine.from_pretrained(MODEL, settings, dtype="float32") as engine:
+        engine.precompute([document for each in questions[::4] for document in each.documents])
         for arm in arms:
             progress(f"recall: {arm[0]} {arm[1]:.0%}")
-            found = engine.generate(prompts, ONE, segments=[segments] * len(prompts), repair=unbounded(arm))
-            answers = np.array([each.token_ids[0] for each in found])
-            right[arm] = float((answers == made["qv"].reshape(-1)).mean())
+            every = {"segments": [segments] * len(questions), "repair": unbounded(arm)}
+            found = engine.generate([each.prompt for each in questions], ONE, **every)
+            right[arm] = fmean(a.token_ids[0] == each.answer for a, each in zip(found, questions, strict=True))
     return right
 
 
@@ -114,9 +101,9 @@ def timed_prompts(**options: Any) -> Iterator[TimedPrompts]:
     prompts.engine.close()
 
 
-def cost(arms: list[Arm], num_rounds: int, *, small: bool) -> dict[Arm, tuple[float, float, float]]:
+def cost(arms: Sequence[Arm], num_rounds: int, *, small: bool) -> dict[Arm, list[float]]:
     """Of each arm: CPU seconds, that over a full prefill's of the round, and TTFT over its; medians."""
-    measured: dict[Arm, list[tuple[float, float, float]]] = {arm: [] for arm in arms}
+    measured: dict[Arm, list[tuple[float, float, float]]] = defaultdict(list)
     with timed_prompts(small=small) as prompts:
         prompts.seconds(DEFAULT)  # warm up
         for number in range(num_rounds):
@@ -126,13 +113,10 @@ def cost(arms: list[Arm], num_rounds: int, *, small: bool) -> dict[Arm, tuple[fl
                 progress(f"cost: round {number + 1}/{num_rounds}, {arm[0]} {arm[1]:.0%}")
                 cpu, ttft = prompts.seconds(arm)
                 measured[arm].append((cpu, cpu / full_cpu, ttft / full_ttft))
-    return {
-        arm: (median(c for c, _, _ in found), median(r for _, r, _ in found), median(t for _, _, t in found))
-        for arm, found in measured.items()
-    }
+    return {arm: [median(each) for each in zip(*found, strict=True)] for arm, found in measured.items()}
 
 
-def longest_step(prompts: TimedPrompts, repair: Repair, num_rounds: int) -> float:
+def longest_step(prompts: TimedPrompts, repair: Repair) -> float:
     """CPU time of the longest step of somebody who decodes beside a blend, over that beside a prefill of as much."""
 
     def longest(segments: list[Segment], prompt: list[int]) -> float:
@@ -151,22 +135,14 @@ def longest_step(prompts: TimedPrompts, repair: Repair, num_rounds: int) -> floa
         engine.step()
         return max(steps)
 
-    ratios = []
-    for number in range(num_rounds):
-        progress(f"beside a blend: round {number + 1}/{num_rounds}")
-        prompt, segments = prompts.draw()
-        blended = longest(segments, prompt)
-        ratios.append(blended / longest([], [5, *prompt]))
-    return median(ratios)
+    prompt, segments = prompts.draw()
+    return longest(segments, prompt) / longest([], [5, *prompt])
 
 
-def check_under_load(prompts: TimedPrompts, repair: Repair, num_rounds: int) -> float:
+def check_under_load(prompts: TimedPrompts, repair: Repair) -> Callable[[], float]:
     """TTFT with the check under the load over that without, where loading takes about as long as the check."""
     engine = prompts.engine
-    tiers = engine.connector.hierarchy
-    slab = SlowTier(tiers.ports[0].tier)
-    waits = False
-    opened = engine.segments.open
+    slab, opened, waits = SlowTier(engine.connector.hierarchy.ports[0].tier), engine.segments.open, False
 
     def opening(*arguments: Any) -> Any:
         reuse = opened(*arguments)
@@ -182,56 +158,32 @@ def check_under_load(prompts: TimedPrompts, repair: Repair, num_rounds: int) -> 
         assert found.num_segment_tokens
         return float(found.ttft)
 
-    engine.segments.open = opening
-    ratios = []
-    for number in range(num_rounds):
-        progress(f"check under the load: round {number + 1}/{num_rounds}")
+    def measured() -> float:
+        nonlocal waits
         slab.bytes_per_second = float("inf")
-        _, segments = prompts.draw()
-        num_tokens = sum(segment.end - segment.start for segment in segments)
-        num_bytes = num_tokens // engine.config.block_size * engine.shape.block_bytes
+        num_bytes = TIMED_DOCUMENTS * prompts.length // engine.config.block_size * engine.shape.block_bytes
         slab.bytes_per_second = num_bytes / (seconds(from_slab=False) * 0.4)
         waits = True
         without = seconds(from_slab=True)
         waits = False
-        ratios.append(seconds(from_slab=True) / without)
-    return median(ratios)
+        return seconds(from_slab=True) / without
 
-
-def plot(right: Mapping[Arm, float], costs: Mapping[Arm, Sequence[float]], path: Path) -> None:
-    """Over the share that is computed anew, one line a rule: right answers, CPU time and TTFT of a full prefill's."""
-    cpu, ttft = ({arm: each[column] for arm, each in costs.items()} for column in (1, 2))
-    labels = ("right answers", "CPU time ÷ full prefill", "TTFT ÷ full prefill")
-    with picture(path, 1, 3, figsize=(12, 3.6)) as (figure, panels):
-        for axes, values, label in zip(panels, (right, cpu, ttft), labels, strict=True):
-            for rule in RULES:
-                arms = [arm for arm in values if arm[0] == rule and arm not in (NOTHING, EVERYTHING)]
-                if arms:  # not every rule is timed
-                    drawn = sorted([(0.0, values[NOTHING]), *((arm[1], values[arm]) for arm in arms)])
-                    axes.plot(*zip(*drawn, strict=True), marker="o", markersize=3, label=rule)
-            axes.axhline(values.get(EVERYTHING, 1.0), color="grey", linewidth=0.8, linestyle="--")
-            axes.set(xlabel="share of reused tokens computed anew", ylabel=label)
-            axes.set_title("57 M parameters, 3,165 tokens" if values is not right else "recall model", fontsize=10)
-            if values is not right:
-                axes.set_ylim(bottom=0)
-        panels[0].legend(fontsize=8)
-        figure.suptitle("Documents reused at other places; dashed: full prefill", fontsize=10)
+    engine.segments.open = opening
+    return measured
 
 
 def main() -> int:
     args = parser(__doc__).parse_args()
     torch.set_num_threads(1)
-    shares, rounds = ((0.15, 0.3), 3) if args.quick else (SHARES, 7)
-    every = [(rule, share) for rule in RULES for share in shares]
-    has_model = (FIXTURE / "recall-llama-bf16").is_dir()
-    right = recall([NOTHING, EVERYTHING, *every], 40 if args.quick else 200) if has_model else {}
-    timed = [(rule, share) for rule in RULES[:3] for share in shares]
-    costs = cost([NOTHING, *timed], 1 if args.quick else 3, small=args.quick)
-    step = 128 if args.quick else 256
+    every, rounds, step = [(rule, SHARE) for rule in RULES], 3 if args.quick else 7, 128 if args.quick else 256
+    right = recall([NOTHING, EVERYTHING, *every], 40 if args.quick else 200) if MODEL.is_dir() else {}
+    costs = cost([NOTHING, *every[:3]], 1 if args.quick else 3, small=args.quick)
+    progress("beside a blend, and the check under the load")
     with timed_prompts(small=args.quick, step=step) as beside:
-        longest = longest_step(beside, unbounded(DEFAULT), rounds)
+        longest = median(longest_step(beside, unbounded(DEFAULT)) for _ in range(rounds))
     with TemporaryDirectory() as home, timed_prompts(small=args.quick, step=step, home=home) as loading:
-        under_load = check_under_load(loading, unbounded(DEFAULT), rounds)
+        checked = check_under_load(loading, unbounded(DEFAULT))
+        under_load = median(checked() for _ in range(rounds))
     rows: list[Row] = []
     for arm in (EVERYTHING, NOTHING, *every):
         row: Row = {"rule": arm[0] if 0 < arm[1] < 1 else "", "computed anew": f"{arm[1]:.0%}"}
@@ -246,13 +198,9 @@ def main() -> int:
         Target("TTFT with the check under the load over without", 0.95, under_load),
     ]
     if right:
-        full = right[EVERYTHING]
-        targets += [
-            Target("recall with 15 % repaired by deviation over full", 0.95, right[DEFAULT] / full, at_most=False),
-            Target("recall without repair over full: the ruler measures", 0.8, right[NOTHING] / full),
-        ]
-    if args.save:
-        plot(right, costs, RESULTS / "segments.png")
+        with_repair, without = (right[arm] / right[EVERYTHING] for arm in (DEFAULT, NOTHING))
+        targets.append(Target("recall with 15 % repaired by deviation over full", 0.95, with_repair, at_most=False))
+        targets.append(Target("recall without repair over full: the ruler measures", 0.8, without))
     return report("segments", rows, targets, args.json, args.save)
 
 

@@ -1,14 +1,12 @@
 """Load on `kvtier engine`, as clients see it: requests a second, time to first token, time between tokens.
 
 The model is that of `kvtier model` (50 M random weights), in an engine of one compute thread. A prompt is one of
-several long prefixes, drawn at random, and a tail that is new. L1 has room for the running requests and no more, as if
-many users shared it. With "cache off" everything is computed. Else what L1 lost comes from host memory (L2), or through
-a small L2 from the slab (L3). "cluster" is two such engines, each with its own daemon, behind a router that hears their
-events. That is twice the compute of the other arms: its ratios say what the whole is worth, not what routing adds.
-
-Each arm is started once and is idle while another is asked. In each round all arms answer the same prompts, in a random
-order. The clients ask again as soon as they are answered. "of a round" are medians of ratios to "cache off" of the same
-round. The answer's usage says where a prompt's KV came from.
+several long prefixes, drawn at random, and a tail that is new. L1 has room for the running requests and no more. With
+"cache off" everything is computed. Else what L1 lost comes from host memory (L2), or through a small L2 from the slab
+(L3). "cluster" is two such engines, each with its own daemon, behind a router that hears their events: twice the
+compute, so its ratios say what the whole is worth. In each round all arms answer the same prompts, in a random order,
+each started once and idle while another is asked; clients ask again as soon as they are answered. "of a round" are
+medians of ratios to "cache off" of the same round. The answer's usage says where a prompt's KV came from.
 """
 
 import http.client
@@ -16,7 +14,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
@@ -25,14 +23,14 @@ from statistics import median
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from _loads import Row, picture, random_tokens, scratch
+from _loads import picture, random_tokens, scratch
 from _process import ServerProcess, free_port, kvtier
-from _report import RESULTS, Target, parser, progress, report
+from _races import of_pairs
+from _report import RESULTS, Row, parser, progress, report
 
 from kvtier.tiers import KVTierError
 
 OFF: Final = "cache off"
-ARMS: Final = ("L2", "L3", "cluster")
 TIERS: Final = {"L1": "in L1", "L2": "in L2", "file": "in file"}
 BLOCK_SIZE: Final = 16
 BLOCK_BYTES: Final = 400 << 10  # of that model
@@ -41,8 +39,6 @@ TIMEOUT: Final = 120.0
 
 @dataclass(frozen=True, slots=True)
 class OfferedLoad:
-    """What is asked of every arm."""
-
     clients: int
     prefixes: int
     prefix_tokens: int
@@ -57,7 +53,6 @@ class OfferedLoad:
 
     @property
     def l1_blocks(self) -> int:
-        """Room for all that run at once."""
         return self.clients * ((self.prefix_tokens + self.tail_tokens + self.answer_tokens) // BLOCK_SIZE + 2)
 
     def mebibytes(self, num_prefixes: float) -> str:
@@ -88,19 +83,17 @@ class ServedArm:
         self.answers.append(self.serve(prompts, load))
         self.rates.append(len(prompts) / (time.perf_counter() - begun))
 
-    def firsts(self, of_round: int) -> float:
-        return median(answer.first for answer in self.answers[of_round])
+    def firsts(self) -> list[float]:
+        return [median(answer.first for answer in each) for each in self.answers]
 
     def row(self, off: "ServedArm") -> Row:
-        """Its figures over all rounds, ratios within each."""
         answers = [answer for each in self.answers for answer in each]
         p50, p99 = (float(np.percentile([each.first for each in answers], q)) * 1e3 for q in (50, 99))
         row: Row = {"arm": self.name, "requests/s": median(self.rates), "TTFT p50 ms": p50, "TTFT p99 ms": p99}
         row["between tokens p50 ms"] = median(each.between for each in answers) * 1e3
         row |= {name: float(np.mean([each.cached.get(key, 0) for each in answers])) for key, name in TIERS.items()}
-        row["requests/s of a round"] = median(ours / theirs for ours, theirs in zip(self.rates, off.rates, strict=True))
-        waits = [off.firsts(number) / self.firsts(number) for number in range(len(self.rates))]
-        return row | {"off / TTFT of a round": median(waits)}
+        row["requests/s of a round"] = of_pairs(self.rates, off.rates)
+        return row | {"off / TTFT of a round": of_pairs(off.firsts(), self.firsts())}
 
 
 def _ask(port: int, prompt: list[int], num_tokens: int) -> TimedAnswer:
@@ -161,17 +154,12 @@ class Rig:
             replicas += ["--replica", f"http://127.0.0.1:{arm.port}"]
         return self.start("cluster", "route", "--model", self.model, *replicas)
 
-    def arms(self, chosen: Sequence[str]) -> list[ServedArm]:
-        """Those asked for, started; "cache off" is always one."""
+    def arms(self) -> list[ServedArm]:
         large, small = self._load.mebibytes(2 * self._load.prefixes), self._load.mebibytes(4)
         slabs = {"FILE__PATH": str(self.home / "slabs"), "FILE__SIZE": self._load.mebibytes(6 * self._load.prefixes)}
-        makers: dict[str, Callable[[], ServedArm]] = {
-            "L2": lambda: self.engine("L2", HOST__SIZE=large),
-            "L3": lambda: self.engine("L3", HOST__SIZE=small, **slabs),
-            "cluster": lambda: self.cluster(large),
-        }
         off = self.engine(OFF, L1__ENABLE_PREFIX_CACHING="false", HOST__SIZE="16MiB")
-        return [off, *(make() for name, make in makers.items() if name in chosen)]
+        below = self.engine("L2", HOST__SIZE=large), self.engine("L3", HOST__SIZE=small, **slabs)
+        return [off, *below, self.cluster(large)]
 
 
 def measure(served: Sequence[ServedArm], load: OfferedLoad) -> None:
@@ -191,16 +179,11 @@ def measure(served: Sequence[ServedArm], load: OfferedLoad) -> None:
 
 
 def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--arms", default=",".join(ARMS), help="beside cache off, separated by commas (all)")
-    args = options.parse_args()
-    chosen = args.arms.split(",")
-    if unknown := set(chosen) - {*ARMS}:
-        options.error(f"--arms {', '.join(sorted(unknown))}: choose from {', '.join(ARMS)}")
+    args = parser(__doc__).parse_args()
     load = OfferedLoad(2, 8, 128, 16, 4, 8, 1) if args.quick else OfferedLoad(4, 16, 512, 32, 32, 24, 3)
     try:
         with ExitStack() as stack:
-            served = Rig(stack, Path(stack.enter_context(scratch("serving"))), load).arms(chosen)
+            served = Rig(stack, Path(stack.enter_context(scratch("serving"))), load).arms()
             measure(served, load)
         rows = [arm.row(served[0]) for arm in served]
         if any(rows[0][name] for name in TIERS.values()):
@@ -208,10 +191,6 @@ def main() -> int:
     except KVTierError as error:
         print(f"serving: {error}", file=sys.stderr)
         return 1
-    goals = {"requests/s over cache off": "requests/s of a round", "TTFT of cache off over it": "off / TTFT of a round"}
-    targets = [
-        Target(f"{row['arm']}: {what}", 1.0, row[column], False) for what, column in goals.items() for row in rows[1:]
-    ]
     if args.save:
         with picture(RESULTS / "serving.png", 1, 3, figsize=(9.5, 2.8)) as (_, axes):
             for axis, column in zip(axes, ("requests/s", "TTFT p50 ms", "TTFT p99 ms"), strict=True):
@@ -219,7 +198,7 @@ def main() -> int:
                 axis.bar_label(bars, fmt="%.3g", fontsize=8)
                 axis.set_title(column, fontsize=10)
     setup = asdict(load) | {"L1 blocks": load.l1_blocks}
-    return report("serving", rows, targets, args.json, args.save, setup)
+    return report("serving", rows, [], args.json, args.save, setup)
 
 
 if __name__ == "__main__":

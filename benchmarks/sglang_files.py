@@ -6,24 +6,21 @@ is changed on the disk, and a third one answers: who serves it? Answers have to 
 Runs in `.venv-sglang` (`.ci/beside-engine sglang`), on a CPU, with the stand-ins of tests/interop/sglang_on_cpu.py.
 """
 
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib.util import find_spec
+from operator import eq
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
-ROOT: Final = Path(__file__).resolve().parent.parent
-PYTHON: Final = ROOT / ".venv-sglang" / "bin" / "python"
-if find_spec("sglang") is None and PYTHON.exists():
-    os.execv(PYTHON, [str(PYTHON), *sys.argv])
-sys.path.insert(0, str(ROOT / "tests" / "interop"))
+from _process import beside
+
+beside("sglang")
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from _report import Target, parser, progress, report  # noqa: E402
+from _report import Row, Target, parser, progress, report  # noqa: E402
 from sglang_rig import PAGE_SIZE, Sglang, Slab, names_of, wait_until  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
@@ -36,8 +33,6 @@ PromptTokens = list[list[int]]
 
 
 class BackendAnswers(NamedTuple):
-    """What became of all prompts, asked one by one."""
-
     texts: PromptTokens
     seconds: list[float]  # to the first token of each
     cached: float  # share of tokens that came from the storage
@@ -51,7 +46,6 @@ class Storage:
         self._directory.mkdir()
 
     def engine(self) -> Sglang:
-        """An engine over it."""
         options: dict[str, Any] = {"max_total_tokens": 8192}
         if self.backend == "none":
             options["hicache_storage_backend"] = None
@@ -95,10 +89,9 @@ class Storage:
 
 def make_model(path: Path, layers: int) -> Path:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=512, intermediate_size=1024, num_hidden_layers=layers, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=4096, initializer_range=0.1,
-    )  # fmt: skip
+    sizes = {"vocab_size": VOCAB, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 4096}
+    config = LlamaConfig(**sizes, **heads, initializer_range=0.1)
     auto: Any = AutoModelForCausalLM
     auto.from_config(config).save_pretrained(path)
     return path
@@ -110,8 +103,7 @@ def ask(engine: Sglang, prompts: PromptTokens) -> BackendAnswers:
     return BackendAnswers(texts, seconds, sum(cached) / sum(map(len, prompts)))
 
 
-def trial(storage: Storage, prompts: PromptTokens, warm_up: PromptTokens) -> dict[str, Any]:
-    """Cold, after a restart, and after a byte was changed."""
+def trial(storage: Storage, prompts: PromptTokens, warm_up: PromptTokens) -> Row:
     with storage.engine() as engine:
         ask(engine, warm_up)
         cold = ask(engine, prompts)
@@ -124,23 +116,17 @@ def trial(storage: Storage, prompts: PromptTokens, warm_up: PromptTokens) -> dic
         storage.change(sglang_hashes(prompt, PAGE_SIZE)[2])
     with storage.engine() as engine:
         changed = ask(engine, prompts)
-    row = {
-        "backend": storage.backend,
-        "cold, ms": median(cold.seconds) * 1e3,
-        "restart, ms": median(again.seconds) * 1e3,
-        "cached": again.cached,
-        "MB on disk": size / 1e6,
-        "answers right": sum(a == b for a, b in zip(again.texts, cold.texts, strict=True)),
-        "right after a changed byte": sum(a == b for a, b in zip(changed.texts, cold.texts, strict=True)),
-        "cached after it": changed.cached,
-        "texts": cold.texts,
-    }
+    row: Row = {"backend": storage.backend, "cold, ms": median(cold.seconds) * 1e3}
+    row |= {"restart, ms": median(again.seconds) * 1e3, "cached": again.cached, "MB on disk": size / 1e6}
+    row["answers right"] = sum(map(eq, again.texts, cold.texts))
+    row["right after a changed byte"] = sum(map(eq, changed.texts, cold.texts))
+    row |= {"cached after it": changed.cached, "texts": cold.texts}
     told = ", ".join(f"{name} {value:.3g}" for name, value in row.items() if isinstance(value, float | int))
     progress(f"{storage.backend:8}{told}")
     return row
 
 
-def targets(rows: Sequence[dict[str, Any]], num_prompts: int) -> list[Target]:
+def targets(rows: Sequence[Row], num_prompts: int) -> list[Target]:
     none, file, ours = rows
     wrong, after = num_prompts - file["right after a changed byte"], "time to first token after a restart"
     at_least = {

@@ -16,18 +16,11 @@ from typing import Final, NamedTuple
 
 import numpy as np
 from _eviction_traces import PRODUCTION, made_up, production_trace
-from _races import Row, took
-from _report import parser, progress, report
+from _races import took
+from _report import Row, parser, progress, report
 
-from kvtier.service.simulation import (
-    Capacity,
-    LoadRates,
-    SimulatedRun,
-    SimulatedTiers,
-    TraceReplay,
-    optimum_of,
-    value_of,
-)
+from kvtier.service import simulation
+from kvtier.service.simulation import Capacity, SimulatedRun, SimulatedTiers, TraceReplay, optimum_of
 from kvtier.service.traces import RequestTrace, load_trace
 
 MIB: Final = 1 << 20
@@ -39,8 +32,6 @@ SLAB: Final = 4  # times L2
 
 
 class Case(NamedTuple):
-    """What is replayed."""
-
     policy: str
     through: str
     block_mib: int  # 64 as by default; at 2, several blocks share an extent
@@ -48,10 +39,10 @@ class Case(NamedTuple):
 
 CASES: Final = (
     Case("lru", "L2", 64),
-    Case("tail", "L2", 64),
+    Case("predicted", "L2", 64),
     Case("lru", "L2 and slab", 64),
-    Case("tail", "L2 and slab", 64),
-    Case("tail", "L2 and slab", 2),
+    Case("predicted", "L2 and slab", 64),
+    Case("predicted", "L2 and slab", 2),
 )
 
 
@@ -59,13 +50,9 @@ def write_lines(trace: RequestTrace, path: Path) -> None:
     """The trace's prompts in Mooncake's form, lengths of answers beside them."""
     with path.open("w") as file:
         for request in range(len(trace)):
-            line = {
-                "timestamp": int(1000 * trace.begun[request]),
-                "input_length": int(trace.num_tokens[request]),
-                "output_length": int(trace.num_output[request]),
-                "hash_ids": trace.chain(request)[: trace.num_prompt[request]].tolist(),
-                "block_size": trace.block_size,
-            }
+            ids = trace.chain(request)[: trace.num_prompt[request]].tolist()
+            line = {"timestamp": int(1000 * trace.begun[request]), "input_length": int(trace.num_tokens[request])}
+            line |= {"output_length": int(trace.num_output[request]), "hash_ids": ids, "block_size": trace.block_size}
             file.write(json.dumps(line) + "\n")
 
 
@@ -88,21 +75,20 @@ def replay(trace: RequestTrace, case: Case, size: int) -> tuple[SimulatedRun, li
 
 
 def measure(path: Path, size: int, rounds: int) -> list[Row]:
-    """A row for each case; `size` is of L2, in blocks."""
     load_trace(path, limit=100)  # what is imported once
     trace = load_trace(path)
-    reading, bound = list[float](), list[float]()
+    optimum, reading, bound = optimum_of(trace), list[float](), list[float]()
     pieces: dict[Case, list[list[float]]] = {case: [] for case in CASES}
     valued = dict.fromkeys(CASES, float("inf"))
     for turn in range(rounds):
         reading.append(took(lambda: load_trace(path), time.process_time))
-        began = time.process_time()
-        optimum = optimum_of(trace)
-        bound.append(time.process_time() - began)
+        bound.append(took(lambda: optimum_of(trace), time.process_time))
         for case in CASES:
             run, seconds = replay(trace, case, size)
             pieces[case].append(seconds)
-            value = partial(value_of, run, trace, optimum, case.block_mib * MIB, LoadRates(), None)
+            value = partial(
+                simulation.value_of, run, trace, optimum, case.block_mib * MIB, simulation.LoadRates(), None
+            )
             valued[case] = min(valued[case], took(value, time.process_time))
             progress(f"round {turn + 1} of {rounds}: {case.policy}, {case.through}: {sum(seconds):.1f} CPU s")
     rows: list[Row] = []
@@ -118,13 +104,9 @@ def measure(path: Path, size: int, rounds: int) -> list[Row]:
 
 
 def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--requests", type=int, help=f"of the trace, instead of {REQUESTS}")
-    options.add_argument("--rounds", type=int, default=ROUNDS)
-    chosen = options.parse_args()
-    limit = chosen.requests or (300 if chosen.quick else REQUESTS)
-    trace, size = production_trace(limit), 64 if chosen.quick else 1024
-    rounds = 1 if chosen.quick else chosen.rounds
+    chosen = parser(__doc__).parse_args()
+    limit, size, rounds = (300, 64, 1) if chosen.quick else (REQUESTS, 1024, ROUNDS)
+    trace = production_trace(limit)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "trace.jsonl")
         write_lines(made_up(MADE_UP, limit=limit) if trace is None else trace, path)

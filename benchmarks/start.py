@@ -8,19 +8,17 @@ from functools import partial
 from statistics import median
 from typing import Final
 
+from _process import kvtier
 from _races import in_turns
-from _report import Target, parser, progress, report
+from _report import parser, progress, report
 
-STARTS: Final[dict[str, tuple[tuple[str, ...], float | None]]] = {  # program, CPU s at most
-    "python -c pass": (("-c", "pass"), None),
-    "import kvtier": (("-c", "import kvtier"), 0.1),
-    "kvtier --help": (("-m", "kvtier.cli", "--help"), 0.25),
-    "kvtier status --help": (("-m", "kvtier.cli", "status", "--help"), 0.25),
-    "kvtier cluster up --help": (("-m", "kvtier.cli", "cluster", "up", "--help"), 0.25),
+VERBS: Final = ("", "status ", "cluster up ")
+STARTS: Final = {"python -c pass": ["-c", "pass"], "import kvtier": ["-c", "import kvtier"]} | {
+    f"kvtier {verb}--help": kvtier(*verb.split(), "--help") for verb in VERBS
 }
 
 
-def cpu_seconds(*arguments: str) -> float:
+def cpu_seconds(arguments: list[str]) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = os.environ | {"TERM": "dumb"}
     subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL, timeout=120, env=environment)
@@ -32,11 +30,10 @@ def main() -> int:
     options = parser(__doc__).parse_args()
     rounds = 3 if options.quick else 15
     progress(f"{rounds} rounds")
-    turns = {name: partial(cpu_seconds, *arguments) for name, (arguments, _) in STARTS.items()}
+    turns = {name: partial(cpu_seconds, arguments) for name, arguments in STARTS.items()}
     took = in_turns(turns, rounds, warm_up=1)  # it fills the page cache
     rows = [{"start": name, "CPU s": median(each), "best": min(each)} for name, each in took.items()]
-    targets = [Target(name, limit, median(took[name])) for name, (_, limit) in STARTS.items() if limit is not None]
-    return report("start", rows, targets, options.json, options.save)
+    return report("start", rows, [], options.json, options.save)
 
 
 if __name__ == "__main__":

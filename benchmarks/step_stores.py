@@ -14,14 +14,15 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Final
 
 import torch
-from _races import PYTHON, Row, form, is_built
-from _report import Target, parser, progress, report
+from _blocks import AskedRequest
+from _races import PYTHON, form, is_built
+from _report import Row, parser, progress, report
 
 from kvtier.connector import LocalConnector
 from kvtier.tiers.config import Config
@@ -29,7 +30,6 @@ from kvtier.tiers.naming import KVShape, TokenChain, root_hash
 
 SEQUENCES: Final = (1, 4, 16, 64)
 PROMPT: Final = 1024  # blocks of a long prompt that is computed in one step
-MOST_PLAN: Final = 3.0  # CPU ms: what vLLM's own offloading plans such a prompt's stores in
 SHAPE: Final = KVShape(2, 16, 1, 32, "float16")
 FINGERPRINT: Final = b"f" * 32
 SETTINGS: Final = {  # (sightings before a block is stored, whether there is a slab that is written back to)
@@ -41,26 +41,15 @@ SETTINGS: Final = {  # (sightings before a block is stored, whether there is a s
 WAYS: Final = {"": "compiled", f", {PYTHON}": PYTHON} if is_built() else {"": PYTHON}
 
 
-@dataclass
-class GrowingRequest:
-    """A request that grows by a block a step. Implements `Request`."""
-
-    request_id: str
-    chain: TokenChain
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens so far, in whole blocks."""
-        return len(self.chain.hashes) * SHAPE.block_size
-
-    def grow(self, seed: int, num_blocks: int = 1) -> None:
-        self.chain.extend([(seed + i * 13) % 50_000 for i in range(num_blocks * SHAPE.block_size)])
-
-
-def admitted(connector: LocalConnector, name: str) -> GrowingRequest:
-    request = GrowingRequest(name, TokenChain(root_hash(FINGERPRINT), SHAPE.block_size))
+def admitted(connector: LocalConnector, name: str) -> AskedRequest:
+    request = AskedRequest(name, TokenChain(root_hash(FINGERPRINT), SHAPE.block_size), 0)
     connector.scheduler.admit(request)
     return request
+
+
+def grow(request: AskedRequest, seed: int, num_blocks: int = 1) -> None:
+    request.chain.extend([(seed + i * 13) % 50_000 for i in range(num_blocks * SHAPE.block_size)])
+    request.num_tokens += num_blocks * SHAPE.block_size
 
 
 @contextmanager
@@ -74,8 +63,7 @@ def connected(way: str, num_blocks: int, **options: dict[str, object]) -> Iterat
     connector.close()
 
 
-def step(connector: LocalConnector, sequences: list[GrowingRequest], number: int) -> float:
-    """One step's stores; returns its CPU milliseconds."""
+def step(connector: LocalConnector, sequences: list[AskedRequest], number: int) -> float:
     before = time.process_time()
     for block, sequence in enumerate(sequences):
         connector.scheduler.store(sequence.request_id, number, [block])
@@ -89,11 +77,10 @@ def step(connector: LocalConnector, sequences: list[GrowingRequest], number: int
 
 def turn(connector: LocalConnector, name: str, num_sequences: int, num_steps: int) -> tuple[list[float], list[bytes]]:
     """Sequences that grow by a block in each step. Returns the steps' CPU milliseconds and a sequence's names."""
-    sequences = [admitted(connector, f"{name}, {n}") for n in range(num_sequences)]
-    took = []
+    sequences, took = [admitted(connector, f"{name}, {n}") for n in range(num_sequences)], list[float]()
     for number in range(num_steps):
         for n, sequence in enumerate(sequences):
-            sequence.grow(n * 7919 + number * 13)
+            grow(sequence, n * 7919 + number * 13)
         took.append(step(connector, sequences, number))
     for sequence in sequences:
         connector.scheduler.finished(sequence.request_id)
@@ -124,7 +111,7 @@ def plan_prompt(num_prompts: int, way: str) -> tuple[float, float]:
         scheduler = connector.scheduler
         for number in range(num_prompts):
             request = admitted(connector, f"prompt {number}")
-            request.grow(number * 7919, PROMPT)
+            grow(request, number * 7919, PROMPT)
             before = clock()
             scheduler.store(request.request_id, 0, range(PROMPT))
             plan = scheduler.build_plan()
@@ -146,20 +133,16 @@ def main() -> int:
     given = parser(__doc__).parse_args()
     num_steps, num_prompts = (20, 5) if given.quick else (200, 40)
     rows: list[Row] = []
-    targets: list[Target] = []
-    for setting, (admit_after, writes_back) in SETTINGS.items():
-        for num_sequences in SEQUENCES:
-            for name, way in WAYS.items():
-                progress(f"{setting}{name}: {num_sequences} sequences")
-                took = measure(num_sequences, num_steps, admit_after, writes_back=writes_back, way=way)
-                row = {"setting": setting + name, "sequences": num_sequences, "CPU ms a step": took}
-                rows.append(row | {"us a block": took * 1e3 / num_sequences})
+    for (setting, (admit_after, writes_back)), num_sequences, name in product(SETTINGS.items(), SEQUENCES, WAYS):
+        progress(f"{setting}{name}: {num_sequences} sequences")
+        took = measure(num_sequences, num_steps, admit_after, writes_back=writes_back, way=WAYS[name])
+        row = {"setting": setting + name, "sequences": num_sequences, "CPU ms a step": took}
+        rows.append(row | {"us a block": took * 1e3 / num_sequences})
     for name, way in WAYS.items():
         progress(f"a prompt of {PROMPT} blocks{name}")
         plan, seal = plan_prompt(num_prompts, way)
         rows.append({"setting": f"L2, a prompt of {PROMPT} blocks{name}", "plan, CPU ms": plan, "seal, CPU ms": seal})
-        targets.append(Target(f"CPU ms to plan a prompt of {PROMPT} blocks{name}", MOST_PLAN, plan))
-    return report("step_stores", rows, targets, given.json, given.save)
+    return report("step_stores", rows, [], given.json, given.save)
 
 
 if __name__ == "__main__":

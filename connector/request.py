@@ -230,27 +230,27 @@ class ClosedRequest:
 class PartialChain:
     """A `BlockChain` of one partial block, without the blocks before it."""
 
-    tail: BlockRecord
+    block: BlockRecord
     tenant: ChainHash
     block_size: int  # tokens in a whole block
 
     @property
     def hashes(self) -> Sequence[ChainHash]:
-        """The tail's name."""
-        return [self.tail.chain_hash]
+        """Its name."""
+        return [self.block.chain_hash]
 
     @property
     def root(self) -> ChainHash:
-        """The parent of the tail."""
-        return self.tail.parent
+        """Its parent."""
+        return self.block.parent
 
     def parent(self, block: int) -> ChainHash:
         """The name of the last full block; the root if there is none."""
-        return self.tail.parent
+        return self.block.parent
 
     def block_tokens(self, block: int) -> bytes:
-        """The tail's tokens, fewer than a block has."""
-        return self.tail.tokens
+        """Its tokens, fewer than a block has."""
+        return self.block.tokens
 
 
 class Request(Protocol):

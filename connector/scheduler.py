@@ -236,18 +236,18 @@ class SchedulerSide:
             self.tiers.metrics.missed(Outcome.SKIPPED, back.num_skipped)
         return back.num_skipped
 
-    def store_partial(self, request_id: str, tail: BlockRecord, block_id: int) -> bool:
+    def store_partial(self, request_id: str, partial: BlockRecord, block_id: int) -> bool:
         """A request ends with this partial block: copy it to L2, as `store` does with full ones.
 
         False: the block is not stored, as it has too few tokens to be worth a load, or partial blocks are off.
         """
         request = self.requests[request_id].request
         size = request.chain.block_size
-        if not self._partial_blocks or LEAST * (len(tail.tokens) // 4) < size:
+        if not self._partial_blocks or LEAST * (len(partial.tokens) // 4) < size:
             return False
-        chain, epoch = PartialChain(tail, request.chain.tenant, size), self.requests[request_id].epoch
+        chain, epoch = PartialChain(partial, request.chain.tenant, size), self.requests[request_id].epoch
         self._wanted[next(self._op_ids)] = StoringOp(
-            chain.hashes, tail.parent, chain.tenant, is_tail=True,
+            chain.hashes, partial.parent, chain.tenant, is_partial=True,
             request_id=request_id, chain=chain, first_block=0, epoch=epoch, blocks=[block_id],
         )  # fmt: skip
         return True
@@ -573,7 +573,7 @@ class SchedulerSide:
             return False
         now, until = time.monotonic(), 0.0 if num_taken else store.until
         until = until or now + _OFFERED
-        if not self._keeps_blocks or not self.tiers.has_lower or store.is_tail or now >= until:
+        if not self._keeps_blocks or not self.tiers.has_lower or store.is_partial or now >= until:
             self.tiers.metrics.dropped(L2, Outcome.NO_SLOT, len(rest))
             return False
         parent = store.hashes[num_taken - 1] if num_taken else store.parent

@@ -29,8 +29,6 @@ class Admissible(NamedTuple):
 
 
 class CachedBlocks(NamedTuple):
-    """The cached KV of an admitted request."""
-
     matched: list[int]  # blocks of L1, referenced
     num_external: int  # tokens beyond them that can be loaded
     source: int | None = None  # a block of L1, referenced, that begins like the request's next one

@@ -42,6 +42,11 @@ _COUNTED: Final = (
     "unkept_states",
 )  # fmt: skip
 
+_OF_CACHE: Final = (
+    "block_size", "cache_salt", "epoch", "lossy", "partial_blocks", "repair_rule", "repair_share",
+    "segment_min_tokens", "segments", "store_generated",
+)  # fmt: skip
+
 Connect = Callable[[ModelIdentity, BlockPool, KVProbe], EngineConnector]
 """Makes the connector from the model's identity, the pool and the model's probe."""
 
@@ -444,7 +449,6 @@ class Engine:
                 self._turn.leave()
 
     def _end_left(self) -> None:
-        """Abort requests whose outputs are no longer read; with the turn."""
         while self._left and not self._is_torn:
             self._abort(self._left.popleft())
 
@@ -482,7 +486,6 @@ class Engine:
 
 
 def _warn_of_l1(num_tokens: int, max_model_len: int, num_blocks: int, shape: KVShape) -> None:
-    """Log that L1, not the model, limits a request, and the size for `num_blocks`."""
     size = -(-num_blocks * shape.block_bytes // _MIB)
     cut = f"[l1] holds {num_tokens} tokens, and longer requests are refused: this model takes {max_model_len}"
     _log.warning('%s; [l1] size = "%dMiB" or num_blocks = %d holds that many', cut, size, num_blocks)
@@ -490,25 +493,10 @@ def _warn_of_l1(num_tokens: int, max_model_len: int, num_blocks: int, shape: KVS
 
 def engine_config(config: Config, **options: Any) -> EngineConfig:
     """The engine's settings from the configuration ([cache] and [l1]); `options` are EngineConfig's own fields."""
-    return EngineConfig(
-        **{
-            "block_size": config.cache.block_size,
-            "hash_scheme": config.cache.hash,
-            "epoch": config.cache.epoch,
-            "lossy": config.cache.lossy,
-            "partial_blocks": config.cache.partial_blocks,
-            "store_generated": config.cache.store_generated,
-            "cache_salt": config.cache.cache_salt,
-            "segments": config.cache.segments,
-            "segment_min_tokens": config.cache.segment_min_tokens,
-            "repair_share": config.cache.repair_share,
-            "repair_rule": config.cache.repair_rule,
-            "num_blocks": config.l1.num_blocks,
-            "l1_bytes": config.l1.size,
-            "enable_prefix_caching": config.l1.enable_prefix_caching,
-            **options,
-        }
-    )
+    cache = {name: getattr(config.cache, name) for name in _OF_CACHE}
+    l1 = {"num_blocks": config.l1.num_blocks, "l1_bytes": config.l1.size}
+    l1["enable_prefix_caching"] = config.l1.enable_prefix_caching
+    return EngineConfig(**{"hash_scheme": config.cache.hash, **cache, **l1, **options})
 
 
 def open_engine(

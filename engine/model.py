@@ -79,7 +79,6 @@ class SequenceCache:
         return key.transpose(0, 1)[None], value.transpose(0, 1)[None]
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """Tokens before this chunk."""
         return self._span.start
 
     def get_query_offset(self, layer: int = 0) -> int:
@@ -202,7 +201,6 @@ class Model:
         return num_blocks * block_size if self._form.layers else self.max_model_len
 
     def form(self, block_size: int) -> CacheForm:
-        """The layout of a block of so many tokens."""
         return replace(self._form, block_size=block_size)
 
     def shape(self, block_size: int) -> KVShape:

@@ -91,7 +91,6 @@ class ModelRunner:
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _forward(self, chunks: list[Chunk], batch: Batch) -> torch.Tensor:
-        """Logits of these chunks, packed."""
         device = self.model.device
         token_ids = [token for chunk in chunks for token in chunk.sequence.token_ids[chunk.start : chunk.end]]
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
@@ -126,7 +125,6 @@ class ModelRunner:
         return logits[:num_rows]
 
     def sample(self, batch: Batch, logits: torch.Tensor) -> list[SampledToken]:
-        """One token for each chunk that samples, in order."""
         sampling = [chunk.sequence for chunk in batch.chunks if chunk.samples]
         if not sampling:
             if logits.is_cuda:  # wait, or this step's time would count as the next one's
@@ -181,8 +179,6 @@ def _tile_keys(tile: int) -> int:
 
 @dataclass(slots=True)
 class OwnCache:
-    """A running sequence's KV in its model's own cache."""
-
     cache: DynamicCache
     num_tokens: int
 
@@ -214,7 +210,6 @@ class OwnCacheRunner(ModelRunner):
                 start += part.dim
 
     def _forward(self, chunks: list[Chunk], batch: Batch) -> torch.Tensor:
-        """Logits of the chunk's last row, if it samples."""
         [chunk] = chunks
         if batch.plan.loads:
             batch.arrived &= self._wait_layer(self._last_layer)
@@ -246,7 +241,6 @@ class OwnCacheRunner(ModelRunner):
         return cache
 
     def _copy_rows(self, cache: Any, table: Sequence[int], chunk: Chunk) -> None:
-        """Copy the chunk's new rows of the cache to their blocks."""
         if not self._rows:
             return
         positions = torch.arange(chunk.start, chunk.end, device=self.model.device)
@@ -266,7 +260,6 @@ class StateRunner(OwnCacheRunner):
 
     @property
     def traits(self) -> StateTraits:
-        """The scheduler's parameters of the model."""
         going_on, num_pieces = self.model.going_on, -(-self._states.num_bytes // self._form.block_bytes)
         assert going_on is not None
         cost = step_cost(self.model.device)
@@ -296,7 +289,6 @@ class StateRunner(OwnCacheRunner):
 
 
 def runner_of(model: Model, pool: torch.Tensor, config: EngineConfig, wait_layer: Callable[[int], bool]) -> ModelRunner:
-    """The runner for this model over a pool's tensor."""
     kind = StateRunner if model.has_states else OwnCacheRunner if model.has_own_cache else ModelRunner
     return kind(model, pool, config, wait_layer)
 
@@ -304,7 +296,6 @@ def runner_of(model: Model, pool: torch.Tensor, config: EngineConfig, wait_layer
 def scheduler_of(
     runner: ModelRunner, config: EngineConfig, pool: "BlockPool", connector: "SchedulerSide | NoOffload | None"
 ) -> Scheduler:
-    """The scheduler for this runner."""
     ends = runner.model.eos_token_ids
     if isinstance(runner, StateRunner):
         return StateScheduler(config, pool, connector, ends, runner)

@@ -74,7 +74,7 @@ class NoOffload:
     def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> None:
         """Never called: the scheduler does not store without a connector."""
 
-    def store_partial(self, request_id: str, tail: BlockRecord, block_id: int) -> bool:
+    def store_partial(self, request_id: str, partial: BlockRecord, block_id: int) -> bool:
         return False
 
     def build_plan(self) -> StepPlan:

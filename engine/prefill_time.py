@@ -24,8 +24,6 @@ Advance = Callable[[str], None]
 
 
 class PromptTimes(NamedTuple):
-    """Seconds to the first token of a prompt of so many tokens."""
-
     num_tokens: int
     compute: float
     by_tier: dict[str, float]  # with its KV in that tier; only tiers that had all of it
@@ -128,7 +126,6 @@ class _Stopwatch:
         return seconds, request.num_external_tokens
 
     def _settled(self) -> bool:
-        """Wait until everything stored is in every tier; False at timeout."""
         return self._engine.drain(self._deadline) and self._tiers.drain(self._deadline)
 
     def _leave_only(self, tier: str, names: Sequence[ChainHash]) -> None:

@@ -18,8 +18,6 @@ from kvtier.tiers.reuse import Hint, hint_of
 
 
 class GuidedAnswer(Protocol):
-    """A guided answer in progress."""
-
     @property
     def is_cut(self) -> bool:
         """Whether it cannot be completed: `allowed` ends it here, unfinished."""
@@ -211,20 +209,16 @@ class UsedTokens:
         self._prompt = np.unique(token_ids[:num_prompt_tokens]) if repeats else np.empty(0, np.int64)
 
     def answer(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The distinct tokens of the answer so far, and their counts."""
         self._counts.update(self._token_ids[self._num_seen :])
         self._num_seen = len(self._token_ids)
         return np.fromiter(self._counts.keys(), np.int64), np.fromiter(self._counts.values(), np.int64)
 
     def all(self, answer: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The distinct tokens of prompt and answer."""
         return np.union1d(self._prompt, answer)
 
 
 @dataclass(slots=True)
 class Sampling:
-    """The sampler's state of one request."""
-
     seed: int
     scores: dict[int, TokenLogprobs] | None  # `prompt_logprobs` so far, by position; the first token has none
     used: UsedTokens | None = None  # with penalties, from the first token on

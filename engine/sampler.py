@@ -94,7 +94,6 @@ def adjusted(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
 
 
 def _mask(logits: torch.Tensor, masks: Mapping[int, NDArray[np.uint32]]) -> None:
-    """Restrict these rows to tokens whose bits are set."""
     bits = np.unpackbits(np.stack(list(masks.values())).view(np.uint8), axis=1, bitorder="little")
     allowed = np.zeros((len(masks), logits.shape[1]), np.uint8)
     allowed[:, : bits.shape[1]] = bits[:, : logits.shape[1]]
@@ -158,7 +157,6 @@ class PromptRows:
                 self.rows += range(end - (chunk.end - chunk.start), end - (chunk.end - last))
 
     def record(self, logits: torch.Tensor) -> None:
-        """Record the prompt tokens' log probabilities from these rows' logits."""
         first = 0
         for chunk, start, last in self._wanted:
             sequence = chunk.sequence

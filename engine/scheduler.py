@@ -31,11 +31,9 @@ class HeldBlocks:
 
     @property
     def are_draining(self) -> bool:
-        """Whether blocks without a request will soon be free, once their copies end."""
         return bool(self.left)
 
     def hold(self, blocks: abc.Sequence[int]) -> None:
-        """A copy of each of these blocks begins."""
         self._pool.hold(blocks)
         self.copies.update(blocks)
 
@@ -44,7 +42,6 @@ class HeldBlocks:
         self.left.update(block for block in blocks if block in self.copies)
 
     def copied(self, blocks: abc.Sequence[int]) -> None:
-        """A copy has ended for each mention of a block."""
         distinct = len(set(blocks)) == len(blocks)
         for some in [blocks] if distinct else [(block,) for block in blocks]:
             self._pool.free(some)
@@ -471,14 +468,18 @@ class Scheduler:
     def _keep_partial(self, sequence: Sequence) -> None:
         """Keep the partial last block, in which a conversation's next turn begins."""
         num_kept = min(sequence.num_computed, sequence.num_shareable)
-        tail = sequence.chain.tail(num_kept) if num_kept // self._config.block_size == sequence.num_named else None
-        if tail is None:
+        partial = (
+            sequence.chain.partial_block(num_kept)
+            if num_kept // self._config.block_size == sequence.num_named
+            else None
+        )
+        if partial is None:
             return
         block = sequence.block_table.pop(sequence.num_named)
-        if sequence.stats is self.stats and self._connector.store_partial(sequence.request_id, tail, block):
+        if sequence.stats is self.stats and self._connector.store_partial(sequence.request_id, partial, block):
             self._held.hold([block])
             self._held.release_request([block])
-        self._pool.retire_tail(block, tail)
+        self._pool.retire_partial(block, partial)
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.request_id in self._connector.overlapped:
@@ -506,5 +507,4 @@ def answered_of(sequence: Sequence, reason: FinishReason, calls_tool: CallsTool 
 
 
 def _is_call(sequence: Sequence, calls_tool: CallsTool | None) -> bool:
-    """Whether a finished answer calls a tool."""
     return sequence.params.is_call or (calls_tool is not None and calls_tool(sequence.generated))

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class HeldSegment:
-    """A segment that is worth reusing."""
-
     segment: Segment
     hashes: tuple[ChainHash, ...]  # names of its full blocks, in its own chain
     child: Sequence | None  # the request that loads or computes it
@@ -74,7 +72,6 @@ class SegmentReuse:
 
     @property
     def children(self) -> list[Sequence]:
-        """Unfinished children."""
         return [wanted.child for wanted in self.wanted if wanted.child is not None and wanted.is_coming]
 
     @property
@@ -289,7 +286,6 @@ class SegmentRequests:
         return True
 
     def abort(self, sequence: Sequence) -> None:
-        """Abort a request's children; other requests with the same segments have their own."""
         for child in sequence.reuse.children if isinstance(sequence.reuse, SegmentReuse) else ():
             if child.state is not SequenceState.FINISHED:
                 self._scheduler.abort(child.request_id)
@@ -352,7 +348,6 @@ def wanted_by_each(
     prompts: abc.Sequence[abc.Sequence[int]],
     reuse: SegmentRequests | None,
 ) -> list[WantedReuse | None]:
-    """The same for several requests, each with a list of segments."""
     if segments is None:
         return [None] * len(prompts)
     if len(segments) != len(prompts):

@@ -137,8 +137,6 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `start … end` of a sequence, computed in this step."""
-
     sequence: Sequence
     start: int
     end: int

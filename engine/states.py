@@ -30,8 +30,6 @@ TakenState = Any
 
 @dataclass(frozen=True, slots=True)
 class StateTraits:
-    """The scheduler's parameters of a model with recurrent states."""
-
     num_pieces: int  # blocks of L1 for the states at one border
     keeps_blocks: bool  # it has K and V, too
     in_pieces: bool  # several tokens at once may follow a state; if not, one at a time
@@ -234,7 +232,6 @@ class StateBorders:
             self.of[sequence.request_id].latest = border, state
 
     def keep(self, sequence: Sequence, border: int, state: TakenState) -> None:
-        """Name a state in L1 and store it, if there is room."""
         if self._is_in_l1(sequence, border):
             return
         blocks = self._pool.allocate(self.traits.num_pieces)
@@ -266,7 +263,6 @@ class StateBorders:
         self._pool.publish(blocks, pieces.hashes, pieces.root, records)
 
     def _store(self, sequence: Sequence, pieces: StatePieces, blocks: abc.Sequence[int]) -> None:
-        """Copy a state to the lower tiers; its blocks stay until that has ended."""
         if isinstance(self._connector, NoOffload):
             return
         self._held.hold(blocks)
@@ -318,7 +314,6 @@ class StateBorders:
         return max(1, -(-(num_tokens - num_tokens // self.traits.step_cost) // self._size))
 
     def _fits(self, sequence: Sequence) -> bool:
-        """Whether L1 has room for a request's blocks and its loaded states."""
         num_blocks = -(-sequence.num_tokens // self._size) if self.traits.keeps_blocks else 0
         return num_blocks + self.traits.num_pieces <= self._pool.num_blocks
 
@@ -402,8 +397,6 @@ class StateAdmission(Admission):
 
 
 class StateScheduler(Scheduler):
-    """`Scheduler` for a model with recurrent states."""
-
     def __init__(
         self,
         config: EngineConfig,

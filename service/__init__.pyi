@@ -17,6 +17,7 @@ from .command_line import first_error as first_error
 from .command_line import harmless as harmless
 from .command_line import log_to_stderr as log_to_stderr
 from .command_line import object_in as object_in
+from .command_line import private_file as private_file
 from .command_line import request_id as request_id
 from .command_line import shown as shown
 from .command_line import writable as writable

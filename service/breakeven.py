@@ -7,7 +7,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
+
+import msgspec
+from msgspec import Meta, Struct
 
 from kvtier.tiers import ConfigError, KVTierError, require_extra
 
@@ -111,10 +114,8 @@ def _write(path: Path, data: bytes) -> None:
 FORM: Final = 1  # of the JSON: `kvtier_worth`
 _PROMPTS: Final = 1000  # that prices are given for
 _HOUR: Final = 3600.0  # seconds
-_MOST_SECONDS: Final = 1e9  # to a first token
 _MOST_PRICE: Final = 1e12
-_MOST_TOKENS: Final = 1 << 40
-_MOST_BYTES: Final = 1e15  # of a token's KV
+_MOST: Final = 1e15  # of any figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,33 +223,33 @@ def measured_by(path: Path) -> dict[str, Any]:
     return measured
 
 
+_Positive = Annotated[float, Meta(gt=0, lt=_MOST)]
+
+
+class _Measured(Struct):
+    model: str
+    device: str
+    bytes_per_token: _Positive
+    times: Annotated[list[dict[str, _Positive]], Meta(min_length=1)]  # each: tokens, and seconds by tier
+    wins_from_tokens: dict[str, Any]  # by tier
+    gpu_hour: _Positive | None = None
+
+
 def breakeven_from(path: Path, gpu_hour: float | None) -> Breakeven:
     """What `kvtier worth --json` measured, at this price or its own. ConfigError if the file is not its output."""
-    measured = measured_by(path)
     try:
-        times = {int(each["tokens"]): each for each in measured["times"]}
-        compute = {length: float(each["compute"]) for length, each in times.items()}
-        by_tier = {
-            str(tier): {length: float(each[tier]) for length, each in times.items() if tier in each}
-            for tier in measured["wins_from_tokens"]
-        }
-        price = measured.get("gpu_hour") if gpu_hour is None else gpu_hour
-        price = None if price is None else float(price)
-        found = Breakeven(
-            str(measured["model"]), str(measured["device"]), float(measured["bytes_per_token"]), compute, by_tier, price
-        )
+        found = msgspec.convert(measured_by(path), _Measured)
+        times = {int(each["tokens"]): each for each in found.times}
+        compute = {length: each["compute"] for length, each in times.items()}
+    except msgspec.ValidationError as error:
+        raise _not_ours(path, str(error)) from None
     except KeyError as error:
         raise _not_ours(path, f"{error.args[0]}: missing") from None
-    except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise _not_ours(path, f"a value of another kind ({error})") from None
-    seconds = [one for each in (compute, *by_tier.values()) for one in each.values()]
-    if not compute or not all(0 < one < _MOST_SECONDS for one in seconds):
-        raise _not_ours(path, "times: none, or not above 0 s")
-    if not 1 <= min(compute) <= max(compute) < _MOST_TOKENS:
-        raise _not_ours(path, f"tokens: not from 1 to {_MOST_TOKENS}")
-    if not 0 < found.bytes_per_token < _MOST_BYTES:
-        raise _not_ours(path, f"bytes_per_token {found.bytes_per_token:g}: not above 0")
-    return found
+    by_tier = {
+        tier: {length: each[tier] for length, each in times.items() if tier in each} for tier in found.wins_from_tokens
+    }
+    price = found.gpu_hour if gpu_hour is None else gpu_hour
+    return Breakeven(found.model, found.device, found.bytes_per_token, compute, by_tier, price)
 
 
 def _points(times: Mapping[int, float]) -> tuple[list[float], list[float]]:

@@ -1,8 +1,9 @@
-"""Shared by all verbs and processes: exit statuses, log lines, JSON from outside, and which client is dropped."""
+"""Shared by verbs and processes: exit statuses, log lines, JSON from outside, new files, which client is dropped."""
 
 import itertools
 import json
 import logging
+import os
 import re
 import secrets
 import sys
@@ -10,7 +11,10 @@ import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Generic, Literal, TypeVar
+
+from kvtier.tiers import ConfigError
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -152,6 +156,17 @@ def first_error(error: "ValidationError") -> tuple[str, str, str, object]:
 
 def flat(text: str) -> str:
     return " ".join(text.split())
+
+
+def private_file(path: Path) -> BinaryIO:
+    """Create a file that only its owner can read: it holds users' texts. ConfigError if it exists or cannot be made."""
+    try:
+        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+    except FileExistsError:
+        raise ConfigError(f"{path}: exists already; remove it or choose another name") from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{str(path)!r}: {reason}; choose a file that can be written") from error
 
 
 # --- which client is dropped -----------------------------------------------------------------------------------------

@@ -226,7 +226,7 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-@pytest.fixture(params=["lru", "s3fifo", "tail"])
+@pytest.fixture(params=["lru", "s3fifo", "predicted"])
 def policy(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -117,7 +117,7 @@ def test_what_no_gpu_has_run_is_told_and_claims_no_figure(tmp_path: Path, monkey
 
 
 def test_a_copy_of_a_checkout_knows_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_report, "_ROOT", tmp_path)
+    monkeypatch.setattr(_report, "ROOT", tmp_path)
     assert _report.commit() == "unknown"
     (tmp_path / ".gpu").mkdir()
     (tmp_path / ".gpu" / "commit").write_text("0123456789ab\n")

@@ -191,10 +191,10 @@ PLANTED: Final[dict[str, tuple[Mapping[str, str], str]]] = {
     ),
     "chart": (
         {
-            "deploy/helm/kvtier/Chart.yaml": "{apiVersion: v2, name: kvtier, version: 0.1.0}\n",
-            "deploy/helm/kvtier/templates/a.yaml": "{apiVersion: v1, kind: Service, metadata: {name: a}, spec: {p: 1}}",
+            "charts/kvtier/Chart.yaml": "{apiVersion: v2, name: kvtier, version: 0.1.0}\n",
+            "charts/kvtier/templates/a.yaml": "{apiVersion: v1, kind: Service, metadata: {name: a}, spec: {p: 1}}",
         },
-        "deploy/helm/kvtier: Service a: API 1.34: ",
+        "charts/kvtier: Service a: API 1.34: ",
     ),
     "alerts": (
         {

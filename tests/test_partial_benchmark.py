@@ -6,8 +6,17 @@ from typing import Any
 
 import partial_blocks
 import pytest
-from _bounded_reuse import BoundedCache, Tails, computed_in
-from _prefix_reuse import CHILDREN, Exchange, PrefixReuse, chats, replay, trace_exchanges
+from _prefix_reuse import (
+    CHILDREN,
+    BoundedCache,
+    Exchange,
+    PrefixReuse,
+    Tails,
+    chats,
+    computed_in,
+    replay,
+    trace_exchanges,
+)
 from partial_blocks import BLOCK_SIZES, winner
 
 

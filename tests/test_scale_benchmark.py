@@ -41,7 +41,7 @@ def test_events_are_what_comes_and_what_it_drives_out(fleet: PaperFleet) -> None
     # 4,000 tokens come and 4,000 go: 500 blocks of 16 a request, 1,000 a second at two requests
     assert fleet.changes(1) == 1000
     assert fleet.changes(3, 64) == 750
-    one = fleet.events()[0]
+    one = next(fleet.events())
     assert one["changes/s"] == 1000
     assert one["MB/s on the wire"] == 0.04
     assert one["cores of a publisher"] == 0.01

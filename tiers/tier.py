@@ -76,7 +76,7 @@ class ChildBlock(NamedTuple):
     """
 
     chain_hash: ChainHash
-    tokens: bytes  # u32 little-endian, as hashed; fewer than a block's if it is a tail
+    tokens: bytes  # u32 little-endian, as hashed; fewer than a block has if it is partial
 
 
 @dataclass(frozen=True, slots=True)

@@ -652,7 +652,7 @@ def _heads(wanted: Sequence[Wanted]) -> list[Wanted]:
     heads, room = [], MAX_HASHES
     for each in wanted:
         if (most := min(MAX_ITEMS, room)) < len(each.hashes):
-            each = replace(each, hashes=each.hashes[:most], is_tail=False)
+            each = replace(each, hashes=each.hashes[:most], is_partial=False)
         room -= len(each.hashes)
         heads.append(each)
     return heads

@@ -126,7 +126,7 @@ class Reserve(_Message, tag=5):
     hashes: Hashes
     parents: Hashes
     tenants: Hashes
-    tails: Annotated[list[Number], Meta(max_length=MAX_ITEMS)]  # indices of partial blocks
+    partial: Annotated[list[Number], Meta(max_length=MAX_ITEMS)]  # indices of partial blocks
 
     @classmethod
     def of(cls, first: int, wanted: Sequence[Wanted]) -> "Reserve":
@@ -136,7 +136,7 @@ class Reserve(_Message, tag=5):
             b"".join(chain.from_iterable([each.hashes for each in wanted])),
             b"".join([each.parent for each in wanted]),
             b"".join([each.tenant for each in wanted]),
-            [i for i, each in enumerate(wanted) if each.is_tail],
+            [i for i, each in enumerate(wanted) if each.is_partial],
         )
 
     def wanted(self) -> list[Wanted]:
@@ -147,12 +147,12 @@ class Reserve(_Message, tag=5):
             raise FormatError("reserve: columns of different lengths")
         if sum(counts) != (num_names := len(names) - 2 * num):
             raise FormatError(f"reserve: {num_names} names, {sum(counts)} are wanted")
-        if self.tails and max(self.tails) >= num:
-            raise FormatError("reserve: a tail out of range")
+        if self.partial and max(self.partial) >= num:
+            raise FormatError("reserve: a partial block out of range")
         chains = [names[start:end] for start, end in pairwise([0, *accumulate(counts)])]
         wanted = list(map(Wanted, chains, names[num_names:], names[num_names + num :]))
-        for i in self.tails:
-            wanted[i].is_tail = True
+        for i in self.partial:
+            wanted[i].is_partial = True
         return wanted
 
 

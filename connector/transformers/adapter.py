@@ -414,7 +414,6 @@ class KVTier:
         return self._live.refusal is None
 
     def _require_same_kv(self) -> None:
-        """Refuse the model if its own weights compute other KV now than when it was named."""
         if self._live.refusal is not None or self._probed is None:
             return
         try:
@@ -463,7 +462,6 @@ class KVTier:
         self.cached_tokens_by_row = []
 
     def _note_cached(self, num_tokens: int, num_rows: int) -> None:
-        """All rows of the last call continued after so many loaded tokens."""
         self.num_cached_tokens = num_tokens
         self.cached_tokens_by_row = [num_tokens] * num_rows
 
@@ -521,7 +519,6 @@ class KVTier:
     def _wanted(
         self, input_ids: torch.Tensor, segments: SegmentLists | None, repair: Repair | None
     ) -> list[WantedReuse]:
-        """Each row's requested reuse, validated; empty: none."""
         if input_ids.ndim != 2:
             return []  # no rows: nothing will be loaded
         lists = lists_of(segments, len(input_ids))

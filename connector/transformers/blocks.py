@@ -29,7 +29,6 @@ class Blocks:
 
     @classmethod
     def empty(cls, form: CacheForm, num_blocks: int, num_states: int, device: torch.device) -> Self:
-        """Memory for so many slots, each plane as a tensor."""
         dtype: torch.dtype = getattr(torch, form.dtype)
         planes = [
             [torch.empty(num_blocks, form.block_size, plane.num_heads, plane.dim, dtype=dtype, device=device)]
@@ -48,7 +47,6 @@ class Blocks:
         return cls(joined, torch.cat([part.states for part in parts]))
 
     def __len__(self) -> int:
-        """Number of slots."""
         return self._num_blocks + len(self.states)
 
     def take(self) -> Iterator[torch.Tensor]:

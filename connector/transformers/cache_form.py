@@ -81,7 +81,6 @@ class WatchedCache(DynamicCache):
 
 @cache
 def watched(kind: type[DynamicCache]) -> type[DynamicCache]:
-    """A model's own class of caches, with a watch."""
     return type(f"Watched{kind.__name__}", (WatchedCache, kind), {"__module__": __name__})
 
 
@@ -305,12 +304,10 @@ class CacheForm:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one slot."""
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
     @property
     def outline(self) -> KVShape:
-        """The first plane's heads and dim, as if all layers were like it."""
         if not self.layers:
             return KVShape(1, 1, 1, self.block_size, self.dtype, 1)
         first = self.layers[self.kept[0]]
@@ -434,7 +431,6 @@ def _unknown(layer: Any) -> Sequence[str]:
 
 
 def _kind_of(device: torch.device) -> str:
-    """The device type for autocast, which does not know "meta"."""
     return "cpu" if device.type == "meta" else device.type
 
 

@@ -97,8 +97,6 @@ class UnheldCallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of `generate` that blocks can hold."""
-
     pads: tuple[int, ...]  # masked columns before each prompt
     mask: torch.Tensor | None = None  # [rows, tokens], if it hides any column
     num_copies: int = 1  # consecutive rows of the cache for each prompt
@@ -116,7 +114,6 @@ class Call:
         return not self.in_chunks or _CHUNKS_GO_ON
 
     def options(self, model: Any, given: Mapping[str, Any], cache: Any) -> dict[str, Any]:
-        """The options for `generate`: the caller's, with this cache."""
         options = {**given, **cache_option(model, cache), "cache_implementation": None}  # invalid beside a cache
         return options if self.mask is None else {**options, "attention_mask": self.mask}
 
@@ -273,7 +270,6 @@ def _first(
 
 
 def _special(model: Any, options: Mapping[str, Any]) -> tuple[int | None, list[int]]:
-    """The padding token, and all tokens that end an answer."""
     pad, ends = (asked_for(model, options, name) for name in ("pad_token_id", "eos_token_id"))
     return (
         None if pad is None else int(torch.as_tensor(pad).flatten()[0]),

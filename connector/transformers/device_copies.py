@@ -144,7 +144,6 @@ class DeviceCopies:
         return sent
 
     def close(self) -> None:
-        """End the copies under way and free the staging. Idempotent."""
         stream, self._stream, self._staging, self._region = self._stream, None, None, None
         self._stored = [None, None]
         if stream is not None:
@@ -175,7 +174,6 @@ class DeviceCopies:
                 )
 
     def _now(self) -> torch.cuda.Event:
-        """An event at this point of the device's current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event

@@ -198,8 +198,6 @@ _OTHERS: Final = "docs/models.md lists the models that are kept; leave kvtier ou
 
 @dataclass(frozen=True, slots=True)
 class GoingOn:
-    """How a model continues after a state, as transformers computes it here."""
-
     in_pieces: bool  # several tokens at once; else only one at a time
     by_steps: bool  # one token at a time gives the same result as a whole prompt
     from_zero: bool = False  # … but it counts positions from 0 in each pass, unless it gets them
@@ -244,7 +242,6 @@ def _is_alike(model: Any, form: CacheForm, at_once: int | None) -> bool:
 
 
 def _compared(model: Any, form: CacheForm, tokens: torch.Tensor, at_once: int | None) -> bool | None:
-    """Whether states and logits agree; None if only the logits do not."""
     of_states, of_logits = _TOLERANCES.get(model.dtype, _COARSE)
     cache, at, is_same_text = _restored(model, form, tokens), _BORDER, True
     for index, number in enumerate(_BEHIND):

@@ -157,7 +157,6 @@ def _difference(model: PreTrainedModel, own: DynamicCache, shape: KVShape, inv_f
 
 @torch.inference_mode()
 def _own_cache(model: PreTrainedModel) -> DynamicCache:
-    """The cache that the model itself fills with the tokens."""
     cache = DynamicCache()  # keeps every token in every layer
     model(input_ids=_token_ids(model)[None], use_cache=True, **cache_option(model, cache))
     return cache
@@ -250,7 +249,6 @@ class SegmentCalls:
         return checked
 
     def precompute(self, texts: abc.Sequence[list[int]]) -> None:
-        """Store each text's full blocks in the tiers, computed alone if missing."""
         for text in texts:
             source = self._blocks.row(text)
             if source.chain.hashes:

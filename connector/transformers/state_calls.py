@@ -94,7 +94,6 @@ class StateRecords:
         return loaded if len(loaded) == len(names) else None
 
     def _bytes(self, loaded: Sequence[Blocks]) -> torch.Tensor:
-        """The states of each row."""
         rows = [each.states.reshape(-1).view(torch.uint8) for each in loaded]
         return torch.stack([row[: self._states.num_bytes] for row in rows])
 
@@ -161,7 +160,6 @@ class StateCalls:
 
     @property
     def in_pieces(self) -> bool:
-        """Whether several tokens at once may follow a state."""
         return self._going_on.in_pieces
 
     def generate(
@@ -296,7 +294,6 @@ class StateCalls:
         ends: Sequence[int],
         taken: TakenStates,
     ) -> None:
-        """Store what is new of every row up to its end."""
         if not self._blocks.are_current(rows, cache):
             return
         if self._form.layers and not self._is_whole(cache, len(rows), None):

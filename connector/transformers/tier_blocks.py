@@ -27,8 +27,6 @@ _GRACE: Final = 1.0  # seconds that the tiers' answer may take beyond their own 
 
 @dataclass(slots=True)
 class PromptRow:
-    """One sequence of a batch."""
-
     token_ids: list[int]
     chain: TokenChain
     epoch: int  # the tiers' epoch before anything was computed
@@ -76,7 +74,6 @@ class TierBlocks:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of a block's elements."""
         dtype: torch.dtype = getattr(torch, self.form.dtype)
         return dtype
 
@@ -104,7 +101,6 @@ class TierBlocks:
 
     @property
     def deadline(self) -> float:
-        """The deadline of a load that starts now, on the monotonic clock."""
         return time.monotonic() + self._config.prefetch_deadline
 
     def found(self, hashes: Sequence[ChainHash], deadline: float) -> Attribution:

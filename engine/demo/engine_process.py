@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from threading import Timer
 from typing import Any, Final
@@ -27,7 +26,6 @@ class EngineProcess:
         # Threads that spin at barriers slow each other down tenfold if another process needs a core.
         arguments = ["env", "OMP_WAIT_POLICY=PASSIVE", *worker]
         self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._replies = self._read()
         try:
             self.opened = self.call("open", {}, "loading the model, opening the tiers")
         except BaseException:
@@ -40,25 +38,25 @@ class EngineProcess:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
         self._process.stdin.flush()
-        return self._reply(task, title.strip(), total)
-
-    def _reply(self, task: TaskID, title: str, total: int | None) -> dict[str, Any]:
-        while (reply := self._next()) is not None:
+        while line := self._line():
+            reply: dict[str, Any] = json.loads(line)
             if "done" in reply:
                 self._progress.update(task, completed=reply["done"])
             elif "error" in reply:
                 kind = ConfigError if reply["is_usage"] else KVTierError
-                raise kind(f"{title}: {reply['error']}")
+                raise kind(f"{title.strip()}: {reply['error']}")
             else:
                 self._end(task, total)
                 return reply
-        raise KVTierError(f"{title}: the engine's process ended with status {self._process.wait(timeout=10)}")
+        status = self._process.wait(timeout=10)
+        raise KVTierError(f"{title.strip()}: the engine's process ended with status {status}")
 
-    def _next(self) -> dict[str, Any] | None:
+    def _line(self) -> bytes:
+        assert self._process.stdout is not None
         watchdog = Timer(_REPLY_DEADLINE, self._process.kill)
         watchdog.start()
         try:
-            return next(self._replies, None)
+            return self._process.stdout.readline()
         finally:
             watchdog.cancel()
 
@@ -72,13 +70,7 @@ class EngineProcess:
     def _end(self, task: TaskID, total: int | None) -> None:
         self._progress.update(task, total=total or 1, completed=total or 1)
 
-    def _read(self) -> Iterator[dict[str, Any]]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            yield json.loads(line)
-
     def close(self) -> None:
-        """Let the process end by itself, or kill it after a while."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:

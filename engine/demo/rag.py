@@ -16,30 +16,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvtier.engine import EngineConfig
+from kvtier.engine.demo import rag_questions, rag_report
 from kvtier.engine.demo.engine_process import EngineProcess, disk, progress_of
-from kvtier.engine.demo.rag_questions import (
-    FULL,
-    PREFIX,
-    RECALL,
-    SEGMENTS,
-    TIMED,
-    RagQuestion,
-    documents_of,
-    example,
-    recall_questions,
-    timed_questions,
-)
-from kvtier.engine.demo.rag_report import (
-    AS_IT_IS,
-    FULL_PREFILL,
-    NAMES_SHOWN,
-    PREFIX_ONLY,
-    REPAIRED,
-    RagReport,
-    RagResult,
-    draw,
-    show,
-)
+from kvtier.engine.demo.rag_questions import FULL, PREFIX, RECALL, SEGMENTS, TIMED, RagQuestion
+from kvtier.engine.demo.rag_report import RagReport, RagResult
 
 _WORKER: Final = "kvtier.engine.demo.rag_worker"
 _BOUND: Final = 0.5  # of a deviation: `Repair`'s own
@@ -78,9 +58,9 @@ def rag_demo(options: RagOptions) -> int:
         answers, times = ([asdict(each) for each in results] for results in (report.answers, report.times))
         print(json.dumps({"failures": report.failures, "answers": answers, "times": times}))
     else:
-        show(console, report)
+        rag_report.show(console, report)
     if options.picture is not None:
-        draw(report, options.picture)
+        rag_report.draw(report, options.picture)
     for failure in report.failures:
         console.print(f"[red]{failure}")
     return 1 if report.failures else 0
@@ -95,16 +75,16 @@ class _Rag:
         self._progress = progress
 
     def run(self) -> RagReport:
-        asked = {RECALL: recall_questions(self._options.questions)}
+        asked = {RECALL: rag_questions.recall_questions(self._options.questions)}
         with closing(self._process()) as child:
-            asked[TIMED] = timed_questions(child.opened["vocab_size"], child.opened["max_model_len"])
+            asked[TIMED] = rag_questions.timed_questions(child.opened["vocab_size"], child.opened["max_model_len"])
             for kind, questions in asked.items():
-                documents = documents_of(questions)
+                documents = rag_questions.documents_of(questions)
                 title = f"computing documents, {self._model_of(kind)}"
                 child.call("precompute", {"kind": kind, "documents": documents}, title, len(documents))
         with closing(self._process()) as child:
             answers, times = (self._every_way(child, kind, questions) for kind, questions in asked.items())
-        return RagReport(answers, times, example(asked[RECALL]), self._model_of(TIMED))
+        return RagReport(answers, times, rag_questions.example(asked[RECALL]), self._model_of(TIMED))
 
     def _process(self) -> EngineProcess:
         return EngineProcess(_WORKER, self._home, self._options.model, self._progress)
@@ -118,13 +98,13 @@ class _Rag:
         # Segments first: what they stored by mistake, prefixes would find.
         bound = _BOUND if kind == RECALL else _NO_BOUND  # K and V of random weights say nothing
         manners = (
-            _Manner(AS_IT_IS, SEGMENTS),
-            _Manner(REPAIRED, SEGMENTS, self._options.rule, self._options.share, bound),
-            _Manner(PREFIX_ONLY, PREFIX),
-            _Manner(FULL_PREFILL, FULL),
+            _Manner(rag_report.AS_IT_IS, SEGMENTS),
+            _Manner(rag_report.REPAIRED, SEGMENTS, self._options.rule, self._options.share, bound),
+            _Manner(rag_report.PREFIX_ONLY, PREFIX),
+            _Manner(rag_report.FULL_PREFILL, FULL),
         )
         results = {manner.name: self._ask(child, kind, manner, questions) for manner in manners}
-        return [results[name] for name in NAMES_SHOWN]
+        return [results[name] for name in rag_report.NAMES_SHOWN]
 
     def _ask(self, child: EngineProcess, kind: str, manner: _Manner, questions: list[RagQuestion]) -> RagResult:
         arguments: dict[str, Any] = {"kind": kind, "asked": [each.texts for each in questions], **manner._asdict()}

@@ -72,7 +72,6 @@ def timed_questions(vocab_size: int, max_model_len: int) -> list[RagQuestion]:
 
 
 def documents_of(asked: list[RagQuestion]) -> list[list[int]]:
-    """Each document once."""
     return [list(one) for one in dict.fromkeys(tuple(each) for question in asked for each in question.documents)]
 
 

@@ -52,7 +52,6 @@ class RagReport:
 
     @property
     def failures(self) -> list[str]:
-        """What of the demo's claims did not hold."""
         failures = []
         full, repaired = (_named(self.answers, name).right or 0 for name in (FULL_PREFILL, REPAIRED))
         if full < LEAST_RIGHT * (asked := self.answers[0].num_questions):
@@ -70,7 +69,6 @@ class RagReport:
 
 
 def show(console: Console, report: RagReport) -> None:
-    """Two tables: what is right, and what is fast."""
     full = _named(report.answers, FULL_PREFILL).right or 0
     asked = report.answers[0].num_questions
     title = f"Right answers: a model of 0.2 M parameters, trained for this; {asked} questions"

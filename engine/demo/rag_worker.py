@@ -4,7 +4,6 @@ Reads JSON lines on stdin and answers them until stdin ends. Each verb has an en
 when it begins; what it finds of earlier ones is on the slab.
 """
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -17,8 +16,7 @@ from kvtier.connector.segments import Repair, Segment
 from kvtier.engine import Completion, Engine, EngineConfig, Model, SamplingParams
 from kvtier.engine.demo.rag_questions import FULL, RECALL, SEGMENTS, TIMED, TIMED_BLOCK
 from kvtier.engine.demo.recall import RECALL_MODEL
-from kvtier.engine.demo.worker import demo_model
-from kvtier.tiers import ConfigError, KVTierError
+from kvtier.engine.demo.worker import demo_model, serve
 from kvtier.tiers.config import Config
 
 _RECALL_BLOCK: Final = 8
@@ -44,7 +42,6 @@ class RagEngines:
         self._home = home
 
     def precompute(self, kind: str, documents: list[list[int]], done: Done) -> dict[str, Any]:
-        """Compute documents, each alone, and wait until they are on the slab."""
         with self._engine(kind, SEGMENTS) as engine:
             for number, document in enumerate(documents):
                 engine.precompute([document])
@@ -119,7 +116,6 @@ def _completed(engine: Engine, texts: list[list[int]], repair: Repair | None) ->
 
 
 def _settled(engine: Engine) -> bool:
-    """Wait until every block that is going to be stored is on the slab."""
     assert isinstance(engine.connector, LocalConnector)
     return engine.drain(_DEADLINE) and engine.connector.hierarchy.drain(_DEADLINE)
 
@@ -135,32 +131,21 @@ def _named_behind(engine: Engine, texts: list[list[int]], found: Completion) -> 
 
 
 def main(home: Path, model_dir: Path | None) -> None:
-    """Serve requests until stdin ends."""
-    engines: RagEngines | None = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            if request["verb"] == "open":
-                engines = RagEngines(home, model_dir)
-                timed = engines.models[TIMED]
-                _reply({"max_model_len": timed.max_model_len, "vocab_size": timed.vocab_size})
-                continue
-            assert engines is not None
-            if request["verb"] == "precompute":
-                _reply(engines.precompute(request["kind"], request["documents"], _report))
-            else:
-                repair = Repair(request["rule"], request["share"], max_deviation=request["bound"])
-                _reply(engines.answer(request["kind"], request["way"], repair, request["asked"], _report))
-        except KVTierError as error:
-            _reply({"error": str(error), "is_usage": isinstance(error, ConfigError)})
+    opened: list[RagEngines] = []
 
+    def open_(request: dict[str, Any], done: Done) -> dict[str, Any]:
+        opened.append(RagEngines(home, model_dir))
+        timed = opened[0].models[TIMED]
+        return {"max_model_len": timed.max_model_len, "vocab_size": timed.vocab_size}
 
-def _report(done: int) -> None:
-    _reply({"done": done})
+    def precompute(request: dict[str, Any], done: Done) -> dict[str, Any]:
+        return opened[0].precompute(request["kind"], request["documents"], done)
 
+    def answer(request: dict[str, Any], done: Done) -> dict[str, Any]:
+        repair = Repair(request["rule"], request["share"], max_deviation=request["bound"])
+        return opened[0].answer(request["kind"], request["way"], repair, request["asked"], done)
 
-def _reply(message: dict[str, Any]) -> None:
-    print(json.dumps(message), flush=True)
+    serve({"open": open_, "precompute": precompute, "answer": answer})
 
 
 if __name__ == "__main__":

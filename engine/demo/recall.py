@@ -70,7 +70,6 @@ def read(texts: TokenArray) -> tuple[TokenArray, TokenArray]:
 
 
 def linked_names(documents: TokenArray) -> TokenArray:
-    """Names that are stated to be as another, each once."""
     links = documents[(documents >= _FIRST_LINK) & (documents < _FIRST_FILLER)]
     return np.unique((links - _FIRST_LINK) // len(NAMES))
 
@@ -87,7 +86,6 @@ def right_answers(known: TokenArray, names: TokenArray) -> TokenArray:
 
 
 def in_words(tokens: list[int]) -> str:
-    """Statements, questions and answers as people would say them, fillers left out."""
     return ", ".join(word for token in tokens if (word := _word(token)))
 
 

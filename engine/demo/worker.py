@@ -4,7 +4,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -90,7 +90,6 @@ class DemoEngine:
         )
 
     def settle(self) -> bool:
-        """Wait until every block computed so far is on the disk."""
         return self.connector.hierarchy.drain(_STORE_DEADLINE)
 
 
@@ -104,28 +103,34 @@ def _bytes_moved(before: Mapping[str, float], after: Mapping[str, float]) -> dic
     return moved
 
 
-def main(home: Path, model_dir: Path | None) -> None:
-    """Serve requests until stdin ends."""
-    engines: DemoEngine | None = None
+Verb = Callable[[dict[str, Any], Callable[[int], None]], dict[str, Any]]
+
+
+def serve(verbs: Mapping[str, Verb]) -> None:
+    """Answer the JSON lines on stdin until it ends. A verb gets its request, and what reports its progress."""
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            if request["verb"] == "open":
-                engines = _open(home, model_dir)
-                _reply({"max_model_len": engines.engine.max_model_len})
-            elif request["verb"] == "settle":
-                assert engines is not None
-                _reply({"settled": engines.settle()})
-            else:
-                assert engines is not None
-                bare = request["verb"] == "ask_without_kvtier"
-                answer = engines.ask(
-                    request["prompt"], request["max_tokens"], bare=bare, progress=lambda done: _reply({"done": done})
-                )
-                _reply({field: getattr(answer, field) for field in DemoAnswer.__slots__})
+            reply = verbs[request["verb"]](request, lambda done: _reply({"done": done}))
         except KVTierError as error:
-            _reply({"error": str(error), "is_usage": isinstance(error, ConfigError)})
-    if engines is not None:
+            reply = {"error": str(error), "is_usage": isinstance(error, ConfigError)}
+        _reply(reply)
+
+
+def main(home: Path, model_dir: Path | None) -> None:
+    opened: list[DemoEngine] = []
+
+    def open_(request: dict[str, Any], done: Callable[[int], None]) -> dict[str, Any]:
+        opened.append(_open(home, model_dir))
+        return {"max_model_len": opened[0].engine.max_model_len}
+
+    def ask(request: dict[str, Any], done: Callable[[int], None]) -> dict[str, Any]:
+        bare = request["verb"] == "ask_without_kvtier"
+        return asdict(opened[0].ask(request["prompt"], request["max_tokens"], bare=bare, progress=done))
+
+    settle: Verb = lambda request, done: {"settled": opened[0].settle()}  # noqa: E731
+    serve({"open": open_, "settle": settle, "ask": ask, "ask_without_kvtier": ask})
+    for engines in opened:
         engines.engine.close()
 
 

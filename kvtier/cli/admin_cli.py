@@ -3,7 +3,7 @@
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ import typer
 from kvtier.cli.options import ConfigOption, JsonOption, given, parsed, progress_bar, show
 from kvtier.service import Exit, Json, harmless, observe
 from kvtier.service import explain as explanations
-from kvtier.tiers import ConfigError, KVTierError
+from kvtier.tiers import ConfigError, FormatError, KVTierError
 from kvtier.tiers import config as configuration
 from kvtier.tiers.config import format_size, parse_duration, parse_size, parse_time, show_size
 
@@ -172,14 +172,21 @@ def explain(
             raise ConfigError(f'--blocks "{blocks}": not token ids, which is what --url takes; write a list of numbers')
         body = given(prompt=prompt, request=request, cache_salt=cache_salt, model=model, tokens=cut)
         answer = _server_of(context, url).post("/explain", body, "lines")
-        context.show(answer, "\n".join(explanations.ExplainedLines.parse(answer).lines))
+        context.show(answer, _joined(answer["lines"]))
         return
     selection: dict[str, Any] = which_blocks(blocks, None, None, cache_salt, model) | given(tokens=cut, request=request)
     answer = context.client.post("/admin/explain", selection, "runs", "cause")
-    explanation = explanations.Explanation.parse(answer).as_json()
     decode = None if cutter is None else partial(cutter.decode, skip_special_tokens=False)
     special = () if cutter is None else [at for at, each in cutter.get_added_tokens_decoder().items() if each.special]
-    context.show(answer, "\n".join(explanations.explained(explanation, decode, selection.get("tokens", ()), special)))
+    context.show(answer, _joined(explanations.explained(answer, decode, selection.get("tokens", ()), special)))
+
+
+def _joined(lines: Iterable[str]) -> str:
+    """The lines made from a server's answer. FormatError if it has other fields."""
+    try:
+        return "\n".join(lines)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise FormatError(f"answer of another kvtier ({error!r}); run one kvtier on both sides") from None
 
 
 @command("pin")

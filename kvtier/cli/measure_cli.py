@@ -220,7 +220,7 @@ def run_bench(
 
 # --- kvtier simulate -------------------------------------------------------------------------------------------------
 
-_POLICIES: Final = ("tail", "lru", "s3fifo")
+_POLICIES: Final = ("predicted", "lru", "s3fifo")
 _SWEEP: Final = (64, 16, 8, 4, 2, 1)  # memory as a part of all blocks of the trace, if none is given
 _NONE: Final = "none"
 
@@ -238,7 +238,7 @@ def simulate(
     disk: Annotated[str, typer.Option(metavar="SIZES", help="Of the slab; none for no slab.")] = _NONE,
     redis: Annotated[str, typer.Option(metavar="SIZE", help="What Redis has room for; none for no Redis.")] = _NONE,
     redis_ttl: Annotated[str, typer.Option(metavar="TIME", help="How long Redis keeps an unread block.")] = "24h",
-    policy: Annotated[str, typer.Option(metavar="NAMES", help="Of tail, lru and s3fifo.")] = "tail,lru",
+    policy: Annotated[str, typer.Option(metavar="NAMES", help="Of predicted, lru and s3fifo.")] = "predicted,lru",
     admit_after: Annotated[
         int, typer.Option(metavar="NUMBER", min=1, help="Sightings of a block before it is stored.")
     ] = 1,
@@ -353,7 +353,7 @@ def _run(
 
 
 def _policies(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
+    names = [{"tail": "predicted"}.get(name.strip(), name.strip()) for name in text.split(",")]  # as it was called
     for name in names:
         if name not in _POLICIES:
             raise ConfigError(f"--policy {name!r:.40}: use {', '.join(_POLICIES)}, or several separated by commas")

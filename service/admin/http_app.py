@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
@@ -38,40 +39,26 @@ B = TypeVar("B", bound=BaseModel)
 _MAX_NUMBER: Final = 2**32 - 1
 
 
-def _model(value: object) -> object:
-    digits = set("0123456789abcdef")
-    if not isinstance(value, str) or not 4 <= len(value) <= 64 or not digits.issuperset(value):
-        raise ValueError("not the first 4 to 64 hexadecimal digits of a fingerprint; `kvtier status` shows them")
-    return value
+def _matching(pattern: str, why: str, made: Callable[[str], object] = str) -> BeforeValidator:
+    """What is `made` of a text of this form, which UTF-8 can write; `why` is the error of any other value."""
+    form = re.compile(pattern, re.DOTALL)
+
+    def check(value: object) -> object:
+        if not isinstance(value, str) or not form.fullmatch(value):
+            raise ValueError(why)
+        return made(writable(value))
+
+    return BeforeValidator(check)
 
 
-def _chain_hash(value: object) -> object:
-    try:
-        name = bytes.fromhex(value) if isinstance(value, str) and len(value) == 64 else b""
-    except ValueError:
-        name = b""
-    if len(name) != 32:
-        raise ValueError("not a block's name; write 64 hexadecimal digits")
-    return name
-
-
-def _salt(value: object) -> object:
-    if not isinstance(value, str) or not 1 <= len(value) <= 1024:
-        raise ValueError("not a text of 1 to 1024 characters")
-    return writable(value)
-
-
-def _file(value: object) -> object:
-    if not isinstance(value, str) or not value or "\0" in value or len(value) > 4096:
-        raise ValueError("not a file on the daemon's machine; write its name below [service] archives")
-    return Path(writable(value))
-
-
-FingerprintDigits = Annotated[str, BeforeValidator(_model)]
-BlockName = Annotated[bytes, BeforeValidator(_chain_hash)]
+_DIGITS: Final = "not the first 4 to 64 hexadecimal digits of a fingerprint; `kvtier status` shows them"
+_ARCHIVE: Final = "not a file on the daemon's machine; write its name below [service] archives"
+FingerprintDigits = Annotated[str, _matching("[0-9a-f]{4,64}", _DIGITS)]
+_NAME: Final = "not a block's name; write 64 hexadecimal digits"
+BlockName = Annotated[bytes, _matching("[0-9a-fA-F]{64}", _NAME, bytes.fromhex)]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
-TenantSalt = Annotated[str, BeforeValidator(_salt)]
-DaemonFile = Annotated[Path, BeforeValidator(_file)]
+TenantSalt = Annotated[str, _matching(".{1,1024}", "not a text of 1 to 1024 characters")]
+DaemonFile = Annotated[Path, _matching(r"[^\0]{1,4096}", _ARCHIVE, Path)]
 
 
 class Body(BaseModel):
@@ -585,22 +572,18 @@ async def _readiness(daemon: Daemon) -> Response:
     return JSONResponse(page, 503 if missing else 200)
 
 
-def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    why = {404: "no such page", 405: "this page does not take that method"}.get(error.status_code, error.detail)
-    headers = {**(error.headers or {}), **({"connection": "close"} if error.status_code in (408, 413) else {})}
-    return JSONResponse({"error": why}, error.status_code, headers)
+async def _failed(request: Request, error: Exception) -> Response:
+    why, headers = str(error), {}
+    status = next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), 500)
+    if isinstance(error, HTTPException):
+        status = error.status_code
+        why = {404: "no such page", 405: "this page does not take that method"}.get(status, error.detail)
+        headers = {**(error.headers or {}), **({"connection": "close"} if status in (408, 413) else {})}
+    elif not isinstance(error, KVTierError):
+        _log.error("%s %s: %r", request.method, request.url.path, error)
+        why = "an internal error; see the daemon's log"
+    return JSONResponse({"error": why}, status, headers)
 
 
-def _failed(request: Request, error: Exception) -> Response:
-    code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), 500)
-    return JSONResponse({"error": str(error)}, code)
-
-
-def _broke(request: Request, error: Exception) -> Response:
-    _log.error("%s %s: %r", request.method, request.url.path, error)
-    return JSONResponse({"error": "an internal error; see the daemon's log"}, 500)
-
-
-_CODES: Final = {NotFound: 404, TierUnavailable: 503, ConfigError: 400, FormatError: 400, FingerprintMismatch: 400}
-_HANDLERS: Final = {HTTPException: _refused, KVTierError: _failed, Exception: _broke}
+_STATUSES: Final = {NotFound: 404, TierUnavailable: 503, ConfigError: 400, FormatError: 400, FingerprintMismatch: 400}
+_HANDLERS: Final = dict.fromkeys((HTTPException, KVTierError, Exception), _failed)

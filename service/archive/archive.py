@@ -475,7 +475,10 @@ async def export_blocks(
     Raises ConfigError if the file exists (without `force`) or cannot be created. Raises KVTierError if it cannot be
     written; then no file is left.
     """
-    _require_names(fingerprint, hashes)
+    if len(fingerprint) != 32 or any(len(name) != 32 for name in hashes or ()):
+        raise ValueError(f"fingerprint of {len(fingerprint)} bytes, or a chain hash: must be 32")
+    if hashes is not None and len(set(hashes)) < len(hashes):
+        raise ValueError("a chain hash is given twice")
     path = Path(path)
     await _require_vacant(path, force)
     part = path.with_name(path.name + ".part")
@@ -566,15 +569,6 @@ def _publish(part: Path, path: Path) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
-
-
-def _require_names(fingerprint: bytes, hashes: Sequence[ChainHash] | None) -> None:
-    if len(fingerprint) != 32:
-        raise ValueError(f"fingerprint of {len(fingerprint)} bytes: must be 32")
-    if hashes is not None and any(len(name) != 32 for name in hashes):
-        raise ValueError("chain hashes must be 32 bytes")
-    if hashes is not None and len(set(hashes)) < len(hashes):
-        raise ValueError("a chain hash is given twice")
 
 
 async def _require_vacant(path: Path, force: bool) -> None:

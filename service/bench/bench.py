@@ -106,15 +106,11 @@ def _sessions(shape: Shape, dice: random.Random) -> Iterator[ScriptedSession]:
             system = "\n\n".join(dice.sample(documents, _DOCUMENTS))
         first = ScriptedTurn(words(dice, own), shape.answer_tokens)
         turns = [first]
-        if shape.pattern in ("turns", "agents"):
-            turns += [_further(shape, dice) for _ in range(min(shape.num_turns, shape.num_requests) - 1)]
+        for _ in range(min(shape.num_turns, shape.num_requests) - 1 if shape.pattern in ("turns", "agents") else 0):
+            is_agents = shape.pattern == "agents"
+            text = words(dice, shape.turn_tokens * (_TOOL if is_agents and dice.random() < 0.5 else 1))
+            turns.append(ScriptedTurn(f"Tool result:\n{text}" if is_agents else text, shape.answer_tokens))
         yield ScriptedSession(number, system, turns)
-
-
-def _further(shape: Shape, dice: random.Random) -> ScriptedTurn:
-    size = shape.turn_tokens * (_TOOL if shape.pattern == "agents" and dice.random() < 0.5 else 1)
-    text = words(dice, size)
-    return ScriptedTurn(f"Tool result:\n{text}" if shape.pattern == "agents" else text, shape.answer_tokens)
 
 
 def words(dice: random.Random, number: int) -> str:
@@ -348,7 +344,7 @@ class MeasuredLoad:
     answers: list[list[Answer]]
     seconds: float = 0.0
     is_whole: bool = True  # False: it was interrupted
-    in_flight: int = 0  # requests that were under way then
+    in_flight: int = 0  # requests under way
     began: float = field(default_factory=time.perf_counter)
 
 
@@ -366,69 +362,51 @@ async def drive(
         for session in sessions
         for number in (range(len(servers)) if session.number % 2 else reversed(range(len(servers))))
     ]
-    driver = _Driver(servers, measured, done)
-    try:
-        if pace.rate is None and all(session.at is None for session in sessions):
-            await driver.at_once(jobs, pace.concurrency)
-        else:
-            await driver.at_rate(jobs, (pace.rate or 1.0) * len(servers), random.Random(seed))
-    except asyncio.CancelledError:
-        measured.is_whole = False
-    measured.seconds = time.perf_counter() - measured.began
-    measured.in_flight = driver.in_flight
-    return measured
 
-
-class _Driver:
-    def __init__(self, servers: Sequence[Server], measured: MeasuredLoad, done: Callable[[Answer], None]) -> None:
-        self.in_flight = 0
-        self._servers, self._measured, self._done = servers, measured, done
-
-    async def at_once(self, jobs: Sequence[tuple[int, ScriptedSession]], concurrency: int) -> None:
-        left = iter(jobs)
-
-        async def work() -> None:
-            for number, session in left:
-                await self._run(number, session)
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(concurrency, len(jobs))):
-                group.create_task(work())
-
-    async def at_rate(self, jobs: Sequence[tuple[int, ScriptedSession]], rate: float, dice: random.Random) -> None:
-        """Start each at its time, whether earlier ones have ended or not; a trace's sessions at their own times."""
-        room, at = asyncio.Semaphore(_MOST_SESSIONS), 0.0
-
-        async def work(number: int, session: ScriptedSession) -> None:
-            try:
-                await self._run(number, session)
-            finally:
-                room.release()
-
-        async with asyncio.TaskGroup() as group:
-            for number, session in jobs:
-                at = session.at if session.at is not None else at + dice.expovariate(rate)
-                await asyncio.sleep(max(0.0, self._measured.began + at - time.perf_counter()))
-                await room.acquire()
-                group.create_task(work(number, session))
-
-    async def _run(self, number: int, session: ScriptedSession) -> None:
+    async def run(number: int, session: ScriptedSession) -> None:
         """A session's turns. A failed one ends it: the next turn would lack its answer."""
         texts: list[str] = []
         for turn in session.turns:
             if texts and turn.wait:
                 await asyncio.sleep(turn.wait)
             texts.append(turn.text)
-            began = time.perf_counter() - self._measured.began
-            self.in_flight += 1
-            answer = await self._servers[number].ask(session.system, texts, turn.max_tokens)
-            self.in_flight -= 1
+            began = time.perf_counter() - measured.began
+            measured.in_flight += 1
+            answer = await servers[number].ask(session.system, texts, turn.max_tokens)
+            measured.in_flight -= 1
             answer.began = began
-            self._measured.answers[number].append(answer)
-            self._done(answer)
+            measured.answers[number].append(answer)
+            done(answer)
             if answer.error is not None:
                 return
             texts.append(answer.text)
+
+    async def work(left: Iterator[tuple[int, ScriptedSession]], room: asyncio.Semaphore | None = None) -> None:
+        try:
+            for number, session in left:
+                await run(number, session)
+        finally:
+            if room is not None:
+                room.release()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            if pace.rate is None and all(session.at is None for session in sessions):
+                left = iter(jobs)
+                for _ in range(min(pace.concurrency, len(jobs))):
+                    group.create_task(work(left))
+            else:  # each at its time, whether earlier ones have ended or not; a trace's sessions at their own times
+                room, at, dice = asyncio.Semaphore(_MOST_SESSIONS), 0.0, random.Random(seed)
+                for job in jobs:
+                    own = job[1].at
+                    at = at + dice.expovariate((pace.rate or 1.0) * len(servers)) if own is None else own
+                    await asyncio.sleep(max(0.0, measured.began + at - time.perf_counter()))
+                    await room.acquire()
+                    group.create_task(work(iter([job]), room))
+    except asyncio.CancelledError:
+        measured.is_whole = False
+    measured.seconds = time.perf_counter() - measured.began
+    return measured
 
 
 # --- figures of the answers ------------------------------------------------------------------------------------------
@@ -489,19 +467,6 @@ class LoadFigures:
         )
 
 
-def as_json(measured: MeasuredLoad, figures: Sequence[LoadFigures], settings: dict[str, Any]) -> dict[str, Any]:
-    servers = [{**asdict(each), "cached_share": each.cached_share} for each in figures]
-    return {
-        "kvtier_bench": FORM,
-        "asked": settings,
-        "seconds": measured.seconds,
-        "is_whole": measured.is_whole,
-        "in_flight": measured.in_flight,
-        "servers": servers,
-        "ttft": [[answer.ttft for answer in answers if answer.error is None] for answers in measured.answers],
-    }
-
-
 def rows_of(figures: Sequence[LoadFigures]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         ("requests", *(str(each.requests) for each in figures)),
@@ -514,12 +479,8 @@ def rows_of(figures: Sequence[LoadFigures]) -> list[tuple[str, ...]]:
             rows.append((f"{label} {share}, ms", *texts))
     rows.append(("output tokens/s", *(f"{each.output_tokens_per_second:.1f}" for each in figures)))
     rows.append(("prompt tokens", *("?" if one.prompt_tokens is None else str(one.prompt_tokens) for one in figures)))
-    rows.append(
-        (
-            "cached, % of them",
-            *("?" if (part := each.cached_share) is None else f"{100 * part:.1f}" for each in figures),
-        )
-    )
+    shares = [each.cached_share for each in figures]
+    rows.append(("cached, % of them", *("?" if share is None else f"{100 * share:.1f}" for share in shares)))
     kinds = sorted({kind for each in figures for kind in each.errors})
     rows += [(kind, *(str(each.errors.get(kind, 0)) for each in figures)) for kind in kinds]
     return rows
@@ -551,7 +512,16 @@ class BenchResult:
 
     @property
     def json(self) -> dict[str, Any]:
-        return as_json(self.measured, self.figures, self.settings)
+        measured = self.measured
+        return {
+            "kvtier_bench": FORM,
+            "asked": self.settings,
+            "seconds": measured.seconds,
+            "is_whole": measured.is_whole,
+            "in_flight": measured.in_flight,
+            "servers": [{**asdict(each), "cached_share": each.cached_share} for each in self.figures],
+            "ttft": [[answer.ttft for answer in answers if answer.error is None] for answers in measured.answers],
+        }
 
     @property
     def table(self) -> Table:

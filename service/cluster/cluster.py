@@ -370,14 +370,6 @@ class ClusterRecord(_Recorded):
     kept: list[str] = []
     keeper: Process | None = None  # restarts services that ended by themselves
 
-    @property
-    def is_up(self) -> bool:
-        return any(member.process is not None and member.process.runs for member in self.members.values())
-
-    def runs(self, name: str) -> bool:
-        member = self.members.get(name)
-        return member is not None and (member.process is None or member.process.runs)
-
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
@@ -408,14 +400,20 @@ class Cluster:
         """
         with self.locked(make=True):
             record = self.read()
-            if not record.is_up:  # the rest of an earlier cluster does not apply
+            if not any(each.process is not None and each.process.runs for each in record.members.values()):
+                # the rest of an earlier cluster does not apply
                 self._clear(record)
             elif record.first_port != first_port:
                 raise ConfigError(
                     f"--port {first_port}: the cluster in {self.state} runs at {record.first_port}; "
                     "use that, or another --state, or take it down"
                 )
-            missing = _missing(record, topology)
+            missing: dict[str, Service] = {}
+            for name, service in topology.services.items():
+                member = record.members.get(name)
+                runs = member is not None and (member.process is None or member.process.runs)
+                if not runs or (service.ready.exits and not missing.keys().isdisjoint(service.after)):
+                    missing[name] = service
             for name, service in missing.items():
                 for port in service.ports:
                     if not is_free(port):
@@ -636,14 +634,6 @@ class _Start:
     def _last_lines(self, name: str) -> list[str]:
         text = self._cluster.log_of(name).read_bytes()[self._logged[name] :].decode(errors="replace")
         return text.splitlines()[-_LAST_LINES:]
-
-
-def _missing(record: ClusterRecord, topology: Topology) -> dict[str, Service]:
-    missing: dict[str, Service] = {}
-    for name, service in topology.services.items():
-        if not record.runs(name) or (service.ready.exits and not missing.keys().isdisjoint(service.after)):
-            missing[name] = service
-    return missing
 
 
 def end(name: str, member: StartedService) -> str | None:

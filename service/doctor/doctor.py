@@ -116,10 +116,9 @@ def check_memlock(config: Config, found: Limits, *, has_gpu: bool, is_privileged
         return ok("memlock", detail)
     if is_privileged:
         return ok("memlock", f"{detail}, which does not limit this user (CAP_IPC_LOCK)")
-    if not config.host.pin:
-        return ok("memlock", f"{detail}; [host] pin is off")
-    if not has_gpu:
-        return ok("memlock", f"{detail}; nothing is pinned without a GPU")
+    if not (config.host.pin and has_gpu):
+        why = "nothing is pinned without a GPU" if config.host.pin else "[host] pin is off"
+        return ok("memlock", f"{detail}; {why}")
     return warning(
         "memlock",
         f"{detail}, [host] size {format_size(config.host.size)}: it may stay pageable, which slows copies down",

@@ -1,6 +1,5 @@
 """One OpenAI completion: an engine's updates become choices, stream chunks and usage; or texts are precomputed."""
 
-import asyncio
 import json
 import secrets
 import time
@@ -9,19 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvtier.engine import FinishReason, TokenLogprobs
-from kvtier.service import Json, request_id
+from kvtier.service import Json, openai, request_id
 from kvtier.service.engine.loop import EngineLoop, LiveRequest, PromptSource, SequenceInput, SequenceUpdate
-from kvtier.service.openai import (
-    AnswerPart,
-    CallReader,
-    Detokenizer,
-    MessagesBody,
-    OpenAIError,
-    ResponsesBody,
-    TokenTexts,
-    ToolCall,
-    overlap,
-)
+from kvtier.service.openai import AnswerPart, MessagesBody, OpenAIError, ResponsesBody, ToolCall
 
 # --- how likely an answer's tokens were ------------------------------------------------------------------------------
 
@@ -31,7 +20,7 @@ _LEAST: Final = -9999.0  # JSON has no infinity; OpenAI and vLLM write this
 class ChatLogprobs:
     """Of one choice of a chat: each token with its bytes, and the likeliest in its place. Each is sent once."""
 
-    def __init__(self, texts: TokenTexts) -> None:
+    def __init__(self, texts: openai.TokenTexts) -> None:
         self._texts = texts
         self._content: list[Json] = []
 
@@ -51,7 +40,7 @@ class ChatLogprobs:
 class TextLogprobs:
     """Of one choice of a completion: four lists. `top_logprobs` includes the token itself, as OpenAI's does."""
 
-    def __init__(self, texts: TokenTexts) -> None:
+    def __init__(self, texts: openai.TokenTexts) -> None:
         self._texts = texts
         self._offset = 0  # characters of the tokens so far, each by itself
         self._begin()
@@ -99,7 +88,7 @@ class TextLogprobs:
 class AnswerText:
     """Tokens in, text out. Holds back text that may begin a stop string until it is certain."""
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
+    def __init__(self, detokenizer: openai.Detokenizer, stops: Sequence[str]) -> None:
         self.stopped_by: str | None = None  # the stop string that was found: no more text is sent
         self._detokenizer, self._stops = detokenizer, stops
         self._held = ""
@@ -121,7 +110,7 @@ class AnswerText:
             stopped_at, self.stopped_by = found
             self._held = ""
             return text[:stopped_at]
-        num_held = max((overlap(text, stop) for stop in self._stops), default=0)
+        num_held = max((openai.overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
 
@@ -199,7 +188,7 @@ class CompletionRequest:
     texts: Sequence[AnswerText]
     logprobs: Sequence[ChatLogprobs | TextLogprobs | None]
     echoes: Sequence[Echo | None]
-    readers: Sequence[CallReader | None]  # of tool calls
+    readers: Sequence[openai.CallReader | None]  # of tool calls
     num_choices: int
     deadline: float  # on the event loop's clock
     streams: bool = False
@@ -243,7 +232,7 @@ class OpenAICompletion:
         self._wanted = request
         self._form, self._loop = form, loop
         name = f"{form.prefix}{request_id() or 'local'}-{secrets.token_hex(6)}"  # clients may send one id twice
-        self._live = LiveRequest(request.inputs, name)
+        self._live = LiveRequest(request.inputs, name, request.deadline)
         self._unfinished = set(range(len(request.inputs)))
         self._begun: set[int] = set()
         self._usage = _Usage(
@@ -270,19 +259,15 @@ class OpenAICompletion:
 
     async def whole(self) -> Json:
         """All choices at once, as the response's JSON. Raises OpenAIError."""
-        texts: dict[int, list[str]] = {index: [] for index in self._unfinished}
-        calls: dict[int, tuple[ToolCall, ...]] = dict.fromkeys(self._unfinished, ())
-        reasons: dict[int, str | None] = {}
-        stops: dict[int, str | None] = {}
+        pieces: dict[int, list[Piece]] = {index: [] for index in self._unfinished}
         async for piece in self._pieces():
-            texts[piece.index].append(piece.text)
-            calls[piece.index] += piece.calls
-            reasons[piece.index], stops[piece.index] = piece.finish_reason, piece.stopped_by
-        ended = [
-            Piece(index, "".join(parts), reasons[index], True, self._taken_logprobs(index), calls[index], stops[index])
-            for index, parts in texts.items()
-        ]
-        return {**self._head, "choices": [self._form.choice(piece) for piece in ended], "usage": self._usage.content}
+            pieces[piece.index].append(piece)
+        choices = []
+        for index, each in pieces.items():
+            text, calls = "".join(piece.text for piece in each), sum((piece.calls for piece in each), ())
+            logprobs = self._taken_logprobs(index)
+            choices.append(self._form.choice(replace(each[-1], text=text, calls=calls, logprobs=logprobs)))
+        return {**self._head, "choices": choices, "usage": self._usage.content}
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """Server-sent events. An error before the first is raised; a later one is the last event, without [DONE].
@@ -321,7 +306,7 @@ class OpenAICompletion:
 
     async def _pieces(self) -> AsyncIterator[Piece]:
         while self._unfinished:
-            update = await self._next()
+            update = await self._live.next()
             if update.index not in self._unfinished:
                 continue  # tokens after a stop string
             text, reason = self._text_of(update)
@@ -331,13 +316,6 @@ class OpenAICompletion:
                 self._begun.add(update.index)
                 stopped_by = None if reason is None else self._wanted.texts[update.index].stopped_by
                 yield Piece(update.index, parsed.text, reason, is_first, calls=parsed.calls, stopped_by=stopped_by)
-
-    async def _next(self) -> SequenceUpdate:
-        try:
-            async with asyncio.timeout_at(self._wanted.deadline):
-                return await self._live.next()
-        except TimeoutError:
-            raise late() from None
 
     def _parsed(self, index: int, text: str, reason: str | None) -> tuple[AnswerPart, str | None]:
         """The text and the calls in a piece of an answer's text, and why the answer has ended, if it has."""
@@ -400,7 +378,6 @@ class TranslatedCompletion(OpenAICompletion):
         self._body = body
 
     async def whole(self) -> Json:
-        """The answer as that API's JSON. Raises OpenAIError."""
         return self._body.whole(await super().whole())
 
     async def chunks(self) -> AsyncIterator[bytes]:
@@ -416,11 +393,6 @@ class TranslatedCompletion(OpenAICompletion):
             named = [b"event: %b\n%b" % (name.encode(), _event({"type": name, **each})) for name, each in events]
             if named:
                 yield b"".join(named)
-
-
-def late() -> OpenAIError:
-    message = "the answer was not there in time; ask for less, or raise [server] request_timeout"
-    return OpenAIError(504, message, code="timeout", headers={"x-should-retry": "false"})
 
 
 def _event(content: Json) -> bytes:
@@ -447,22 +419,18 @@ class Precomputation:
         """Submits the texts. Raises OpenAIError if the engine has no room for them."""
         self._wanted = request
         self._loop = loop
-        self._live = LiveRequest(request.inputs, f"precompute-{secrets.token_hex(12)}")
+        self._live = LiveRequest(request.inputs, f"precompute-{secrets.token_hex(12)}", request.deadline)
         self._unfinished = set(range(len(request.inputs)))
         loop.submit(self._live)
 
     async def whole(self) -> Json:
         """How many tokens of each text were held and computed, as the response's JSON. Raises OpenAIError."""
         num_held = [0] * len(self._wanted.inputs)
-        try:
-            async with asyncio.timeout_at(self._wanted.deadline):
-                while self._unfinished:
-                    update = await self._live.next()
-                    self._unfinished.discard(update.index)
-                    if update.source is not None:
-                        num_held[update.index] = sum(update.source.cached.values())
-        except TimeoutError:
-            raise late() from None
+        while self._unfinished:
+            update = await self._live.next()
+            self._unfinished.discard(update.index)
+            if update.source is not None:
+                num_held[update.index] = sum(update.source.cached.values())
         lengths = [len(each.prompt.token_ids) for each in self._wanted.inputs]
         texts = [_counts(length, held) for length, held in zip(lengths, num_held, strict=True)]
         total = _counts(sum(lengths), sum(num_held))

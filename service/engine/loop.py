@@ -139,8 +139,9 @@ class SequenceUpdate:
 class LiveRequest:
     """The sequences of one request, and their updates. All but `push` is called on the event loop that made it."""
 
-    def __init__(self, inputs: abc.Sequence[SequenceInput], name: str) -> None:
-        self.inputs, self.name = inputs, name
+    def __init__(self, inputs: abc.Sequence[SequenceInput], name: str, deadline: float) -> None:
+        """`deadline`: of each update, on the event loop's clock."""
+        self.inputs, self.name, self._deadline = inputs, name, deadline
         self.request_ids: list[str | None] = [None] * len(inputs)  # written and read by the engine's thread
         self.unfinished = set(range(len(inputs)))  # the same
         self._loop = asyncio.get_running_loop()
@@ -153,8 +154,12 @@ class LiveRequest:
             return
 
     async def next(self) -> SequenceUpdate:
-        """Wait for the next update. Raises OpenAIError if the request ended without an answer."""
-        item = await self._updates.get()
+        """Wait for the next update. Raises OpenAIError if it is late, or the request ended without an answer."""
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                item = await self._updates.get()
+        except TimeoutError:
+            raise late() from None
         if isinstance(item, OpenAIError):
             raise item
         return item
@@ -423,6 +428,11 @@ class EngineLoop:
             self.tally.ttft.observe(sequence.ttft)
         reused = (0, 0) if reuse is None else (reuse.num_reused, reuse.num_repaired)
         return PromptSource(sequence.cached_tokens, *reused, sequence.sampling.scores)
+
+
+def late() -> OpenAIError:
+    message = "the answer was not there in time; ask for less, or raise [server] request_timeout"
+    return OpenAIError(504, message, code="timeout", headers={"x-should-retry": "false"})
 
 
 def _engine_error() -> OpenAIError:

@@ -236,9 +236,9 @@ _NO_ARGUMENTS: Final[Json] = {"type": "object", "properties": {}}
 
 
 def form_of(configured: str, prompts: Prompts) -> CallForm | None:
-    if configured == "auto":
-        return prompts.call_form
-    return "hermes" if configured == "hermes" else "llama" if configured == "llama" else None
+    return (
+        prompts.call_form if configured == "auto" else next((form for form in openai.MARKS if form == configured), None)
+    )
 
 
 def reader_of(body: AnyBody, form: CallForm | None) -> openai.CallReader | None:

@@ -26,30 +26,14 @@ from kvtier.connector.models import name_of, require_checkpoint
 from kvtier.connector.segments import SEGMENT_OUTCOMES
 from kvtier.engine import Engine, NamedPrompt, open_engine
 from kvtier.service import Json, explain, openai
-from kvtier.service.engine import request_parser
-from kvtier.service.engine.completion import (
-    CHAT,
-    TEXT,
-    CompletionFormat,
-    OpenAICompletion,
-    Precomputation,
-    TranslatedCompletion,
-    late,
-)
-from kvtier.service.engine.loop import EngineLoop
+from kvtier.service.engine import completion, request_parser
+from kvtier.service.engine.completion import OpenAICompletion, Precomputation
+from kvtier.service.engine.loop import EngineLoop, late
 from kvtier.service.engine.request_parser import Served
-from kvtier.service.events import Publisher, Source, TierFeed, namespace_of
+from kvtier.service.events import Publisher, Source, namespace_of
 from kvtier.service.explain import RequestLog
 from kvtier.service.observe import EXPOSITION, counter, figures, gauge, histogram, labelled, statuses, text_of, wanting
-from kvtier.service.openai import (
-    ChatBody,
-    CompletionBody,
-    MessagesBody,
-    OpenAIError,
-    Prompts,
-    ResponsesBody,
-    bad_field,
-)
+from kvtier.service.openai import ChatBody, CompletionBody, MessagesBody, OpenAIError, Prompts, ResponsesBody, bad_field
 from kvtier.service.web import Guard, HttpServer, HttpSocket, disconnected, page, read_body
 from kvtier.tiers import L1, ChainHash, RequestError
 from kvtier.tiers.config import Config
@@ -292,7 +276,7 @@ def make_app(served: Served) -> Starlette:
         finally:
             reading.release()
 
-    def post(path: str, body_type: type[CompletionBody] | type[ChatBody], form: CompletionFormat) -> Route:
+    def post(path: str, body_type: type[CompletionBody] | type[ChatBody], form: completion.CompletionFormat) -> Route:
         async def endpoint(request: Request) -> Response:
             wanted = await read(request, partial(request_parser.completion_of, served, body_type))
             return await _answered(request, OpenAICompletion(wanted, form, served.loop))
@@ -314,8 +298,8 @@ def make_app(served: Served) -> Starlette:
         return Route(path, endpoint, methods=["POST"])
 
     routes = [
-        post("/v1/completions", CompletionBody, TEXT),
-        post("/v1/chat/completions", ChatBody, CHAT),
+        post("/v1/completions", CompletionBody, completion.TEXT),
+        post("/v1/chat/completions", ChatBody, completion.CHAT),
         _translated(served, read, "/v1/responses", ResponsesBody),
         _translated(served, read, "/v1/messages", MessagesBody),
         about_tokens("/v1/messages/count_tokens", request_parser.count_of),
@@ -351,7 +335,7 @@ def _translated(
 
     async def endpoint(request: Request) -> Response:
         body, of_chat = await read(request, wanted)
-        return await _answered(request, TranslatedCompletion(of_chat, served.loop, body))
+        return await _answered(request, completion.TranslatedCompletion(of_chat, served.loop, body))
 
     return Route(path, endpoint, methods=["POST"])
 
@@ -388,10 +372,10 @@ async def _answered(request: Request, wanted: OpenAICompletion | Precomputation)
 
 
 class _EventStream(StreamingResponse):
-    def __init__(self, completion: OpenAICompletion, first: bytes, chunks: AsyncIterator[bytes]) -> None:
-        headers = {"cache-control": "no-store", **completion.headers}
+    def __init__(self, answer: OpenAICompletion, first: bytes, chunks: AsyncIterator[bytes]) -> None:
+        headers = {"cache-control": "no-store", **answer.headers}
         super().__init__(self._all(first, chunks), media_type="text/event-stream", headers=headers)
-        self._completion = completion
+        self._completion = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -475,7 +459,15 @@ class EngineServer:
             self.engine.scheduler.reasoning = prompts.reasoning()
             if self.engine.scheduler.reasoning is None:
                 _log.info("this model's chat template keeps reasoning in later turns: whole answers are stored")
-        self._feed = None if self.publisher is None else _feed(self.publisher, self.engine)
+        self._feed = None
+        if (
+            self.publisher is not None
+        ):  # of L1, and of lower tiers if they are this process's: a daemon publishes its own
+            sources: list[Source] = [TierEvents(L1, self.engine.pool)]
+            connector = self.engine.connector
+            if isinstance(connector, LocalConnector) and isinstance(connector.tiers, Hierarchy):
+                sources.append(EventSource(connector.hierarchy))
+            self._feed = self.publisher.feed(self.engine.identity.fingerprint(), *sources)
         self.loop = EngineLoop(self.engine, settings.max_waiting, self._feed, self._log)
         self.name, self._patience = settings.name or name_of(model), settings.patience
         guides = request_parser.JsonGuides(
@@ -510,12 +502,3 @@ class EngineServer:
     def stop(self) -> None:
         """Take no more requests, and end those under way. Any thread or signal handler may call it."""
         self.loop.stop(self._patience)
-
-
-def _feed(publisher: Publisher, engine: Engine) -> TierFeed:
-    """Events of L1, and of lower tiers if this process owns them; a daemon publishes its own."""
-    sources: list[Source] = [TierEvents(L1, engine.pool)]
-    connector = engine.connector
-    if isinstance(connector, LocalConnector) and isinstance(connector.tiers, Hierarchy):
-        sources.append(EventSource(connector.hierarchy))
-    return publisher.feed(engine.identity.fingerprint(), *sources)

@@ -497,7 +497,10 @@ class EventConsumer:
             if ready is self._monitor:
                 self._take_notice()
             elif ready is self._subscriber:
-                self._read_live(self._subscriber)
+                for batch in self._received(self._subscriber):
+                    self._last_message_at = time.monotonic()
+                    if isinstance(batch, NumberedBatch):
+                        self._do(self._sequencer.live(batch))
             elif ready is self._replay:
                 self._read_replay(self._replay)
         self._pass_time()
@@ -537,15 +540,11 @@ class EventConsumer:
             self._answers = True
             self._counts["connections"] += 1
             self._refusal = None
-            self._drop_queued()
+            with contextlib.suppress(zmq.Again):  # what waits unread may be of a publisher that has ended
+                for _ in range(_QUEUE):
+                    self._subscriber.recv_multipart(zmq.DONTWAIT)
+                    self._counts["dropped"] += 1
             self._sequencer.start_over()
-
-    def _drop_queued(self) -> None:
-        """What waits unread may be from a publisher that has ended. A replay brings what is from this one."""
-        with contextlib.suppress(zmq.Again):
-            for _ in range(_QUEUE):
-                self._subscriber.recv_multipart(zmq.DONTWAIT)
-                self._counts["dropped"] += 1
 
     def _received(self, socket: "zmq.Socket[bytes]", skip: int = 0) -> Iterator[NumberedBatch | FormatError | None]:
         """What may be read in this turn, behind the first `skip` frames; None: a replay's end."""
@@ -564,12 +563,6 @@ class EventConsumer:
                 self._malformed(error)
                 batch = error
             yield batch
-
-    def _read_live(self, socket: "zmq.Socket[bytes]") -> None:
-        for batch in self._received(socket):
-            self._last_message_at = time.monotonic()
-            if isinstance(batch, NumberedBatch):
-                self._do(self._sequencer.live(batch))
 
     def _read_replay(self, socket: "zmq.Socket[bytes]") -> None:
         for batch in self._received(socket, 1):
@@ -627,7 +620,9 @@ class EventConsumer:
             self._counts["batches"] += 1
             if self._topic is not None and step.topic != self._topic:
                 self._counts["other_topics"] += 1
-                self._look_at_topic(step.topic)
+                if not _OF_A_MODEL.fullmatch(step.topic):
+                    given, wanted = (each.decode(errors="replace")[:80] for each in (step.topic, self._topic))
+                    self._refuse(f'its topic is "{given}", but "{wanted}" is this model\'s; unset [events] topic there')
                 continue
             try:
                 events = decode_batch(step.payload).events
@@ -649,11 +644,6 @@ class EventConsumer:
                 if num_blocks >= _PIECE:
                     num_blocks = 0
                     time.sleep(_YIELD)
-
-    def _look_at_topic(self, topic: bytes) -> None:
-        if self._topic is not None and not _OF_A_MODEL.fullmatch(topic):
-            given, wanted = (each.decode(errors="replace")[:80] for each in (topic, self._topic))
-            self._refuse(f'its topic is "{given}", but "{wanted}" is this model\'s; unset [events] topic there')
 
     def _refuse(self, why: str) -> None:
         if self._refusal is None:

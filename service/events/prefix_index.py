@@ -12,18 +12,10 @@ import numpy as np
 import xxhash
 
 from kvtier.service.events import holders as interpreted
-from kvtier.service.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, ExtraKeys, KVEvent, as_u64
-from kvtier.tiers import TIERS, TierKind
+from kvtier.service.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, as_u64
+from kvtier.tiers import TIERS, TierKind, naming
 from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import MAX_BLOCKS
-from kvtier.tiers.naming import (
-    Tokens,
-    dynamo_block_hashes,
-    dynamo_local_hashes,
-    dynamo_seed,
-    dynamo_sequence_hashes,
-    pack_tokens,
-)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,10 +32,10 @@ _U64: Final = 2**64 - 1
 
 
 def prompt_hashes(
-    tokens: Tokens, block_size: int, lora_name: str | None = None, namespace: str | None = None
+    tokens: naming.Tokens, block_size: int, lora_name: str | None = None, namespace: str | None = None
 ) -> list[int]:
     """A prompt's blocks as an index names them: Dynamo's sequence hashes, of the full blocks."""
-    return dynamo_block_hashes(tokens, block_size, dynamo_seed(lora_name, namespace))
+    return naming.dynamo_block_hashes(tokens, block_size, naming.dynamo_seed(lora_name, namespace))
 
 
 def _holders(num_tiers: int) -> "Holders":
@@ -223,22 +215,24 @@ class PrefixIndex:
     def _sequences(self, event: BlockStored, parent: tuple[int, int] | None) -> tuple[int, list[int]]:
         """The seed of the chain's hashes if it has a namespace, else 0; and the blocks' sequence hashes."""
         before, namespaced = (None, 0) if parent is None else parent
-        keys = [_without(event.lora_name, one) for one in event.extra_keys or ()]
+        named, keys = event.lora_name, [one or () for one in event.extra_keys or ()]
+        if named is not None:  # the adapter's name comes first, and is a field of its own
+            keys = [each[1:] if each and each[0] == named else each for each in keys]
         if parent is None and keys:
             namespace = next((key for key in keys[0] if isinstance(key, str)), None)
             if namespace is not None:
                 keys[0] = tuple(key for key in keys[0] if key is not namespace)
-                namespaced = dynamo_seed(event.lora_name, namespace)
-        seed = namespaced or dynamo_seed(event.lora_name)
+                namespaced = naming.dynamo_seed(event.lora_name, namespace)
+        seed = namespaced or naming.dynamo_seed(event.lora_name)
         if not any(keys):
-            return namespaced, dynamo_block_hashes(event.token_ids, self.block_size, seed, before)
-        hashes = dynamo_local_hashes(event.token_ids, self.block_size, seed)
+            return namespaced, naming.dynamo_block_hashes(event.token_ids, self.block_size, seed, before)
+        hashes = naming.dynamo_local_hashes(event.token_ids, self.block_size, seed)
         for block, key in enumerate(keys):
             if key:  # an image, an embedding: the same tokens, another block
                 words = event.token_ids[block * self.block_size : (block + 1) * self.block_size]
                 digest = xxhash.xxh3_64_intdigest(msgpack.packb(key), 2)
-                hashes[block] = xxhash.xxh3_64_intdigest(pack_tokens(words), (seed + digest) & _U64)
-        return namespaced, dynamo_sequence_hashes(hashes, before)
+                hashes[block] = xxhash.xxh3_64_intdigest(naming.pack_tokens(words), (seed + digest) & _U64)
+        return namespaced, naming.dynamo_sequence_hashes(hashes, before)
 
     def _remove(self, who: str, worker: _Worker, tier: int, event: BlockRemoved) -> None:
         unknown = self._holders.remove(worker.number, event.block_hashes, tier)
@@ -293,10 +287,3 @@ def _words(kinds: Iterable[TierKind]) -> dict[str | None, int]:
 
 
 _UNSTABLE: Final = "its hashes are not stable: give it a fixed PYTHONHASHSEED"
-
-
-def _without(lora_name: str | None, keys: ExtraKeys | None) -> ExtraKeys:
-    """A block's extra keys without the adapter's name, which comes first and is a field of its own."""
-    if not keys:
-        return ()
-    return keys[1:] if lora_name is not None and keys[0] == lora_name else keys

@@ -317,7 +317,6 @@ class Publisher:
         self._submit(1, lambda: self._send(fingerprint, self._announced_of(fingerprint).clear()))
 
     def tells_all(self, fingerprint: bytes) -> bool:
-        """Whether every block that the model has in host memory is announced, of those taken in. For any thread."""
         announced = self._announced.get(fingerprint)
         return announced is None or not (announced.num_withheld or announced.num_hidden)
 
@@ -509,7 +508,6 @@ class TierFeed:
 
     @property
     def tells_all(self) -> bool:
-        """`Publisher.tells_all`, of all tenants. For any thread."""
         return self._has_all_roots and self._publisher.tells_all(self._fingerprint)
 
     def pump(self) -> bool:
@@ -544,18 +542,14 @@ def _parts(events: Sequence[KVEvent]) -> Iterator[list[KVEvent]]:
     part: list[KVEvent] = []
     num_blocks = num_bytes = 0
     for event in events:
-        weight = _most_bytes(event)
+        num_names = 0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
+        # packed it has at most this: names of 64 bits, tokens of 32
+        weight = 256 + 10 * num_names + (5 * len(event.token_ids) if isinstance(event, BlockStored) else 0)
         if part and (num_blocks >= MAX_BATCH or num_bytes + weight > MAX_BATCH_BYTES):
             yield part
             part, num_blocks, num_bytes = [], 0, 0
         part.append(event)
-        num_blocks += 0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
+        num_blocks += num_names
         num_bytes += weight
     if part:
         yield part
-
-
-def _most_bytes(event: KVEvent) -> int:
-    """What an event of ours takes at most when it is packed: names of 64 bits, tokens of 32."""
-    num_names = 0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
-    return 256 + 10 * num_names + (5 * len(event.token_ids) if isinstance(event, BlockStored) else 0)

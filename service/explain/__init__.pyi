@@ -3,8 +3,6 @@ from .chain import explain_chain as explain_chain
 from .chain import held_by_tenants as held_by_tenants
 from .chain import is_unknown as is_unknown
 from .chain import tenant_name as tenant_name
-from .lines import ExplainedLines as ExplainedLines
-from .lines import Explanation as Explanation
 from .lines import explained as explained
 from .request_log import UNSALTED as UNSALTED
 from .request_log import LoggedRequest as LoggedRequest

@@ -6,7 +6,6 @@ from typing import Any, Final, NamedTuple
 
 from kvtier.connector import named_line
 from kvtier.service import Json
-from kvtier.service.observe import StatusPart
 from kvtier.tiers import TIERS
 from kvtier.tiers.config import show_size
 
@@ -139,17 +138,18 @@ def _known_cause(mine: str, theirs: str) -> Difference | None:
     if named_line(line := _line_at(mine, same)) == "billing" and _line_at(theirs, same).startswith(line[:20]):
         advice = 'A billing header changes there: [chat] drop_lines = ["billing"] leaves that line out.'
         return Difference(f"`{line}` for `{_line_at(theirs, same)}`", advice)
-    if _at(_REASONING, mine, same) != (of_theirs := _at(_REASONING, theirs, same)):
+    of_mine, of_theirs = _match_at(_REASONING, mine, same), _match_at(_REASONING, theirs, same)
+    if (of_mine and of_mine[0]) != (of_theirs and of_theirs[0]):
         advice = (
             "Chat templates leave out the reasoning of earlier turns, so its KV is never found: "
             '[cache] store_generated = "answers" does not store it.'
         )
         whose = "this" if of_theirs is None else "the held"
         return Difference(f"reasoning begins there in {whose} prompt", advice)
-    own, held = _at(_KEY, mine, same), _at(_KEY, theirs, same)
+    own, held = _match_at(_KEY, mine, same), _match_at(_KEY, theirs, same)
     if own and held:
         advice = "Keys of JSON have another order there: for tools' schemas, [chat] sort_tools = true gives them one."
-        return Difference(f"`{own}` for `{held}`", advice)
+        return Difference(f"`{own[0]}` for `{held[0]}`", advice)
     return None
 
 
@@ -157,8 +157,8 @@ def _same(mine: str, theirs: str) -> int:
     return next((i for i, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other), -1)
 
 
-def _at(pattern: re.Pattern[str], text: str, place: int) -> str | None:
-    return next((m.group() for m in pattern.finditer(text) if m.start() <= place < m.end()), None)
+def _match_at(pattern: re.Pattern[str], text: str, place: int) -> re.Match[str] | None:
+    return next((m for m in pattern.finditer(text) if m.start() <= place < m.end()), None)
 
 
 def _line_at(text: str, place: int) -> str:
@@ -178,8 +178,7 @@ def changing_part(mine: str, theirs: str) -> tuple[str, str, str] | None:
     if same < 0:
         return None
     for kind, pattern in _KINDS:
-        ours = next((m for m in pattern.finditer(mine) if m.start() <= same < m.end()), None)
-        held = next((m for m in pattern.finditer(theirs) if m.start() <= same < m.end()), None)
+        ours, held = _match_at(pattern, mine, same), _match_at(pattern, theirs, same)
         if ours is None or held is None or ours.start() != held.start():
             continue
         rests = zip(mine[ours.end() :][:_GOES_ON], theirs[held.end() :][:_GOES_ON], strict=False)
@@ -320,68 +319,3 @@ def _fields(model: dict[str, Any]) -> Iterator[str]:
 
 def _shown(tier: str | None) -> str:
     return TIERS[tier].shown if tier in TIERS else tier or ""
-
-
-# --- the answer, typed -----------------------------------------------------------------------------------------------
-
-
-class BlockRun(StatusPart):
-    first: int
-    blocks: int
-    tier: str | None
-
-
-class MissingCause(StatusPart):
-    name: str
-    tier: str
-    seconds: int
-    block: int
-
-
-class TokensThatDiffer(StatusPart):
-    token: int
-    tokens: list[int]
-    held_tokens: list[int]
-    same: int
-
-
-class FieldThatDiffers(StatusPart):
-    field: str
-    here: str
-    there: str
-
-
-class OtherModel(StatusPart):
-    model: str
-    blocks: int
-    block_size: int
-    fields: Sequence[FieldThatDiffers] = ()
-
-
-class ClosedSlab(StatusPart):
-    model: str
-    bytes: int
-    fields: Sequence[FieldThatDiffers] = ()
-
-
-class OtherTenant(StatusPart):
-    tenant: str
-    blocks: int
-
-
-class Explanation(StatusPart):
-    block_size: int
-    tokens: int
-    runs: list[BlockRun]
-    cause: MissingCause | None
-    differs: TokensThatDiffer | None
-    nothing_alike: bool = False  # the first block is missing, and no compared block shares tokens with it
-    elsewhere: list[OtherModel]
-    closed: Sequence[ClosedSlab] = ()
-    tenants: Sequence[OtherTenant] = ()
-    recompute: str | None = None  # the tier whose blocks take longer to load than to compute
-    unreachable: Sequence[str] = ()  # tiers that may hold the missing block, and do not answer now
-
-
-class ExplainedLines(StatusPart):
-    lines: list[str]

@@ -25,6 +25,7 @@ from kvtier.service.node.peer_server import PeerFeeds, PeerServer
 from kvtier.service.observe import statuses
 from kvtier.tiers import ConfigError, FormatError, KVMismatch, TierUnavailable
 from kvtier.tiers.config import Config
+from kvtier.tiers.hierarchy import begun
 from kvtier.tiers.peers import FEEDS, EventsAt
 
 if TYPE_CHECKING:
@@ -270,7 +271,15 @@ class Session:
         namespace = self.namespace
         assert namespace is not None
         in_use = namespace.in_use
-        return _Waits(lambda: _broken(lambda: namespace.hierarchy.check(in_use=in_use)))
+
+        def broken() -> str:
+            try:
+                namespace.hierarchy.check(in_use=in_use)
+            except AssertionError as error:
+                return str(error)[:500] or "a law does not hold"
+            return ""
+
+        return _Waits(broken)
 
     def _serve_aside(self, request: int, work: Callable[[], Any]) -> None:
         assert self.holdings is not None
@@ -336,14 +345,6 @@ class _Waits(NamedTuple):
     """A slow operation: `work` returns its answer, on a thread of its own."""
 
     work: Callable[[], Any]
-
-
-def _broken(check: Callable[[], None]) -> str:
-    try:
-        check()
-    except AssertionError as error:
-        return str(error)[:500] or "a law does not hold"
-    return ""
 
 
 # --- the daemon ------------------------------------------------------------------------------------------------------
@@ -435,7 +436,18 @@ class Daemon:
         return list(self.models)
 
     def clients(self) -> list[statuses.ClientStatus]:
-        return [_client(session) for session in self._sessions.values()]
+        return [
+            statuses.ClientStatus(
+                pids=session.processes.pids,
+                uid=session.peer.uid,
+                connected=session.connected,
+                seconds=round(now() - session.since, 3),
+                protocol=session.version,
+                **session.counts._asdict(),
+                model=None if session.namespace is None else session.namespace.name,
+            )
+            for session in self._sessions.values()
+        ]
 
     def submit(self, function: Callable[[], T]) -> "Future[T]":
         """Call `function` on the loop's thread, where it must not wait. The future gets its result."""
@@ -509,15 +521,9 @@ class Daemon:
 
     def aside(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
         """Run slow work on a thread of its own, one per session at most. `done` gets the result or the exception."""
-
-        def run() -> None:
-            try:
-                result = work()
-            except Exception as error:
-                result = error
-            self.loop.call(lambda: done(result))
-
-        threading.Thread(target=run, name="kvtier-aside", daemon=True).start()
+        begun("kvtier-aside", work).add_done_callback(
+            lambda ended: self.loop.call(lambda: done(ended.exception() or ended.result()))
+        )
 
     def log(self, line: str) -> None:
         """One line, as a warning; at most one in a second, so that no client fills the disk."""
@@ -688,15 +694,3 @@ class Daemon:
                 if not session.said_hello and at - session.since > _HELLO_DEADLINE:
                     session.end_connection("silent")
         return _TICK if self.has_waiting or is_announced_soon else _IDLE_TICK
-
-
-def _client(session: Session) -> statuses.ClientStatus:
-    return statuses.ClientStatus(
-        pids=session.processes.pids,
-        uid=session.peer.uid,
-        connected=session.connected,
-        seconds=round(now() - session.since, 3),
-        protocol=session.version,
-        **session.counts._asdict(),
-        model=None if session.namespace is None else session.namespace.name,
-    )

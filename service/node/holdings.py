@@ -223,10 +223,7 @@ class Holdings:
         self.news.append(news)
 
     def _renew(self, op: wire.Renew) -> None:
-        at = now()
-        for number in op.claims:
-            if number in self._renewed:
-                self._renewed[number] = at
+        self._renewed |= dict.fromkeys(self._renewed.keys() & op.claims, now())
 
     def _cancel(self, op: wire.Cancel) -> None:
         for number in op.claims:
@@ -253,8 +250,8 @@ class Holdings:
         lengths = [len(each.hashes) for each in wanted]
         if not self._reservations.keys().isdisjoint(range(op.first, op.first + len(wanted))):
             raise FormatError(f"a reservation from {op.first} on is there already")
-        if op.tails and any([lengths[i] != 1 for i in op.tails]):
-            raise FormatError("reserve: a tail is one block")
+        if op.partial and any([lengths[i] != 1 for i in op.partial]):
+            raise FormatError("reserve: a partial block is one block")
         if len(self._reservations) + len(lengths) > MAX_RESERVATIONS or max(lengths, default=0) > wire.MAX_ITEMS:
             self._hierarchy.metrics.dropped(L2, Outcome.QUEUE_FULL, sum(lengths))
             return wire.pack_grants([None] * len(lengths))
@@ -277,8 +274,8 @@ class Holdings:
                 continue
             if len(tokens) != len(reservation.hashes):
                 raise FormatError(f"seal: tokens of {len(tokens)} blocks, {len(reservation)} are reserved")
-            if reservation.is_tail and not 0 < len(tokens[0]) < self._token_bytes:
-                raise FormatError("seal: a tail has a token or more, and fewer than a block")
+            if reservation.is_partial and not 0 < len(tokens[0]) < self._token_bytes:
+                raise FormatError("seal: a partial block has a token or more, and fewer than a block")
             del self._reservations[number]
             self.sealed.append((reservation, tokens, op.epoch))
 

@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,8 +63,8 @@ class TraceRecorder:
     A line is written once its request has ended, after `patience` seconds, or when half of `max_waiting` waits;
     never before the lines above it.
     At most `max_waiting` blocks wait to be written. Lookups beyond are dropped and counted, as are all once the trace
-    has `max_bytes` or the disk has refused it. A block keeps its number while it is among the `max_known` / 2
-    seen last, at least; one that returns later gets a new number. So a trace may show less reuse over long
+    has `max_bytes` or the disk has refused it. A block keeps its number while it is among the `max_known`
+    seen last; one that returns later gets a new number. So a trace may show less reuse over long
     distances than there was, never more.
     """
 
@@ -218,26 +218,22 @@ class TraceRecorder:
 
 
 class _Numbers:
-    """Small integers for names, in order of first sight. Two generations of at most `most` / 2 names."""
+    """Small integers for names, in order of first sight. The `most` names seen last keep theirs."""
 
     def __init__(self, most: int) -> None:
-        self._half = max(1, most // 2)
-        self._young: dict[ChainHash, int] = {}
-        self._old: dict[ChainHash, int] = {}
-        self._next = 0
+        self._most = most
+        self._known: OrderedDict[ChainHash, int] = OrderedDict()
+        self._fresh = itertools.count()
 
     def of(self, names: Sequence[ChainHash]) -> list[int]:
-        return [known if (known := self._young.get(name)) is not None else self._admit(name) for name in names]
-
-    def _admit(self, name: ChainHash) -> int:
-        """Move the name to the young generation, under its old number or the next."""
-        number = self._old.get(name)
-        if number is None:
-            number, self._next = self._next, self._next + 1
-        if len(self._young) >= self._half:
-            self._old, self._young = self._young, {}
-        self._young[name] = number
-        return number
+        numbers = []
+        for name in names:
+            number = self._known.pop(name, None)
+            self._known[name] = number = next(self._fresh) if number is None else number
+            numbers.append(number)
+            if len(self._known) > self._most:
+                self._known.popitem(last=False)
+        return numbers
 
 
 _KEPT: Final = 3600.0  # seconds

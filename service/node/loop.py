@@ -139,14 +139,15 @@ class Listener:
     @property
     def is_there(self) -> bool:
         """Whether the path still leads to this socket: a cleaner of temporary files may have removed it. May wait."""
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return os.path.samestat(self.path.lstat(), self._file) and self._holds_lock()
-        except FileNotFoundError:
-            return False
+        return False
 
     def _holds_lock(self) -> bool:
-        """Whether our lock is the file that another daemon would lock. FileNotFoundError if there is none."""
-        return os.path.samestat(os.lstat(f"{self.path}.lock"), os.fstat(self._lock))
+        """Whether our lock is the file that another daemon would lock."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.lstat(f"{self.path}.lock"), os.fstat(self._lock))
+        return False
 
     def renewed(self) -> socket.socket:
         """A new socket at the path, while we hold the lock; `replace` takes it. May wait. ConfigError as at first."""
@@ -154,17 +155,12 @@ class Listener:
             if self._lock < 0:
                 raise ConfigError("the daemon is stopping")
             with _directory(self.path) as home:
-                self._lock_again(home)
+                if not self._holds_lock():
+                    lock = _lock(self.path, home)  # ConfigError: another daemon serves there now
+                    os.close(self._lock)
+                    self._lock = lock
                 made, self._file = _listen(self.path, home)
         return made
-
-    def _lock_again(self, home: int) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            if self._holds_lock():
-                return
-        lock = _lock(self.path, home)  # ConfigError: another daemon serves there now
-        os.close(self._lock)
-        self._lock = lock
 
     def replace(self, made: socket.socket) -> None:
         self.socket.close()
@@ -195,18 +191,15 @@ def _directory(path: Path) -> Iterator[int]:
     except OSError as error:
         raise _bad(path, f"{home}: {error.strerror}; make that directory") from None
     try:
-        _check_directory(path, home, os.fstat(opened))
+        found = os.fstat(opened)
+        if not is_trusted(found.st_uid):
+            why = f"{home} is user {found.st_uid}'s, this is user {os.geteuid()}; choose a directory of your own"
+            raise _bad(path, why)
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
+            raise _bad(path, f"others may replace files in {home}; `chmod go-w` it, or choose another")
         yield opened
     finally:
         os.close(opened)
-
-
-def _check_directory(path: Path, home: Path, found: os.stat_result) -> None:
-    if not is_trusted(found.st_uid):
-        why = f"{home} is user {found.st_uid}'s, this is user {os.geteuid()}; choose a directory of your own"
-        raise _bad(path, why)
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
-        raise _bad(path, f"others may replace files in {home}; `chmod go-w` it, or choose another")
 
 
 def _check_owner(path: Path, home: int) -> None:

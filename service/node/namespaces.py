@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import secrets
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -48,8 +47,8 @@ def record_model(directory: Path, fingerprint: bytes, about: Mapping[str, str]) 
         for path in directory.glob(f"*{_ABOUT_SUFFIX}"):
             if not _slab_of(path).exists():
                 path.unlink(missing_ok=True)
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(dict(about), file)
+        new.touch(0o600)
+        new.write_text(json.dumps(dict(about)))
         new.replace(directory / f"{fingerprint.hex()}{_ABOUT_SUFFIX}")
     except OSError as error:
         with suppress(OSError):

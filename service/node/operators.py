@@ -93,10 +93,6 @@ class BlockSelection:
         found = [namespace.hierarchy.locate(chain, max(0.0, until - monotonic())).loadable for chain in chains]
         return chains[found.index(max(found))], root
 
-    def scheme_of(self, names: Sequence[ChainHash], root: ChainHash, block_size: int) -> str:
-        first = self.tokens[:block_size]
-        return next(each for each in _SCHEMES if chain_hashes(root, first, block_size, each)[0] == names[0])
-
 
 MAX_PINS: Final = 256
 SHARE: Final = 4  # of a model's L2 at most this part is pinned
@@ -161,8 +157,8 @@ class Pins:
             lambda pin: pin.until <= at or (pin.namespace is not None and pin.namespace.hierarchy.epoch != pin.epoch)
         )
 
-    def clear(self) -> int:
-        return self._end_all(lambda pin: True)
+    def clear(self) -> None:
+        self._end_all(lambda pin: True)
 
     def listing(self) -> list[Json]:
         with self._lock:
@@ -261,13 +257,11 @@ def explain(
                 answer["closed"] = _closed(namespace, others, slabs)
             unsalted = namespace.tiers.tenants.unsalted
             roots = [(each, tenant_name(each, unsalted)) for each in namespace.tiers.tenants.known()]
-            scheme = blocks.scheme_of(hashes, root, size)
-
-            def held(names: Sequence[ChainHash]) -> int:
-                return hierarchy.lookup(names).loadable
-
+            first = blocks.tokens[:size]
+            scheme = next(each for each in _SCHEMES if chain_hashes(root, first, size, each)[0] == hashes[0])
             in_time = takewhile(lambda _: monotonic() < until, roots)
-            answer["tenants"] = held_by_tenants(chain, in_time, held, known, scheme)
+            lookup = lambda names: hierarchy.lookup(names).loadable  # noqa: E731
+            answer["tenants"] = held_by_tenants(chain, in_time, lookup, known, scheme)
     return answer
 
 

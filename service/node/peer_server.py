@@ -9,8 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from typing import Final
+from contextlib import contextmanager, suppress
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -83,11 +83,14 @@ class LentModel:
 
         def register() -> RemoteMemory:
             memory = RemoteMemory()
-            memory.register(self.hierarchy.host.region.slot(0))
+            try:
+                memory.register(self.hierarchy.host.region.slot(0))
+            except Exception as error:
+                _log.warning("[peers] blocks are sent over tcp: %s", error)
+                raise
             return memory
 
         self._memory = begun("kvtier-nixl", register)
-        self._memory.add_done_callback(_warn_of_failure)
 
     def memory(self, seconds: float = 0.0) -> RemoteMemory | None:
         """What borrowers read, once it is registered; None: they get blocks over the connection."""
@@ -323,10 +326,11 @@ class PeerServer:
             with model.hierarchy.host.pool.lease(names[:most]) as lease:
                 lent = self._leading(model, lease) if model.is_lent else []
                 send(connection, [session.answer(verb, len(lent))], deadline)
+                loan = _Loan(connection, session, model, lent, deadline)
                 if verb is wire.PeerVerb.LEND:
-                    self._send(connection, session, model, lent, deadline)
+                    loan.send()
                 elif lent:
-                    self._send_places(connection, session, model, lent, deadline)
+                    loan.send_places()
         with self._lock:
             self.counts["blocks"] += len(lent)
             self.counts["bytes"] += len(lent) * slot_bytes
@@ -341,58 +345,6 @@ class PeerServer:
                 break
             lent.append((record, slot, time_taken))
         return lent
-
-    @staticmethod
-    def _send(
-        connection: socket.socket,
-        session: wire.PeerSession,
-        model: LentModel,
-        lent: Sequence[tuple[BlockRecord, int, int]],
-        deadline: float,
-    ) -> None:
-        """Send blocks in groups: the kernel sends one while the next is hashed. PeerFailed if a block is corrupt."""
-        host, parts = model.hierarchy.host, list[bytes | memoryview]()
-        for record, slot, generation in lent:
-            payload = host.region.slot(slot)
-            if checksum(payload) != record.checksum:
-                host.pool.evict([record.chain_hash], Outcome.CHECKSUM)
-                send(connection, parts, deadline)
-                raise PeerFailed(Outcome.CHECKSUM, "rotten")
-            head = session.pack_head(record)
-            parts += [head, payload, model.tag_of(session, slot, generation, head, payload)]
-            if (len(parts) // 3 + 1) * session.blocks.slot_bytes > _SEND_BYTES:
-                send(connection, parts, deadline)
-                parts = []
-        send(connection, parts, deadline)
-
-    @staticmethod
-    def _send_places(
-        connection: socket.socket,
-        session: wire.PeerSession,
-        model: LentModel,
-        lent: Sequence[tuple[BlockRecord, int, int]],
-        deadline: float,
-    ) -> None:
-        """Send where blocks lie, and keep them until the borrower is done. If it ends instead, one may be corrupt."""
-        host, parts = model.hierarchy.host, list[bytes]()
-        for record, slot, generation in lent:
-            payload, head = host.region.slot(slot), session.pack_head(record)
-            address = wire.ADDRESS.pack(np.frombuffer(payload, np.uint8).ctypes.data)
-            parts += [head, address, model.tag_of(session, slot, generation, head, payload)]
-        send(connection, parts, deadline)
-        poll = select.poll()
-        poll.register(connection.fileno(), select.POLLIN)
-        if not poll.poll(max(0.0, 1e3 * (deadline - time.monotonic()))):
-            raise PeerFailed(Outcome.TIMEOUT, "timeout")
-        try:
-            has_ended = not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except OSError:  # reset
-            has_ended = True
-        if has_ended:
-            for record, slot, _ in lent:
-                if checksum(host.region.slot(slot)) != record.checksum:
-                    host.pool.evict([record.chain_hash], Outcome.CHECKSUM)
-            raise PeerFailed(Outcome.IO_ERROR, "hung_up")
 
     @contextmanager
     def _room(self, num_bytes: int, deadline: float) -> Iterator[bool]:
@@ -417,16 +369,57 @@ class PeerServer:
             self.counts[event] += 1
 
 
-def _warn_of_failure(registered: "Future[RemoteMemory]") -> None:
-    if (error := registered.exception()) is not None:
-        _log.warning("[peers] blocks are sent over tcp: %s", error)
+class _Loan(NamedTuple):
+    """Leased blocks on their way to a borrower."""
+
+    connection: socket.socket
+    session: wire.PeerSession
+    model: LentModel
+    blocks: Sequence[tuple[BlockRecord, int, int]]  # with slot and generation
+    deadline: float
+
+    def send(self) -> None:
+        """In groups: the kernel sends one while the next is hashed. PeerFailed if a block is corrupt."""
+        host, parts = self.model.hierarchy.host, list[bytes | memoryview]()
+        for record, slot, generation in self.blocks:
+            payload = host.region.slot(slot)
+            if checksum(payload) != record.checksum:
+                host.pool.evict([record.chain_hash], Outcome.CHECKSUM)
+                send(self.connection, parts, self.deadline)
+                raise PeerFailed(Outcome.CHECKSUM, "rotten")
+            head = self.session.pack_head(record)
+            parts += [head, payload, self.model.tag_of(self.session, slot, generation, head, payload)]
+            if (len(parts) // 3 + 1) * self.session.blocks.slot_bytes > _SEND_BYTES:
+                send(self.connection, parts, self.deadline)
+                parts = []
+        send(self.connection, parts, self.deadline)
+
+    def send_places(self) -> None:
+        """Send where blocks lie, and keep them until the borrower is done. If it ends instead, one may be corrupt."""
+        host, parts = self.model.hierarchy.host, list[bytes]()
+        for record, slot, generation in self.blocks:
+            payload, head = host.region.slot(slot), self.session.pack_head(record)
+            address = wire.ADDRESS.pack(np.frombuffer(payload, np.uint8).ctypes.data)
+            parts += [head, address, self.model.tag_of(self.session, slot, generation, head, payload)]
+        send(self.connection, parts, self.deadline)
+        poll = select.poll()
+        poll.register(self.connection.fileno(), select.POLLIN)
+        if not poll.poll(max(0.0, 1e3 * (self.deadline - time.monotonic()))):
+            raise PeerFailed(Outcome.TIMEOUT, "timeout")
+        try:
+            has_ended = not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except OSError:  # reset
+            has_ended = True
+        if has_ended:
+            for record, slot, _ in self.blocks:
+                if checksum(host.region.slot(slot)) != record.checksum:
+                    host.pool.evict([record.chain_hash], Outcome.CHECKSUM)
+            raise PeerFailed(Outcome.IO_ERROR, "hung_up")
 
 
 def _shut(connection: socket.socket) -> None:
-    try:
+    with suppress(OSError):  # it has ended by itself
         connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # it has ended by itself
-        return
 
 
 def _listen(address: str) -> socket.socket:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import PurePath
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +29,6 @@ from kvtier.tiers.hierarchy import Hierarchy, TierPort, lineages
 from kvtier.tiers.naming import root_hash
 from kvtier.tiers.pool import Slots, Words
 from kvtier.tiers.reuse import EDGES
-
-if TYPE_CHECKING:
-    from kvtier.service.events import Publisher
 
 UNSALTED: Final = "no salt"
 OTHERS: Final = "others"
@@ -284,7 +281,11 @@ def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> s
         lambda: (daemon.namespaces(), daemon.clients(), daemon.models.used, daemon.refusals.all())
     )
     degraded, wanting = degraded_tiers(namespaces), wanting_parts(daemon, namespaces)
-    pinned = pins.blocks_by_model()
+    pinned, published = pins.blocks_by_model(), None
+    if (publisher := daemon.publisher) is not None:
+        counts: dict[str, Any] = dict(publisher.counts)
+        where = {"publish": publisher.endpoint, "replay": publisher.replay_endpoint}
+        published = statuses.PublishedEvents(**where, seq=publisher.seq, **counts)
     return statuses.DaemonStatus(
         version=__version__,
         pid=os.getpid(),
@@ -297,7 +298,7 @@ def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> s
         events=dict(daemon.counts),
         tier_captions=[statuses.TierCaption.model_validate(each) for each in tier_captions()],
         lent=None if daemon.peer_server is None else dict(daemon.peer_server.counts),
-        kv_events=None if daemon.publisher is None else _published(daemon.publisher),
+        kv_events=published,
         gpu_hour=daemon.config.service.gpu_hour,
         models=[_model(each, clients, pinned.get(each.name, 0), optimum) for each in namespaces],
         clients=clients,
@@ -332,7 +333,7 @@ def _model(
 ) -> statuses.ModelStatus:
     hierarchy = namespace.hierarchy
     counts, stride = hierarchy.host.pool.counts(), hierarchy.host.region.slot_stride
-    values = MetricValues(hierarchy.metrics)
+    values, gaps = MetricValues(hierarchy.metrics), hierarchy.host.pool.return_gaps()
     host = statuses.HostTierStatus(
         slots=hierarchy.host.pool.num_slots,
         bytes=namespace.size,
@@ -352,7 +353,9 @@ def _model(
         tiers={port.name: _lower(port, values) for port in hierarchy.ports},
         saved=_saved(namespace),
         optimum=None if watch is None else watch.of(namespace.fingerprint),
-        return_gaps=_return_gaps(hierarchy),
+        return_gaps=None
+        if gaps is None
+        else statuses.AgeCounts(bounds=EDGES[1:].tolist(), counts=gaps.round(3).tolist()),
         **dict(figures(hierarchy.metrics)),
     )
 
@@ -373,13 +376,6 @@ def _called(about: Mapping[str, str]) -> str | None:
     return PurePath(name).name if name and name.startswith(("/", ".", "~")) else name
 
 
-def _return_gaps(hierarchy: Hierarchy) -> statuses.AgeCounts | None:
-    gaps = hierarchy.host.pool.return_gaps()
-    if gaps is None:
-        return None
-    return statuses.AgeCounts(bounds=EDGES[1:].tolist(), counts=[round(each, 3) for each in gaps.tolist()])
-
-
 def _saved(namespace: Namespace) -> statuses.SavedFigures:
     savings, rate = namespace.tiers.savings, namespace.tiers.savings.tokens_per_second
     return statuses.SavedFigures(
@@ -390,12 +386,6 @@ def _saved(namespace: Namespace) -> statuses.SavedFigures:
         tokens_per_s=None if rate is None else round(rate, 1),
         assumed=savings.is_assumed,
     )
-
-
-def _published(publisher: "Publisher") -> statuses.PublishedEvents:
-    counts: dict[str, Any] = dict(publisher.counts)
-    where = {"publish": publisher.endpoint, "replay": publisher.replay_endpoint}
-    return statuses.PublishedEvents(**where, seq=publisher.seq, **counts)
 
 
 def _breakers(port: TierPort) -> dict[str, str]:

@@ -13,7 +13,6 @@ from .statuses import DaemonStatus as DaemonStatus
 from .statuses import EngineStatus as EngineStatus
 from .statuses import ReplicaScore as ReplicaScore
 from .statuses import RouterStatus as RouterStatus
-from .statuses import StatusPart as StatusPart
 from .top import daemon_lines as daemon_lines
 from .top import engine_lines as engine_lines
 from .top import router_lines as router_lines

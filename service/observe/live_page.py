@@ -5,12 +5,12 @@ import contextlib
 import json
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from threading import Event, Lock
 from typing import Any, Final
 
-import numpy as np
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -25,7 +25,7 @@ from kvtier.tiers import KVTierError
 
 PERIOD: Final = 5.0  # seconds between two samples
 _KEPT: Final = 720  # samples: an hour
-_MOST_SERIES: Final = 512  # series; with the samples that is 3 MiB, however long it runs
+_MOST_SERIES: Final = 512  # series; with the samples that is 12 MiB at most
 _DEEPEST: Final = 6  # names in a path
 _IDENTITIES: Final = ("model", "name")  # the field by which an entry of a list is the same in two statuses
 
@@ -33,51 +33,33 @@ Path = tuple[str, ...]  # a number's place in the status: keys, and an identity 
 
 
 class PageHistory:
-    """Samples of a status's numbers by path, in a ring of fixed size; dead series make room. Thread-safe."""
+    """Samples of a status's numbers by path, the last `kept` of each; dead series make room. Thread-safe."""
 
     def __init__(self, parts: Sequence[str], *, kept: int = _KEPT, most: int = _MOST_SERIES) -> None:
-        self._parts = tuple(parts)
-        self._most = most
+        self._parts, self._kept, self._most = tuple(parts), kept, most
         self._lock = Lock()  # guards the fields below
-        self._columns: dict[Path, int] = {}
-        self._at = np.zeros(kept, np.int64)  # ms of the monotonic clock, as in a stream's events
-        self._values = np.full((kept, 64), np.nan)
-        self._next = 0  # samples taken so far
+        self._at: deque[int] = deque(maxlen=kept)  # ms of the monotonic clock, as in a stream's events
+        self._series: dict[Path, deque[float]] = {}
 
     def add(self, status: Mapping[str, Any], at: float | None = None) -> None:
         found = dict(_numbers({part: status[part] for part in self._parts if part in status}))
         with self._lock:
-            row = self._next % len(self._at)
-            self._at[row] = int(1000 * (time.monotonic() if at is None else at))
-            self._values[row] = np.nan
-            if any(path not in self._columns for path in found):
-                self._make_room(found)
+            self._at.append(int(1000 * (time.monotonic() if at is None else at)))
+            for path, values in self._series.items():
+                values.append(found.get(path, math.nan))
+            if len(self._series.keys() | found.keys()) > self._most:
+                alive = (path for path, values in self._series.items() if not all(map(math.isnan, values)))
+                self._series = {path: self._series[path] for path in alive}
             for path, value in found.items():
-                if (column := self._columns.get(path)) is not None:
-                    self._values[row, column] = value
-            self._next += 1
+                if path not in self._series and len(self._series) < self._most:
+                    self._series[path] = deque([*[math.nan] * (len(self._at) - 1), value], self._kept)
 
     def as_json(self) -> Json:
         """Series by path at times `at` (monotonic ms); one value if all are equal; null: not known."""
         with self._lock:
-            kept = len(self._at)
-            rows = np.arange(max(0, self._next - kept), self._next) % kept
-            at, values, columns = self._at[rows].tolist(), self._values[rows], dict(self._columns)
-        series = [{"path": list(path), "values": _listed(values[:, column])} for path, column in columns.items()]
+            at, known = list(self._at), [(path, list(values)) for path, values in self._series.items()]
+        series = [{"path": path, "values": _listed([_plain(each) for each in values])} for path, values in known]
         return {"now": int(1000 * time.monotonic()), "period_s": PERIOD, "at": at, "series": series}
-
-    def _make_room(self, found: Mapping[Path, float]) -> None:
-        new = [path for path in found if path not in self._columns]
-        if len(self._columns) + len(new) > self._most:
-            alive = ~np.isnan(self._values).all(0)
-            kept = [(path, column) for path, column in self._columns.items() if alive[column] or path in found]
-            self._values = self._values[:, [column for _, column in kept]]
-            self._columns = {path: number for number, (path, _) in enumerate(kept)}
-        for path in new[: self._most - len(self._columns)]:
-            self._columns[path] = len(self._columns)
-        if (lacking := len(self._columns) - self._values.shape[1]) > 0:
-            width = min(self._most, self._values.shape[1] + max(lacking, 64)) - self._values.shape[1]
-            self._values = np.hstack([self._values, np.full((len(self._at), width), np.nan)])
 
 
 def _numbers(value: object, path: Path = ()) -> Iterator[tuple[Path, float]]:
@@ -96,10 +78,8 @@ def _numbers(value: object, path: Path = ()) -> Iterator[tuple[Path, float]]:
                     yield from _numbers(entry, (*path, name))
 
 
-def _listed(values: "np.ndarray[Any, np.dtype[np.float64]]") -> Any:
-    if len(values) and (values == values[0]).all():
-        return _plain(float(values[0]))
-    return [_plain(value) for value in values.tolist()]
+def _listed(values: list[float | None]) -> Any:
+    return values[0] if values and values.count(values[0]) == len(values) else values
 
 
 def _plain(value: float) -> int | float | None:

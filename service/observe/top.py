@@ -178,19 +178,17 @@ def router_lines(status: statuses.RouterStatus) -> Iterable[str]:
 
 _HEADER_EVERY: Final = 20  # lines, and rows of a table
 
-TopRow = dict[str, int | float | str | None]
-"""One look, by column: counts and states as they are, events per second since the last look, shares of 1."""
-
 
 class Column(NamedTuple):
     text: Callable[[Any], str]
     width: int
 
 
-class TopView(NamedTuple):
-    parse: Callable[[Json], Any]
-    row_of: Callable[[Any, Any, float], TopRow]  # of two statuses, and the seconds between them
-    columns: Mapping[str, Column]
+TopRow = dict[str, tuple[Any, Column]]
+"""One look: counts and states as they are, events per second since the last look, shares of 1."""
+
+TopView = tuple[type[statuses.StatusPart], Callable[[Any, Any, float], TopRow]]
+"""A kind of status, and the row of two of them with the seconds between them."""
 
 
 def watch(ask: Callable[[], Json], interval: float, count: int, *, as_json: bool) -> None:
@@ -199,8 +197,8 @@ def watch(ask: Callable[[], Json], interval: float, count: int, *, as_json: bool
     from rich.live import Live
 
     status, at = ask(), time.monotonic()
-    view = view_of(status)
-    before = view.parse(status)
+    kind, row_of = _ROUTER if "replicas" in status else _ENGINE if "steps" in status else _DAEMON
+    before = kind.parse(status)
     console = Console()
     rows: deque[list[str]] = deque(maxlen=_HEADER_EVERY)
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
@@ -209,56 +207,58 @@ def watch(ask: Callable[[], Json], interval: float, count: int, *, as_json: bool
             live = stack.enter_context(Live(console=console, auto_refresh=False))
         for number in range(count) if count else itertools.count():
             time.sleep(max(0.0, at + interval - time.monotonic()))
-            now, then = view.parse(ask()), at
+            now, then = kind.parse(ask()), at
             at = time.monotonic()
-            row = view.row_of(before, now, at - then)
-            rows.append([column.text(row[name]) for name, column in view.columns.items()])
+            row = row_of(before, now, at - then)
+            rows.append([column.text(value) for value, column in row.values()])
             if live is not None:
-                live.update(_table(view, rows), refresh=True)
+                live.update(_table(row, rows), refresh=True)
             elif as_json:
-                print(json.dumps(row), flush=True)
+                print(json.dumps({name: value for name, (value, _) in row.items()}), flush=True)
             else:
                 if number % _HEADER_EVERY == 0:
-                    print(_line(view, view.columns))
-                print(_line(view, rows[-1]), flush=True)
+                    print(_line(row, row))
+                print(_line(row, rows[-1]), flush=True)
             before = now
 
 
-def view_of(status: Json) -> TopView:
-    """A router's status has replicas, an engine's has steps; else it is a daemon's."""
-    return _ROUTER if "replicas" in status else _ENGINE if "steps" in status else _DAEMON
+def _line(row: TopRow, cells: Iterable[str]) -> str:
+    return " ".join(f"{cell:>{column.width}}" for cell, (_, column) in zip(cells, row.values(), strict=True))
 
 
-def _line(view: TopView, cells: Any) -> str:
-    return " ".join(f"{cell:>{column.width}}" for cell, column in zip(cells, view.columns.values(), strict=True))
-
-
-def _table(view: TopView, rows: deque[list[str]]) -> "Table":
+def _table(names: Iterable[str], rows: Iterable[list[str]]) -> "Table":
     from rich.table import Table
 
-    table = Table(*(name.replace("_", " ").capitalize() for name in view.columns), box=None, pad_edge=False)
+    table = Table(*(name.replace("_", " ").capitalize() for name in names), box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
     return table
 
 
+_COUNT: Final = Column(str, 8)
+_RATE: Final = Column("{:.0f}".format, 9)
+_SHARE: Final = Column(lambda share: "-" if share is None else f"{share:.1%}", 7)
+_BYTES: Final = Column(lambda rate: f"{show_size(rate, 1000)}/s", 12)
+_STATE: Final = Column(str, 9)
+
+
 # --- what each shows
 
 
-def _daemon_row(before: statuses.DaemonStatus, after: statuses.DaemonStatus, seconds: float) -> TopRow:
+def daemon_row(before: statuses.DaemonStatus, after: statuses.DaemonStatus, seconds: float) -> TopRow:
     changed = _daemon_totals(after) - _daemon_totals(before)
     models = after.models
     return {
-        "clients": sum(client.connected for client in after.clients),
-        "leased": sum(model.l2.leased for model in models),
+        "clients": (sum(client.connected for client in after.clients), _COUNT),
+        "leased": (sum(model.l2.leased for model in models), _COUNT),
         "used": _share(sum(model.l2.ready_bytes for model in models), sum(model.l2.bytes for model in models)),
         "lookups": _rate(changed["lookups"], seconds),
         "hits": _share(changed["lookups"] - changed["misses"], changed["lookups"]),
         "stored": _rate(changed["stored"], seconds),
         "dropped": _rate(changed["dropped"], seconds),
-        "read": _rate(changed["read"], seconds),
-        "written": _rate(changed["written"], seconds),
-        "state": after.status,
+        "read": _rate(changed["read"], seconds, _BYTES),
+        "written": _rate(changed["written"], seconds, _BYTES),
+        "state": (after.status, _STATE),
     }
 
 
@@ -278,33 +278,31 @@ def _daemon_totals(status: statuses.DaemonStatus) -> Counter[str]:
 
 def _router_row(before: statuses.RouterStatus, after: statuses.RouterStatus, seconds: float) -> TopRow:
     prompt_tokens = after.tokens.told_prompt - before.tokens.told_prompt
-    cached = after.tokens.told_cached - before.tokens.told_cached
     return {
-        "replicas": len(after.replicas),
-        "up": after.num_up,
-        "in_flight": sum(replica.in_flight for replica in after.replicas),
+        "replicas": (len(after.replicas), _COUNT),
+        "up": (after.num_up, _COUNT),
+        "in_flight": (sum(replica.in_flight for replica in after.replicas), _RATE),
         "requests": _grown(before.requests, after.requests, seconds),
         "tokens": _rate(prompt_tokens, seconds),
-        "cached": _share(cached, prompt_tokens),
+        "cached": _share(after.tokens.told_cached - before.tokens.told_cached, prompt_tokens),
         "retries": _grown(before.retries, after.retries, seconds),
         "errors": _grown(before.errors, after.errors, seconds),
-        "state": "ok" if after.num_up == len(after.replicas) else "degraded",
+        "state": ("ok" if after.num_up == len(after.replicas) else "degraded", _STATE),
     }
 
 
 def _engine_row(before: statuses.EngineStatus, after: statuses.EngineStatus, seconds: float) -> TopRow:
     prompt_tokens = after.tokens.prompt_tokens - before.tokens.prompt_tokens
-    cached = _hits(after.cached_tokens) - _hits(before.cached_tokens)
     return {
-        "running": after.requests.running,
-        "waiting": after.requests.waiting + after.requests.loading,
+        "running": (after.requests.running, _COUNT),
+        "waiting": (after.requests.waiting + after.requests.loading, _COUNT),
         "used": _share(after.l1.blocks - after.l1.free, after.l1.blocks),
         "requests": _grown(before.outcomes, after.outcomes, seconds),
         "tokens": _rate(prompt_tokens, seconds),
-        "cached": _share(cached, prompt_tokens),
+        "cached": _share(_hits(after.cached_tokens) - _hits(before.cached_tokens), prompt_tokens),
         "generated": _rate(after.tokens.generated_tokens - before.tokens.generated_tokens, seconds),
         "refused": _grown(before.refused, after.refused, seconds),
-        "state": after.status,
+        "state": (after.status, _STATE),
     }
 
 
@@ -312,38 +310,18 @@ def _hits(cached: Mapping[str, int]) -> int:
     return sum(number for tier, number in cached.items() if tier != MISS)
 
 
-def _grown(before: Mapping[str, int], after: Mapping[str, int], seconds: float) -> float:
+def _grown(before: Mapping[str, int], after: Mapping[str, int], seconds: float) -> tuple[float, Column]:
     return _rate(sum(after.values()) - sum(before.values()), seconds)
 
 
-def _rate(number: int, seconds: float) -> float:
-    return round(number / seconds, 3)
+def _rate(number: int, seconds: float, column: Column = _RATE) -> tuple[float, Column]:
+    return round(number / seconds, 3), column
 
 
-def _share(part: int, whole: int) -> float | None:
-    return round(part / whole, 4) if whole > 0 else None
+def _share(part: int, whole: int) -> tuple[float | None, Column]:
+    return round(part / whole, 4) if whole > 0 else None, _SHARE
 
 
-_COUNT: Final = Column(str, 8)
-_RATE: Final = Column("{:.0f}".format, 9)
-_SHARE: Final = Column(lambda share: "-" if share is None else f"{share:.1%}", 7)
-_BYTES: Final = Column(lambda rate: f"{show_size(rate, 1000)}/s", 12)
-_STATE: Final = Column(str, 9)
-_DAEMON: Final = TopView(
-    statuses.DaemonStatus.parse,
-    _daemon_row,
-    {"clients": _COUNT, "leased": _COUNT, "used": _SHARE, "lookups": _RATE, "hits": _SHARE}
-    | {"stored": _RATE, "dropped": _RATE, "read": _BYTES, "written": _BYTES, "state": _STATE},
-)
-_ROUTER: Final = TopView(
-    statuses.RouterStatus.parse,
-    _router_row,
-    {"replicas": _COUNT, "up": _COUNT, "in_flight": _RATE, "requests": _RATE, "tokens": _RATE}
-    | {"cached": _SHARE, "retries": _RATE, "errors": _RATE, "state": _STATE},
-)
-_ENGINE: Final = TopView(
-    statuses.EngineStatus.parse,
-    _engine_row,
-    {"running": _COUNT, "waiting": _COUNT, "used": _SHARE, "requests": _RATE, "tokens": _RATE}
-    | {"cached": _SHARE, "generated": _RATE, "refused": _RATE, "state": _STATE},
-)
+_DAEMON: Final[TopView] = (statuses.DaemonStatus, daemon_row)
+_ROUTER: Final[TopView] = (statuses.RouterStatus, _router_row)
+_ENGINE: Final[TopView] = (statuses.EngineStatus, _engine_row)

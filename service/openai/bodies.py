@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Annotated, Any, Final, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 
 import msgspec
 import pydantic
@@ -19,6 +19,7 @@ MAX_NUMBER: Final = 2**31 - 1
 MAX_LIST: Final = 4096  # prompts, messages, parts
 _MAX_TOKENS: Final = 2**20  # of a prompt
 _MAX_FIELDS: Final = 128  # fields of an object; the API has fifty
+CACHING: Final = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")  # of providers' own caches
 _MAX_NOTED: Final = 64  # unknown names of one body
 _DECODE: Final = msgspec.json.Decoder().decode
 
@@ -32,19 +33,6 @@ def must_be(*neutral: object, fix: str = "leave it out") -> BeforeValidator:
         return None
 
     return BeforeValidator(check)
-
-
-def few_fields(value: object) -> object:
-    """Refuse an object with too many fields, since pydantic would collect an error for each."""
-    if isinstance(value, dict) and len(value) > _MAX_FIELDS:
-        raise ValueError(f"an object of {len(value)} fields; at most {_MAX_FIELDS} are read")
-    return value
-
-
-def options(value: object) -> object:
-    if value is not None and not isinstance(value, dict):
-        raise ValueError("not an object of options; give one, or leave it out")
-    return few_fields(value)
 
 
 def kind_of(value: object) -> str | None:
@@ -61,33 +49,52 @@ def by_kind(field: str, message: str, kind: Callable[[Any], str | None] = kind_o
     return Discriminator(kind, custom_error_type=field, custom_error_message=message)
 
 
+def by_type(field: str, message: str, *known: str, default: str = "") -> Discriminator:
+    """`by_kind`, by an object's own `type`."""
+
+    def kind(value: object) -> str | None:
+        named = str(value.get("type", default)) if isinstance(value, dict) else ""
+        return f"={named}" if named in known else None
+
+    return by_kind(field, message, kind)
+
+
 @cache
 def _known(body_type: type[BaseModel]) -> frozenset[str]:
-    return frozenset(field.alias or name for name, field in body_type.model_fields.items())
+    neutral: list[frozenset[str]] = [getattr(each, "neutral", frozenset()) for each in body_type.__mro__]
+    return frozenset(field.alias or name for name, field in body_type.model_fields.items()).union(*neutral)
 
 
-class Strict(BaseModel):
+class _Bounded(BaseModel):
+    @model_validator(mode="before")
+    @classmethod
+    def _object(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, dict):
+            raise ValueError("not an object; give one, or leave it out")
+        if len(value) > _MAX_FIELDS:  # pydantic would collect an error for each
+            raise ValueError(f"an object of {len(value)} fields; at most {_MAX_FIELDS} are read")
+        if cls.model_config["extra"] == "ignore" and isinstance(info.context, set) and len(info.context) < _MAX_NOTED:
+            info.context.update(value.keys() - _known(cls))
+        return value
+
+
+class Strict(_Bounded):
     """An object of kvtier's own: an unknown field is an error."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Tolerant(BaseModel):
+class Tolerant(_Bounded):
     """An object of OpenAI's, in which an unknown field is ignored, as vLLM ignores it.
 
-    Its name is added to the validation's context, if that is a set.
+    Its name is added to the validation's context, if that is a set and the field changes answers elsewhere.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _noted(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(info.context, set) and isinstance(value, dict) and len(info.context) < _MAX_NOTED:
-            info.context.update(value.keys() - _known(cls))
-        return value
+    neutral: ClassVar[frozenset[str]] = frozenset()  # fields that are ignored since they change no answer
 
 
+T = TypeVar("T")
 Text = Annotated[str, pydantic.AfterValidator(writable)]
 ApiTokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 ApiTokenIds = Annotated[list[ApiTokenId], Field(min_length=1, max_length=_MAX_TOKENS, fail_fast=True)]
@@ -101,7 +108,6 @@ Documents = Annotated[
     | Annotated[ApiTokenIdLists, Tag("=lists")],
     by_kind("texts", "not texts; give a text, token ids, or a list of either"),
 ]
-Ignored = Annotated[None, BeforeValidator(lambda value: None)]  # any value: the field changes no answer
 Off = Annotated[None, must_be(False)]
 
 
@@ -149,7 +155,7 @@ KVHints = Annotated[Hint | None, BeforeValidator(_envelope)]
 
 class ChatReuse(Strict):
     hint: SaidHint | None = None
-    repair: Annotated[RepairFields | None, BeforeValidator(options)] = None
+    repair: RepairFields | None = None
     segments: Annotated[None, must_be([], fix="mark a part of type text in messages, and only it")] = None
 
 
@@ -162,7 +168,7 @@ class CompletionReuse(Strict):
     """The same of a completion. Segments are pairs of start and end in tokens: of a prompt, or a list for each."""
 
     hint: SaidHint | None = None
-    repair: Annotated[RepairFields | None, BeforeValidator(options)] = None
+    repair: RepairFields | None = None
     segments: (
         Annotated[
             Annotated[SegmentPairs, Tag("=pairs")]
@@ -193,7 +199,7 @@ class _Function(Tolerant):
 
 class _Tool(Tolerant):
     type: Literal["function"] = "function"
-    function: Annotated[_Function, BeforeValidator(few_fields)]
+    function: _Function
     cache_control: CacheMark = False
 
 
@@ -205,7 +211,7 @@ class _CalledFunction(Tolerant):
 class _SentCall(Tolerant):
     id: Text | None = None
     type: Literal["function"] = "function"
-    function: Annotated[_CalledFunction, BeforeValidator(few_fields)]
+    function: _CalledFunction
 
 
 class _ChosenFunction(Tolerant):
@@ -214,20 +220,19 @@ class _ChosenFunction(Tolerant):
 
 class ChosenTool(Tolerant):
     type: Literal["function"] = "function"
-    function: Annotated[_ChosenFunction, BeforeValidator(few_fields)]
+    function: _ChosenFunction
 
 
 Tools = Annotated[
-    list[Annotated[_Tool, BeforeValidator(few_fields), pydantic.WrapValidator(_as_sent)]],
+    list[Annotated[_Tool, pydantic.WrapValidator(_as_sent)]],
     Field(max_length=_MAX_TOOLS, fail_fast=True),
 ]
 SentCalls = Annotated[
-    list[Annotated[_SentCall, BeforeValidator(few_fields), pydantic.WrapValidator(_as_sent)]],
+    list[Annotated[_SentCall, pydantic.WrapValidator(_as_sent)]],
     Field(max_length=_MAX_TOOLS, fail_fast=True),
 ]
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("=word")]
-    | Annotated[ChosenTool, BeforeValidator(few_fields), Tag("=tool")],
+    Annotated[Literal["none", "auto", "required"], Tag("=word")] | Annotated[ChosenTool, Tag("=tool")],
     Discriminator(lambda value: "=word" if isinstance(value, str) else "=tool"),
 ]
 
@@ -244,7 +249,7 @@ class TextPart(Tolerant):
 
     type: Literal["text", "input_text", "output_text"]
     text: Text
-    kvtier: Annotated[PartOptions | None, BeforeValidator(options)] = None
+    kvtier: PartOptions | None = None
     cache_control: CacheMark = False
 
     @property
@@ -258,9 +263,7 @@ class TextPart(Tolerant):
         return self
 
 
-Parts = Annotated[
-    list[Annotated[TextPart, BeforeValidator(few_fields)]], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)
-]
+Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
 Prompt = Annotated[
     Annotated[Text, Tag("=text")]
     | Annotated[Texts, Tag("=texts")]
@@ -269,13 +272,19 @@ Prompt = Annotated[
     | Annotated[Parts, Tag("=parts")],
     by_kind("prompt", "not a prompt; give a text, token ids, a list of either, or parts of type text"),
 ]
-Content = Annotated[
-    Annotated[Text, Tag("=text")] | Annotated[Parts, Tag("=parts")],
-    by_kind("content", "not a message content; give a text, or parts of type text"),
+TextOr = Annotated[
+    Annotated[Text, Tag("=text")] | Annotated[T, Tag("=parts")],
+    by_kind(
+        "content",
+        "not a content; give a text, or a list of parts",
+        lambda value: "=text" if isinstance(value, str) else "=parts" if isinstance(value, list) else None,
+    ),
 ]
+Content = TextOr[Parts]
 
 
 class Message(Tolerant):
+    neutral = frozenset(["annotations"])  # part of an answer that a client sends back
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: Text | None = None
@@ -286,7 +295,6 @@ class Message(Tolerant):
     thinking: Text | None = None
     refusal: Annotated[None, must_be()] = None
     audio: Annotated[None, must_be()] = None
-    annotations: Ignored = None  # part of an answer that a client sends back
     function_call: Annotated[None, must_be(fix="send tool_calls instead")] = None
     cache_control: CacheMark = False
 
@@ -320,20 +328,10 @@ def sent_content(content: str | Sequence[TextPart]) -> str | list[Json]:
     return [{"type": part.type, "text": part.text, **mark} for part, mark in zip(content, marks, strict=True)]
 
 
-Messages = Annotated[
-    list[Annotated[Message, BeforeValidator(few_fields)]], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)
-]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
 
 
 # --- response_format: a text, or JSON, maybe of a schema -------------------------------------------------------------
-
-
-class _TextFormat(Tolerant):
-    type: Literal["text"]
-
-
-class _ObjectFormat(Tolerant):
-    type: Literal["json_object"]
 
 
 class _NamedSchema(Tolerant):
@@ -343,30 +341,24 @@ class _NamedSchema(Tolerant):
     strict: bool | None = None  # a schema is always followed
 
 
-class _SchemaFormat(Tolerant):
-    type: Literal["json_schema"]
-    json_schema: Annotated[_NamedSchema, BeforeValidator(few_fields)]
+class ResponseFormat(Tolerant):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("json_schema: missing; give an object with a schema")
+        return self
 
 
-def _format_kind(value: object) -> str | None:
-    kinds = {"text": "=text", "json_object": "=object", "json_schema": "=schema"}
-    return kinds.get(str(value.get("type"))) if isinstance(value, dict) else None
-
-
-ResponseFormat = Annotated[
-    Annotated[_TextFormat, Tag("=text")]
-    | Annotated[_ObjectFormat, Tag("=object")]
-    | Annotated[_SchemaFormat, Tag("=schema")],
-    by_kind("response_format", "not a format; give an object of type text, json_object or json_schema", _format_kind),
-]
-
-
-def schema_of(wanted: "ResponseFormat | None") -> tuple[Json, str] | None:
+def schema_of(wanted: ResponseFormat | None) -> tuple[Json, str] | None:
     """The schema of the answer, and the field that has it; None: any text."""
-    if isinstance(wanted, _SchemaFormat):
-        schema = wanted.json_schema.schema_
-        return ({"type": "object"} if schema is None else schema), "response_format.json_schema.schema"
-    return ({"type": "object"}, "response_format") if isinstance(wanted, _ObjectFormat) else None
+    if wanted is None or wanted.type == "text":
+        return None
+    schema = None if wanted.type == "json_object" or wanted.json_schema is None else wanted.json_schema.schema_
+    field = "response_format" if wanted.type == "json_object" else "response_format.json_schema.schema"
+    return ({"type": "object"} if schema is None else schema), field
 
 
 # --- how to answer ---------------------------------------------------------------------------------------------------
@@ -398,13 +390,15 @@ TokenLimit = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
 
 
 class StreamOptions(Tolerant):
+    neutral = frozenset(["include_obfuscation"])
     include_usage: bool | None = None
-    include_obfuscation: Ignored = None
     continuous_usage_stats: Off = None
 
 
 class Sampling(Tolerant):
     """Defaults are OpenAI's; `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids` and `ignore_eos` are vLLM's."""
+
+    neutral: ClassVar[frozenset[str]] = frozenset(["user", "metadata"])
 
     max_tokens: TokenLimit | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
@@ -422,15 +416,13 @@ class Sampling(Tolerant):
     ) = None
     stop_token_ids: Annotated[list[ApiTokenId], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
-    stream_options: Annotated[StreamOptions | None, BeforeValidator(few_fields)] = None
+    stream_options: StreamOptions | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None  # of others no logits are left
     logit_bias: Annotated[dict[ApiTokenId, Bias], BeforeValidator(_by_token)] | None = None
     response_format: ResponseFormat | None = None
-    user: Ignored = None
-    metadata: Ignored = None
     # vLLM's; they would change the answer
     min_tokens: Annotated[None, must_be(0)] = None
     bad_words: Annotated[None, must_be([])] = None
@@ -527,7 +519,7 @@ class CompletionBody(CompletionPrompt, Sampling):
 
     model_config = Tolerant.model_config
 
-    kvtier: Annotated[CompletionReuse | None, BeforeValidator(options)] = None
+    kvtier: CompletionReuse | None = None
     kv_hints: KVHints = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None  # of so many likeliest tokens
@@ -547,8 +539,9 @@ class ChatBody(ChatPrompt, Sampling):
     """`POST /v1/chat/completions`."""
 
     model_config = Tolerant.model_config
+    neutral = frozenset([*CACHING, "prediction", "safety_identifier", "service_tier", "store", "verbosity"])
 
-    kvtier: Annotated[ChatReuse | None, BeforeValidator(options)] = None
+    kvtier: ChatReuse | None = None
     kv_hints: KVHints = None
     cache_control: CacheMark = False
     max_completion_tokens: TokenLimit | None = None
@@ -561,15 +554,7 @@ class ChatBody(ChatPrompt, Sampling):
     chat_template: Annotated[None, must_be(fix="it is the checkpoint's own; leave it out")] = None
     modalities: Annotated[None, must_be(["text"])] = None
     audio: Annotated[None, must_be()] = None
-    prediction: Ignored = None
     web_search_options: Annotated[None, must_be()] = None
-    service_tier: Ignored = None
-    store: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_options: Ignored = None
-    prompt_cache_retention: Ignored = None
-    safety_identifier: Ignored = None
-    verbosity: Ignored = None
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
@@ -645,7 +630,7 @@ def parse(body_type: type[B], data: bytes, unknown: set[str] | None = None) -> B
     """Parse a request's body. OpenAIError (400) names the field. Unknown fields' names are added to `unknown`."""
     values = json_object(data)
     try:
-        return body_type.model_validate(few_fields(values), context=unknown)
+        return body_type.model_validate(values, context=unknown)
     except pydantic.ValidationError as error:
         raise _refused(error) from None
     except ValueError as error:
@@ -656,8 +641,8 @@ def _refused(error: pydantic.ValidationError) -> OpenAIError:
     field, why, kind, value = first_error(error)
     param = field[:80]
     if not param:
-        clash = why.partition(":")[0].partition(",")[0] if kind == "value_error" else None
-        return OpenAIError(400, why, param=clash, code="invalid_value")
+        clash = why.partition(":")[0].partition(",")[0] if kind == "value_error" and ":" in why else None
+        return OpenAIError(400, f"{'' if clash else 'body: '}{why}", param=clash, code="invalid_value")
     if kind == "missing":
         return OpenAIError(400, f"{param}: missing; it must be given", param=param, code="missing_required_parameter")
     if kind == "extra_forbidden":

@@ -308,7 +308,12 @@ class ChatTemplate:
         except RecursionError:
             raise TemplateError("they are nested too deeply") from None
         text = "".join(pieces)
-        return _up_to_mark(text) if chat.continues else text
+        if not chat.continues:
+            return text
+        before, mark, behind = text.rpartition(_MARK)
+        if not mark:
+            raise ValueError("the template leaves out the text to continue")
+        return before if behind.startswith(" ") else before.rstrip()
 
     def _turns(self, turns: Sequence[Turn]) -> list[Turn]:
         """The turns as this template takes them. Roles it does not know are converted as vLLM converts them."""
@@ -414,14 +419,6 @@ def _mark(turn: Turn, field: str) -> None:
         raise ValueError("the last message has no text to continue")
     for name in [field] if field == "content" else [name for name in turn if turn[name] == value and name != "role"]:
         turn[name] = f"{value}{_MARK} "
-
-
-def _up_to_mark(text: str) -> str:
-    """The text before the mark. Raises ValueError if the template left the mark out."""
-    before, mark, behind = text.rpartition(_MARK)
-    if not mark:
-        raise ValueError("the template leaves out the text to continue")
-    return before if behind.startswith(" ") else before.rstrip()
 
 
 def _to_json(

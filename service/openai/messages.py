@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
 from kvtier.service import Json
 from kvtier.service.openai.bodies import (
@@ -12,26 +12,20 @@ from kvtier.service.openai.bodies import (
     ApiCacheSalt,
     CacheMark,
     ChatReuse,
-    Ignored,
     Stop,
     Text,
+    TextOr,
     TextPart,
     TokenLimit,
     Tolerant,
-    by_kind,
-    few_fields,
+    by_type,
     must_be,
-    options,
     sent_content,
 )
 from kvtier.service.openai.errors import OpenAIError
 
 _REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _EPHEMERAL: Final = {"type": "ephemeral"}
-
-
-def _text_kind(value: object) -> str | None:
-    return "=text" if isinstance(value, str) else "=parts" if isinstance(value, list) else None
 
 
 class _ToolUse(Tolerant):
@@ -43,32 +37,24 @@ class _ToolUse(Tolerant):
 
 
 class _Thinking(Tolerant):
+    neutral = frozenset(["signature"])
     type: Literal["thinking"]
     thinking: Text
-    signature: Ignored = None
 
 
 class _Redacted(Tolerant):
     type: Literal["redacted_thinking"]  # nobody here can read it
 
 
-_TextBlocks = Annotated[list[Annotated[TextPart, BeforeValidator(few_fields)]], Field(max_length=MAX_LIST)]
+_TextBlocks = Annotated[list[TextPart], Field(max_length=MAX_LIST)]
 
 
 class _ToolResult(Tolerant):
+    neutral = frozenset(["is_error"])
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: Annotated[
-        Annotated[Text, Tag("=text")] | Annotated[_TextBlocks, Tag("=parts")],
-        by_kind("content", "not a tool's result; give a text, or blocks of type text", _text_kind),
-    ] = ""
-    is_error: Ignored = None
+    content: TextOr[_TextBlocks] = ""
     cache_control: CacheMark = False
-
-
-def _block_kind(value: object) -> str | None:
-    kind = str(value.get("type")) if isinstance(value, dict) else ""
-    return f"={kind}" if kind in ("text", "tool_use", "tool_result", "thinking", "redacted_thinking") else None
 
 
 _Block = Annotated[
@@ -77,15 +63,11 @@ _Block = Annotated[
     | Annotated[_ToolResult, Tag("=tool_result")]
     | Annotated[_Thinking, Tag("=thinking")]
     | Annotated[_Redacted, Tag("=redacted_thinking")],
-    by_kind("content", "not a block of type text, tool_use, tool_result or thinking; leave it out", _block_kind),
-]
-_Content = Annotated[
-    Annotated[Text, Tag("=text")]
-    | Annotated[
-        Annotated[list[Annotated[_Block, BeforeValidator(few_fields)]], Field(min_length=1, max_length=MAX_LIST)],
-        Tag("=parts"),
-    ],
-    by_kind("content", "not a content; give a text, or a list of blocks", _text_kind),
+    by_type(
+        "content",
+        "not a block of type text, tool_use, tool_result or thinking; leave it out",
+        *("text", "tool_use", "tool_result", "thinking", "redacted_thinking"),
+    ),
 ]
 
 
@@ -94,7 +76,7 @@ _BLOCKS: Final = {"user": (TextPart, _ToolResult), "assistant": (TextPart, _Tool
 
 class _Message(Tolerant):
     role: Literal["user", "assistant", "system"]
-    content: _Content
+    content: TextOr[Annotated[list[_Block], Field(min_length=1, max_length=MAX_LIST)]]
 
     @model_validator(mode="after")
     def _has_its_blocks(self) -> Self:
@@ -120,27 +102,19 @@ class _Choice(Tolerant):
 
 
 class _ThinkingOption(Tolerant):
+    neutral = frozenset(["budget_tokens"])
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Ignored = None
 
 
 class CountBody(Tolerant):
     """`POST /v1/messages/count_tokens`."""
 
     model: Text
-    messages: Annotated[
-        list[Annotated[_Message, BeforeValidator(few_fields)]], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)
-    ]
-    system: (
-        Annotated[
-            Annotated[Text, Tag("=text")] | Annotated[_TextBlocks, Tag("=parts")],
-            by_kind("system", "not a text, or blocks of type text", _text_kind),
-        ]
-        | None
-    ) = None
-    tools: Annotated[list[Annotated[_Tool, BeforeValidator(few_fields)]], Field(max_length=1024)] | None = None
-    tool_choice: Annotated[_Choice | None, BeforeValidator(few_fields)] = None
-    thinking: Annotated[_ThinkingOption | None, BeforeValidator(few_fields)] = None
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]
+    system: TextOr[_TextBlocks] | None = None
+    tools: Annotated[list[_Tool], Field(max_length=1024)] | None = None
+    tool_choice: _Choice | None = None
+    thinking: _ThinkingOption | None = None
     cache_control: CacheMark = False
 
     @property
@@ -162,21 +136,19 @@ class CountBody(Tolerant):
 class MessagesBody(CountBody):
     """The body of a request, and how its answer looks."""
 
+    neutral = frozenset(["context_management", "metadata", "output_config", "service_tier"])
+
     max_tokens: TokenLimit
     stop_sequences: Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
-    metadata: Ignored = None
-    service_tier: Ignored = None
-    context_management: Ignored = None
-    output_config: Ignored = None
     mcp_servers: Annotated[None, must_be([])] = None
     container: Annotated[None, must_be()] = None
     # kvtier's own, as in a chat
     cache_salt: ApiCacheSalt | None = None
-    kvtier: Annotated[ChatReuse | None, BeforeValidator(options)] = None
+    kvtier: ChatReuse | None = None
 
     @property
     def chat(self) -> Json:
@@ -200,13 +172,11 @@ class MessagesBody(CountBody):
 
     @property
     def is_marked(self) -> bool:
-        """Whether `cache_control` is on anything."""
         contents = [self.system, *(message.content for message in self.messages)]
         blocks = [block for content in contents if isinstance(content, list) for block in content]
         return any(getattr(each, "cache_control", False) for each in (self, *blocks, *(self.tools or ())))
 
     def whole(self, chat: Json) -> Json:
-        """The answer of that chat as a message."""
         [choice] = chat["choices"]
         message, content = choice["message"], list[Json]()
         if message["content"]:
@@ -215,12 +185,10 @@ class MessagesBody(CountBody):
         return {**_head(chat), "content": content, **_ending(choice), "usage": _usage(chat["usage"])}
 
     def stream_of(self) -> "MessageStream":
-        """What translates a stream's chunks."""
         return MessageStream()
 
     @staticmethod
     def refused(error: OpenAIError) -> Json:
-        """An error in this API's form."""
         return error.anthropic_content
 
 
@@ -234,7 +202,6 @@ class MessageStream:
         self._ending: Json = {}
 
     def push(self, chunk: Json) -> Iterator[tuple[str, Json]]:
-        """The events of one chunk."""
         if not self._has_begun:
             self._has_begun = True
             usage = {"input_tokens": 0, "output_tokens": 0}  # known at the end: `message_delta` has them
@@ -260,7 +227,6 @@ class MessageStream:
             yield "message_delta", {"delta": self._ending, "usage": _usage(chunk["usage"])}
 
     def end(self) -> Iterator[tuple[str, Json]]:
-        """The last events."""
         yield "message_stop", {}
 
     def _start(self, block: Json) -> Iterator[tuple[str, Json]]:

@@ -363,11 +363,12 @@ class Prompts:
     @property
     def call_form(self) -> CallForm | None:
         """How this model writes tool calls, by its template and vocabulary; None: not known."""
-        return next((form for form, marks in MARKS.items() if self._has(marks[0])), None)
-
-    def _has(self, mark: str) -> bool:
-        in_template = any(template.says(mark) for template in self._templates.values())
-        return in_template or self._tokenizer.token_to_id(mark) is not None
+        for form, (mark, *_) in MARKS.items():
+            if self._tokenizer.token_to_id(mark) is not None or any(
+                each.says(mark) for each in self._templates.values()
+            ):
+                return form
+        return None
 
     def _joined(self, param: str, pieces: Sequence[PromptPiece], add_special_tokens: bool) -> TokenizedPrompt:
         if len(pieces) == 1 and not pieces[0].is_segment:

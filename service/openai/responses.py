@@ -4,61 +4,54 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, Tag
+from pydantic import AfterValidator, Field, Tag
 
 from kvtier.service import Json, writable
 from kvtier.service.openai.bodies import (
+    CACHING,
     MAX_LIST,
     ApiCacheSalt,
     ChatReuse,
     Content,
-    Ignored,
     Off,
     Text,
+    TextOr,
     TokenLimit,
     Tolerant,
     by_kind,
-    few_fields,
+    by_type,
     must_be,
-    options,
     sent_content,
 )
 from kvtier.service.openai.errors import OpenAIError
 
 
-class _Said(Tolerant):
+class _InputItem(Tolerant):
+    neutral = frozenset(["encrypted_content", "id", "phase", "status", "summary"])
+
+
+class _Said(_InputItem):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
-    id: Ignored = None
-    status: Ignored = None
-    phase: Ignored = None
 
 
-class _Called(Tolerant):
+class _Called(_InputItem):
     type: Literal["function_call"]
     call_id: Text
     name: Text
     arguments: Text
-    id: Ignored = None
-    status: Ignored = None
 
 
-class _Output(Tolerant):
+class _Output(_InputItem):
     type: Literal["function_call_output"]
     call_id: Text
     output: Content
-    id: Ignored = None
-    status: Ignored = None
 
 
-class _Reasoned(Tolerant):
+class _Reasoned(_InputItem):
     type: Literal["reasoning"]
     content: list[Any] | None = None
-    id: Ignored = None
-    summary: Ignored = None
-    status: Ignored = None
-    encrypted_content: Ignored = None
 
     @property
     def text(self) -> str:
@@ -67,17 +60,17 @@ class _Reasoned(Tolerant):
         return "".join(text for text in texts if isinstance(text, str))
 
 
-def _item_kind(value: object) -> str | None:
-    kind = str(value.get("type", "message")) if isinstance(value, dict) else ""
-    return f"={kind}" if kind in ("message", "function_call", "function_call_output", "reasoning") else None
-
-
 _Item = Annotated[
     Annotated[_Said, Tag("=message")]
     | Annotated[_Called, Tag("=function_call")]
     | Annotated[_Output, Tag("=function_call_output")]
     | Annotated[_Reasoned, Tag("=reasoning")],
-    by_kind("input", "not an item of type message, function_call, function_call_output or reasoning", _item_kind),
+    by_type(
+        "input",
+        "not an item of type message, function_call, function_call_output or reasoning",
+        *("message", "function_call", "function_call_output", "reasoning"),
+        default="message",
+    ),
 ]
 
 
@@ -114,14 +107,13 @@ class _Format(Tolerant):
 
 
 class _TextOptions(Tolerant):
-    format: Annotated[_Format | None, BeforeValidator(few_fields)] = None
-    verbosity: Ignored = None
+    neutral = frozenset(["verbosity"])
+    format: _Format | None = None
 
 
 class _Reasoning(Tolerant):
+    neutral = frozenset(["generate_summary", "summary"])
     effort: Text | None = None
-    summary: Ignored = None
-    generate_summary: Ignored = None
 
 
 _AS_ITEMS: Final = "send the turns in input instead: nothing is kept here"
@@ -130,28 +122,16 @@ _AS_ITEMS: Final = "send the turns in input instead: nothing is kept here"
 class ResponsesBody(Tolerant):
     """The body of a request, and how its answer looks."""
 
+    neutral = frozenset([*CACHING, "include", "safety_identifier", "service_tier", "store", "stream_options", "user"])
+
     model: Text
-    input: Annotated[
-        Annotated[Text, Tag("=text")]
-        | Annotated[
-            Annotated[
-                list[Annotated[_Item, BeforeValidator(few_fields)]],
-                Field(min_length=1, max_length=MAX_LIST, fail_fast=True),
-            ],
-            Tag("=items"),
-        ],
-        by_kind(
-            "input",
-            "not an input; give a text, or a list of items",
-            lambda value: "=text" if isinstance(value, str) else "=items" if isinstance(value, list) else None,
-        ),
-    ]
+    input: TextOr[Annotated[list[_Item], Field(min_length=1, max_length=MAX_LIST, fail_fast=True)]]
     instructions: Text | None = None
     max_output_tokens: TokenLimit | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     stream: bool | None = None
-    tools: Annotated[list[Annotated[_Tool, BeforeValidator(few_fields)]], Field(max_length=1024)] | None = None
+    tools: Annotated[list[_Tool], Field(max_length=1024)] | None = None
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("=word")] | Annotated[_Choice, Tag("=tool")],
@@ -164,8 +144,8 @@ class ResponsesBody(Tolerant):
         | None
     ) = None
     parallel_tool_calls: bool | None = None
-    text: Annotated[_TextOptions | None, BeforeValidator(few_fields)] = None
-    reasoning: Annotated[_Reasoning | None, BeforeValidator(few_fields)] = None
+    text: _TextOptions | None = None
+    reasoning: _Reasoning | None = None
     previous_response_id: Annotated[None, must_be(fix=_AS_ITEMS)] = None
     conversation: Annotated[None, must_be(fix=_AS_ITEMS)] = None
     prompt: Annotated[None, must_be()] = None
@@ -173,18 +153,10 @@ class ResponsesBody(Tolerant):
     truncation: Annotated[None, must_be("disabled")] = None
     top_logprobs: Annotated[None, must_be(0)] = None
     max_tool_calls: Annotated[None, must_be()] = None
-    store: Ignored = None
-    include: Ignored = None
     metadata: Annotated[dict[Text, Text], Field(max_length=16)] | None = None
-    user: Ignored = None
-    safety_identifier: Ignored = None
-    service_tier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    stream_options: Ignored = None
     # kvtier's own, as in a chat
     cache_salt: ApiCacheSalt | None = None
-    kvtier: Annotated[ChatReuse | None, BeforeValidator(options)] = None
+    kvtier: ChatReuse | None = None
 
     @property
     def chat(self) -> Json:
@@ -215,7 +187,6 @@ class ResponsesBody(Tolerant):
         return chat | ({"stream": True, "stream_options": {"include_usage": True}} if self.stream else {})
 
     def head(self, chat: Json, status: str) -> Json:
-        """A response without output."""
         tools = [{"type": "function", "strict": bool(tool.strict), **_function(tool)} for tool in self.tools or ()]
         chosen = self.tool_choice
         return {
@@ -248,7 +219,6 @@ class ResponsesBody(Tolerant):
         return {**head, **details, "output": output, "usage": _usage(usage)}
 
     def whole(self, chat: Json) -> Json:
-        """The answer of that chat as a response."""
         [choice] = chat["choices"]
         message, output = choice["message"], list[Json]()
         if message["content"] or not message.get("tool_calls"):
@@ -257,12 +227,10 @@ class ResponsesBody(Tolerant):
         return self.ended(chat, output, choice["finish_reason"], chat["usage"])
 
     def stream_of(self) -> "ResponseStream":
-        """What translates a stream's chunks."""
         return ResponseStream(self)
 
     @staticmethod
     def refused(error: OpenAIError) -> Json:
-        """An error in this API's form."""
         return error.content
 
 
@@ -279,7 +247,6 @@ class ResponseStream:
         self._usage: Json = {}
 
     def push(self, chunk: Json) -> Iterator[tuple[str, Json]]:
-        """The events of one chunk."""
         if not self._chunk:
             self._chunk = chunk
             for kind in ("created", "in_progress"):
@@ -300,7 +267,6 @@ class ResponseStream:
         self._usage = chunk.get("usage") or self._usage
 
     def end(self) -> Iterator[tuple[str, Json]]:
-        """The last event."""
         response = self._body.ended(self._chunk, self._output, self._reason, self._usage)
         yield self._event(f"response.{response['status']}", response=response)
 

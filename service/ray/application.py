@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 from kvtier.tiers import ConfigError, require_extra
 
@@ -39,7 +39,11 @@ def build(options: RayOptions) -> Application:
     with _named("resources", options.resources):
         engines = engines.options(ray_actor_options=dict(options.resources))
     if options.autoscaling is not None:
-        engines = engines.options(num_replicas=None, autoscaling_config=_scaling(dict(options.autoscaling)))
+        given = dict(options.autoscaling)
+        if unknown := sorted(given.keys() - AutoscalingConfig.model_fields.keys()):
+            raise ConfigError(f"autoscaling: unknown {', '.join(unknown)}; Ray Serve's AutoscalingConfig lacks it")
+        with _named("autoscaling", given):
+            engines = engines.options(num_replicas=None, autoscaling_config=AutoscalingConfig(**given))
     ingress = serve.deployment(Ingress).options(
         name="ingress", num_replicas=options.ingresses, max_ongoing_requests=_MOST, ray_actor_options={"num_cpus": 0}
     )
@@ -59,13 +63,6 @@ def _routing(options: RayOptions) -> RequestRouterConfig:
     if not (isinstance(chosen, type) and issubclass(chosen, RequestRouter)):
         raise ConfigError(f'router "{options.router}": not a class of request routers; write MODULE:CLASS')
     return config
-
-
-def _scaling(given: dict[str, Any]) -> AutoscalingConfig:
-    if unknown := sorted(given.keys() - AutoscalingConfig.model_fields.keys()):
-        raise ConfigError(f"autoscaling: unknown {', '.join(unknown)}; Ray Serve's AutoscalingConfig lacks it")
-    with _named("autoscaling", given):
-        return AutoscalingConfig(**given)
 
 
 @contextmanager

@@ -20,6 +20,16 @@ _LOOK: Final = 0.2  # seconds between two checks that it is ready
 _ANSWER: Final = 5.0  # seconds for a page
 _PAGES: Final = ("/readyz", "/health")  # kvtier's; vLLM's and many others'
 _LOOPBACK: Final = "127.0.0.1"
+# `PID COMMAND…`: becomes the command, which the kernel kills with the parent of this pid; the order outlives execve(2).
+_DIE_WITH_PARENT: Final = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+    raise OSError(ctypes.get_errno(), "prctl")
+if os.getppid() != int(sys.argv[1]):  # it ended before the order was given
+    sys.exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 @contextmanager
@@ -43,7 +53,7 @@ class EngineChild:
     def __init__(self, command: Sequence[str], env: Mapping[str, str], port: int) -> None:
         """`port`: of loopback, where it answers. KVTierError if the program cannot be started."""
         self._address = f"{_LOOPBACK}:{port}"
-        wrapper = [sys.executable, "-m", "kvtier.service.ray.die_with_parent", str(os.getpid())]
+        wrapper = [sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid())]
         try:
             self._process = subprocess.Popen([*wrapper, *command], env=child_environment(env), stdin=subprocess.DEVNULL)
         except OSError as error:

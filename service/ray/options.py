@@ -66,15 +66,22 @@ class RayOptions(BaseModel):
         return [_filled(word, ports) for word in words]
 
     def environment(self, ports: Mapping[str, str]) -> dict[str, str]:
-        own = {} if self.engine == "vllm" else _kvtier_own(self.max_requests)
-        return {name: _filled(value, ports) for name, value in {**own, **self.env}.items()}
+        publish, replay = _ENDPOINTS
+        own = {
+            "KVTIER_SERVER__MAX_WAITING": str(
+                min(self.max_requests, _MAX_WAITING)
+            ),  # what Ray Serve sends, waits there
+            "KVTIER_EVENTS__PUBLISH": publish,
+            "KVTIER_EVENTS__REPLAY": replay,
+            "KVTIER_EVENTS__ALLOW_REMOTE": "true",
+        }
+        given = self.env if self.engine == "vllm" else {**own, **self.env}
+        return {name: _filled(value, ports) for name, value in given.items()}
 
     def endpoints(self, ports: Mapping[str, str]) -> tuple[str, str] | None:
         """Where an engine publishes and replays KV events, if it does not report that itself; None: it does."""
-        if self.engine == "kvtier":
-            return None
         publish, replay = (_filled(each, ports) for each in _ENDPOINTS)
-        return publish, replay
+        return None if self.engine == "kvtier" else (publish, replay)
 
     @property
     def fallback_block_size(self) -> int | None:
@@ -104,17 +111,6 @@ class RayOptions(BaseModel):
         )
         address = ["--host", "127.0.0.1", "--port", "{http}"]
         return [self.model, *address, "--block-size", str(self.fallback_block_size), "--kv-events-config", events]
-
-
-def _kvtier_own(max_requests: int) -> dict[str, str]:
-    """Publish events, and refuse nothing that Ray Serve sends: excess requests wait in the engine."""
-    publish, replay = _ENDPOINTS
-    return {
-        "KVTIER_SERVER__MAX_WAITING": str(min(max_requests, _MAX_WAITING)),
-        "KVTIER_EVENTS__PUBLISH": publish,
-        "KVTIER_EVENTS__REPLAY": replay,
-        "KVTIER_EVENTS__ALLOW_REMOTE": "true",
-    }
 
 
 def _filled(text: str, ports: Mapping[str, str]) -> str:

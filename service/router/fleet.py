@@ -164,7 +164,11 @@ class Latencies:
                 continue
             if at in buckets or len(buckets) < _MOST_BOUNDS:
                 buckets[at] = buckets.get(at, 0.0) + count  # engines in one process: their sum
-        if self._reads and any(_all_of(found, what) < _all_of(self._reads[-1], what) for what in ("ttft", "itl")):
+        totals = [
+            {what: max(each.values(), default=0.0) for what, each in read.items()}
+            for read in (found, *list(self._reads)[-1:])
+        ]
+        if any(totals[0].get(what, 0.0) < before for what, before in totals[-1].items()):
             self._reads.clear()  # it has started anew
         self._reads.append(found)
 
@@ -179,10 +183,6 @@ class Latencies:
                     p50, p95 = (round(_quantile(grown, share * total), 6) for share in (0.5, 0.95))
                     told[what] = statuses.LatencyFigures(num=int(total), p50_s=p50, p95_s=p95)
         return told
-
-
-def _all_of(counts: _Observed, what: str) -> float:
-    return max(counts.get(what, {}).values(), default=0.0)
 
 
 def _quantile(buckets: list[tuple[float, float]], wanted: float) -> float:
@@ -268,7 +268,7 @@ class Replica:
         self.client = ReplicaClient(spec.host, spec.port, self._lost, tls, spec.server_name)
         self.state = ReplicaState.JOINING
         self.why = "not heard of yet"
-        self._since = time.monotonic()  # monotonic time of the last change of state
+        self.since = time.monotonic()  # monotonic time of the last change of state
         self.profile: ReplicaProfile | None = None
         self.version: ModelVersion | None = None  # of its model, once it has joined
         self._names = frozenset[str]()  # of the models it serves
@@ -307,9 +307,8 @@ class Replica:
 
     def has_beside(self, requests: int, blocks: float) -> None:
         """What other processes of this router gave it, from now on."""
-        if self.beside != (requests, blocks):
-            self.beside = requests, blocks
-            self._stand()
+        self.beside = requests, blocks
+        self._stand()
 
     def stand(self, scores: "Scores | None", row: int = 0) -> None:
         """Keep its load in a row of these columns from now on; None: in none."""
@@ -320,11 +319,6 @@ class Replica:
         if self._scores is not None:
             scores, row = self._scores
             scores.standing(row, self.load, self.limit, self.num_live)
-
-    @property
-    def is_hopeless(self) -> bool:
-        """Whether it has been down so long that another replica should answer instead."""
-        return self.state is ReplicaState.DOWN and time.monotonic() - self._since > _HOPELESS
 
     @property
     def limit(self) -> float:
@@ -469,7 +463,7 @@ class Replica:
         is_news = (state, why) != (self.state, self.why)
         is_same = self.state is state
         if not is_same:
-            self._since = time.monotonic()
+            self.since = time.monotonic()
         self.state, self.why = state, why
         self._changed()
         if not is_news:
@@ -637,7 +631,6 @@ class Fleet:
 
     @property
     def served(self) -> frozenset[str]:
-        """The names of all models."""
         return self._view.served
 
     @property
@@ -690,21 +683,18 @@ class Fleet:
             replica.stand(self.scores, row)
         self._changed()
 
-    def _drop_idle(self) -> None:
-        for replica in [each for each in self._leaving if not each.in_flight]:
-            self._leaving.remove(replica)
-            replica.client.close()
-            if replica.name not in self._by_name:
-                self._left(replica.name)
-
     async def _tend(self) -> None:
         """Run until cancelled: drop idle leaving replicas, and give up answers that hanging replicas have not begun."""
         while True:
-            self._drop_idle()
+            for replica in [each for each in self._leaving if not each.in_flight]:
+                self._leaving.remove(replica)
+                replica.client.close()
+                if replica.name not in self._by_name:
+                    self._left(replica.name)
             if any(replica.state is ReplicaState.UP for replica in self.replicas):
                 for replica in self.replicas:
-                    if replica.is_hopeless:
-                        replica.client.give_up()
+                    if replica.state is ReplicaState.DOWN and time.monotonic() - replica.since > _HOPELESS:
+                        replica.client.give_up()  # another one should answer instead
             await asyncio.sleep(EVERY)
 
     def _judge(self, replica: Replica, profile: ReplicaProfile) -> str | None:

@@ -223,13 +223,10 @@ class VersionHoldings:
         live: dict[str | None, str] = {at: each.worker for at, each in self._consumers.items() if each.is_live}
         workers: dict[str | None, str] = {at: each.worker for at, each in self._consumers.items()}
         named = self._publishers.values()
-        feeds = Feeds(
-            [live.get(each.events) for each in named],
-            [live.get(each.node) for each in named],
-            [
-                workers.get(each.node or each.events) for each in named
-            ],  # each with a shared tier publishes the blocks there
-        )
+        tellers = [
+            workers.get(each.node or each.events) for each in named
+        ]  # who has a shared tier publishes its blocks
+        feeds = Feeds([live.get(each.events) for each in named], [live.get(each.node) for each in named], tellers)
         sure = frozenset(replica for replica, each in self._publishers.items() if (each.events or each.node) in live)
         return _Followed(change, {replica: row for row, replica in enumerate(self._publishers)}, feeds, sure)
 
@@ -237,8 +234,9 @@ class VersionHoldings:
         publishers = self._publishers.get(replica, Publishers())
         blocks: dict[str, int] = {}
         for address in (publishers.events, publishers.node):
-            for medium, num_blocks in self._held_at(address).items():
-                blocks[medium] = blocks.get(medium, 0) + num_blocks
+            if self.index is not None and address in self._consumers:
+                for medium, num_blocks in self.index.holdings(self._consumers[address].worker).items():
+                    blocks[medium] = blocks.get(medium, 0) + num_blocks
         return FeedsState(self._feed(publishers.events), self._feed(publishers.node), blocks)
 
     def close(self) -> None:
@@ -272,10 +270,6 @@ class VersionHoldings:
         forgetting = threading.Thread(target=forget, name=f"kvtier-forget-{consumer.worker}", daemon=True)
         self._leaving[consumer.worker] = forgetting
         forgetting.start()
-
-    def _held_at(self, address: str | None) -> Mapping[str, int]:
-        consumer = None if address is None else self._consumers.get(address)
-        return {} if self.index is None or consumer is None else self.index.holdings(consumer.worker)
 
     def _feed(self, address: str | None) -> statuses.FeedStatus | None:
         if address not in self._consumers:

@@ -52,17 +52,7 @@ class Reason(StrEnum):
     DEAD = "dead"  # none chosen: no replica is alive
 
 
-# By the number that `Scores.choose` gives.
-REASONS: Final = (
-    Reason.PREFIX,
-    Reason.NEARER,
-    Reason.LOAD,
-    Reason.EQUAL,
-    Reason.ONLY,
-    Reason.UNSURE,
-    Reason.FULL,
-    Reason.DEAD,
-)
+REASONS: Final = tuple(each for each in Reason if each is not Reason.SESSION)  # by the number of `Scores.choose`
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +154,9 @@ def sticky(replicas: Sequence[Candidate], session: bytes, *, spread: float = flo
     order. This is consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018). So a session that
     everybody asks for overloads no replica.
     """
-    scores = [_loaded(replica) for replica in replicas]
+    cached = {each.name: sum(each.prefix.values()) if each.is_sure else 0 for each in replicas}
+    by_load = ((each, each.load if each.can_take else None) for each in replicas)
+    scores = [ReplicaScore(each.name, cached[each.name], each.load, work) for each, work in by_load]
     able = {replica.name: replica.num_requests for replica in replicas if replica.can_take}
     if len(able) <= 1:
         return replace(choose(replicas, 0), scores=scores)
@@ -172,8 +164,7 @@ def sticky(replicas: Sequence[Candidate], session: bytes, *, spread: float = flo
     ranks = {name: xxhash.xxh3_64_intdigest(session, xxhash.xxh3_64_intdigest(name.encode())) for name in able}
     ranked = sorted(able, key=ranks.__getitem__, reverse=True)
     chosen = next(name for name in ranked if able[name] < most)  # there is one: the fewest are less than the mean
-    cached = next(score.cached for score in scores if score.name == chosen)
-    return Choice(chosen, Reason.SESSION if chosen == ranked[0] else Reason.LOAD, scores, cached)
+    return Choice(chosen, Reason.SESSION if chosen == ranked[0] else Reason.LOAD, scores, cached[chosen])
 
 
 def choose_or_stick(
@@ -188,12 +179,6 @@ def choose_or_stick(
     if session is None or any(each.is_sure and each.can_take for each in replicas):
         return choose(replicas, num_blocks, weights=weights, turn=turn)
     return sticky(replicas, session, spread=SPREAD)
-
-
-def _loaded(replica: Candidate) -> ReplicaScore:
-    """A score by load alone."""
-    cached = sum(replica.prefix.values()) if replica.is_sure else 0
-    return ReplicaScore(replica.name, cached, replica.load, replica.load if replica.can_take else None)
 
 
 # --- what is counted -------------------------------------------------------------------------------------------------
@@ -241,9 +226,6 @@ class Ledger:
                     mine[tuple(key) if isinstance(key, list | tuple) else key] += number
             else:
                 setattr(self, name, mine + value)
-
-    def failures_of(self, replica: str) -> dict[str, int]:
-        return {reason: count for (name, reason), count in self.failures.items() if name == replica}
 
     def decided(self, choice: Choice, num_blocks: int) -> None:
         if choice.name is not None:
@@ -484,7 +466,10 @@ class Proxy:
         while tries.num_failed < _MAX_FAILED and tries.num_broken < _MAX_BROKEN:
             choice = self._choose(request, tries.tried)
             if choice.name is None:
-                return tries.last or _nobody(choice)
+                if tries.last is None and choice.reason is Reason.FULL:
+                    why = "every replica is at its limit of requests; try again"
+                    return OpenAIError(429, why, code="full", headers=_LATER)
+                return tries.last or OpenAIError(503, "no replica is up; try again", code="no_replica", headers=_LATER)
             replica = self._fleet[choice.name]
             tries.tried.add(replica.name)
             work = AssignedWork(replica, request.held.num_blocks - choice.cached)
@@ -548,12 +533,6 @@ class Proxy:
             is_sure = np.array([name in held.sure for name in names], np.uint8)
             kept = self._kept[id(prefixes.rows)] = names, prefixes.rows, held.sure, rows, is_sure
         return prefixes.counts.reshape(-1), kept[3], kept[4]
-
-
-def _nobody(choice: Choice) -> OpenAIError:
-    if choice.reason is Reason.FULL:
-        return OpenAIError(429, "every replica is at its limit of requests; try again", code="full", headers=_LATER)
-    return OpenAIError(503, "no replica is up; try again", code="no_replica", headers=_LATER)
 
 
 class _Attempt:

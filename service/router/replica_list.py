@@ -4,18 +4,17 @@ import asyncio
 import logging
 import re
 import socket
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 from urllib.parse import urlsplit
 
 from kvtier.tiers import ConfigError
 from kvtier.tiers.config import is_endpoint
+from kvtier.tiers.hierarchy import begun
 
 # --- one replica -----------------------------------------------------------------------------------------------------
 
@@ -144,8 +143,6 @@ def _bad_spec(text: str, why: str) -> ConfigError:
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _EVERY: Final = 1.0  # seconds between two reads of the file; a content read twice alike is complete
 _MAX_FILE: Final = 1 << 20  # bytes
 _PATIENCE: Final = 10.0  # seconds a read of the file may take before it counts as an error
@@ -205,7 +202,7 @@ class ReplicaList:
     async def _look_at_file(self, file: Path) -> None:
         """Take in the file's specs, if two reads in a row gave the same."""
         try:
-            lines = await _on_thread("list", partial(_read, file))
+            lines = await asyncio.wrap_future(begun("kvtier-list", partial(_read, file)))
             if lines == self._seen and lines != self._lines:
                 self._given, self._lines = parse_replicas([*self._texts, *lines]), lines
                 _log.info("%s: %d replicas", file, len(self._given))
@@ -228,7 +225,8 @@ class ReplicaList:
 
     async def _look_up(self, host: str, port: int) -> None:
         try:
-            infos = await _on_thread(host, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM))
+            asked = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+            infos = await asyncio.wrap_future(begun(f"kvtier-resolve-{host}", asked))
             found = sorted({str(info[4][0]) for info in infos})
         except (OSError, ValueError) as error:  # ValueError: not a valid host name
             self.errors["name"] += 1
@@ -236,27 +234,6 @@ class ReplicaList:
                 _log.warning("replica %s: its addresses cannot be looked up (%s)", host, error)
             return
         self._addresses[host, port] = tuple(found[:_MAX_ADDRESSES])
-
-
-async def _on_thread(name: str, function: Callable[[], T]) -> T:
-    """Run `function` on a daemon thread, since a disk or a resolver may never answer. Raises what it raises."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[T] = loop.create_future()
-
-    def tell(settle: Callable[[], None]) -> None:
-        if not answer.done():
-            settle()
-
-    def work() -> None:
-        try:
-            settle = partial(answer.set_result, function())
-        except (OSError, ValueError, ConfigError) as error:
-            settle = partial(answer.set_exception, error)
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(tell, settle)
-
-    threading.Thread(target=work, name=f"kvtier-resolve-{name}", daemon=True).start()
-    return await answer
 
 
 def _read(file: Path) -> list[str]:

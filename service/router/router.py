@@ -123,7 +123,7 @@ def _read(path: str, value: Mapping[str, Any], prompts: Prompts | None) -> Known
         if path == CHAT:
             chat = openai.chat_of(value)
             if prompts is None:
-                return _no_tokenizer(cache_salt)
+                return KnownPrompt([], cache_salt, "no_tokenizer")
             return KnownPrompt(prompts.chat(chat).token_ids, cache_salt)
         if value.get("truncate_prompt_tokens") is not None or value.get("prompt_embeds") is not None:
             return KnownPrompt([], cache_salt, "unreadable")
@@ -135,15 +135,11 @@ def _read(path: str, value: Mapping[str, Any], prompts: Prompts | None) -> Known
         if isinstance(first, list):
             return KnownPrompt(first, cache_salt)
         if prompts is None:
-            return _no_tokenizer(cache_salt)
+            return KnownPrompt([], cache_salt, "no_tokenizer")
         adds_special = value.get("add_special_tokens") is not False
         return KnownPrompt(prompts.prompt(first, add_special_tokens=adds_special).token_ids, cache_salt)
     except (ValidationError, OpenAIError):
         return KnownPrompt([], unknown="unreadable")
-
-
-def _no_tokenizer(cache_salt: str | None) -> KnownPrompt:
-    return KnownPrompt([], cache_salt, "no_tokenizer")
 
 
 # --- its prompt, tokenized by a replica ------------------------------------------------------------------------------
@@ -232,12 +228,10 @@ class ReplicaTokenizer:
             data = await answer.read(_MAX_PAGE)
         finally:
             answer.close()
-        try:
-            return answer.status, await asyncio.to_thread(json.loads, data) if len(data) > _LONG_PAGE else json.loads(
-                data
-            )
-        except (ValueError, RecursionError):
-            return answer.status, None
+        with suppress(ValueError, RecursionError):
+            is_long = len(data) > _LONG_PAGE
+            return answer.status, await asyncio.to_thread(json.loads, data) if is_long else json.loads(data)
+        return answer.status, None
 
     def _keep(self, key: bytes, tokens: list[int]) -> None:
         self._known[key] = array("I", tokens)
@@ -283,10 +277,8 @@ _UNKNOWN_PROMPT = {
 def explained_holdings(known: KnownPrompt, held: Held, block_size: int | None) -> Json:
     """Who holds the prompt, with lines for people. Raises OpenAIError if its tokens are not known."""
     if known.unknown is not None:
-        why = _UNKNOWN_PROMPT.get(
-            known.unknown, f"its tokens are not known ({known.unknown}); give token ids by --blocks"
-        )
-        raise bad_field("prompt", why, "unknown_prompt")
+        why = f"its tokens are not known ({known.unknown}); give token ids by --blocks"
+        raise bad_field("prompt", _UNKNOWN_PROMPT.get(known.unknown, why), "unknown_prompt")
     replicas = [
         {"replica": name, "blocks": sum(found.values()), "media": dict(found), "sure": name in held.sure}
         for name, found in held.prefixes.items()
@@ -454,7 +446,7 @@ class Router:
             load=replica.load,
             in_flight=replica.num_live,
             requests=ledger.given[replica.name],
-            errors=ledger.failures_of(replica.name),
+            errors={reason: count for (name, reason), count in ledger.failures.items() if name == replica.name},
             fingerprint=None if replica.version is None else replica.version.fingerprint,
             **self.holdings.of(replica.name).state(replica.name)._asdict(),
             latency=replica.latencies.figures(),
@@ -555,17 +547,13 @@ def _terms(config: RouterConfig) -> ProbeSettings:
         headers,
         config.max_requests,
         config.probe_failures,
-        _system_tls() if config.replica_ca is None else _tls(config.replica_ca),
+        _tls(config.replica_ca),
     )
 
 
 @cache
-def _system_tls() -> ssl.SSLContext:
-    """Verifies https replicas by the system's authorities; to read them takes 20 ms."""
-    return _tls(None)
-
-
 def _tls(ca_file: Path | None) -> ssl.SSLContext:
+    """Verifies https replicas by this file, else by the system's authorities, which take 20 ms to read."""
     try:
         context = ssl.create_default_context(cafile=ca_file)
     except OSError as error:  # ssl.SSLError is one
@@ -575,44 +563,54 @@ def _tls(ca_file: Path | None) -> ssl.SSLContext:
     return context
 
 
-# --- its HTTP application --------------------------------------------------------------------------------------------
-
 # --- its metrics, `kvtier_route_*` -----------------------------------------------------------------------------------
+
+
+# Of what is counted: name, help, field of the ledger, labels.
+_COUNTED: Final = (
+    ("kvtier_route_requests", "Requests given to a replica, by reason of the choice", "requests", "replica", "reason"),
+    ("kvtier_route_answers", "Answers passed on, by status class", "answers", "replica", "status"),
+    (
+        "kvtier_route_retries",
+        "Requests given to another replica before a byte was streamed, by reason",
+        "retries",
+        "reason",
+    ),
+    ("kvtier_route_errors", "Requests the router answered with an error of its own, by reason", "errors", "reason"),
+    (
+        "kvtier_route_unknown_prompts",
+        "Requests routed without knowing their prompt, by reason",
+        "untokenised",
+        "reason",
+    ),
+    ("kvtier_route_seconds", "Time spent on requests, by stage", "seconds", "stage"),
+    ("kvtier_route_cpu_seconds", "CPU time of the router's processes", "cpu"),
+    ("kvtier_route_prompt_tokens", "Tokens of prompts that were known", "prompt_tokens"),
+    ("kvtier_route_promised_tokens", "Of these, held by the chosen replica according to the index", "promised_tokens"),
+    ("kvtier_route_told_prompt_tokens", "Tokens of prompts, by the replicas' usage", "told_prompt_tokens"),
+    ("kvtier_route_told_cached_tokens", "Cached tokens of these, by the replicas' usage", "told_cached_tokens"),
+    (
+        "kvtier_route_list_errors",
+        "Changes of the list of replicas that could not be read, by reason",
+        "list_errors",
+        "reason",
+    ),
+    ("kvtier_route_forgotten_blocks", "Blocks forgotten because too many are held", "forgotten"),
+    ("kvtier_route_skipped_events", "Events that could not be true, by reason", "skipped", "reason"),
+)
 
 
 def exposition(router: Router) -> str:
     total = router.total()
-    families = [*_requests(router, total), *_token_series(total), *_replicas(router, total), *_held(router, total)]
-    return text_of(families)
+    return text_of([*_counted(router, total), *_replicas(router, total), *_held(router)])
 
 
-def _requests(router: Router, ledger: Ledger) -> Iterator[Metric]:
-    by_reason = "Requests given to a replica, by reason of the choice"
-    yield counter("kvtier_route_requests", by_reason, ledger.requests, "replica", "reason")
-    yield counter("kvtier_route_answers", "Answers passed on, by status class", ledger.answers, "replica", "status")
-    retries = "Requests given to another replica before a byte was streamed, by reason"
-    yield counter("kvtier_route_retries", retries, ledger.retries, "reason")
-    errors = "Requests the router answered with an error of its own, by reason"
-    yield counter("kvtier_route_errors", errors, ledger.errors, "reason")
-    list_errors = "Changes of the list of replicas that could not be read, by reason"
-    yield counter("kvtier_route_list_errors", list_errors, ledger.list_errors, "reason")
-    unknown = "Requests routed without knowing their prompt, by reason"
-    yield counter("kvtier_route_unknown_prompts", unknown, ledger.untokenised, "reason")
-    yield counter("kvtier_route_seconds", "Time spent on requests, by stage", ledger.seconds, "stage")
-    yield counter("kvtier_route_cpu_seconds", "CPU time of the router's processes", ledger.cpu)
+def _counted(router: Router, ledger: Ledger) -> Iterator[Metric]:
+    for name, text, what, *labels in _COUNTED:
+        yield counter(name, text, getattr(ledger, what), *labels)
     text = "Processes of the router that ended and were replaced, by reason"
     replaced = {} if router.seat is None else router.seat.replaced
     yield counter("kvtier_route_replaced_processes", text, replaced, "reason")
-
-
-def _token_series(ledger: Ledger) -> Iterator[Metric]:
-    yield counter("kvtier_route_prompt_tokens", "Tokens of prompts that were known", ledger.prompt_tokens)
-    promised = "Of these, held by the chosen replica according to the index"
-    yield counter("kvtier_route_promised_tokens", promised, ledger.promised_tokens)
-    text = "Tokens of prompts, as reported in the replicas' usage"
-    yield counter("kvtier_route_told_prompt_tokens", text, ledger.told_prompt_tokens)
-    cached = "Cached tokens of these, as reported in the replicas' usage"
-    yield counter("kvtier_route_told_cached_tokens", cached, ledger.told_cached_tokens)
 
 
 def _replicas(router: Router, ledger: Ledger) -> Iterator[Metric]:
@@ -626,21 +624,16 @@ def _replicas(router: Router, ledger: Ledger) -> Iterator[Metric]:
     names = {replica.name for replica in replicas}
     failures = {key: count for key, count in ledger.failures.items() if key[0] in names}
     yield counter("kvtier_route_replica_failures", "Requests it failed, by reason", failures, "replica", "reason")
-    yield from _waits({replica.name: replica.latencies.figures() for replica in replicas})
-
-
-def _waits(figures: Mapping[str, Mapping[str, statuses.LatencyFigures]]) -> Iterator[Metric]:
-    kinds = (("ttft", "Time to the first token"), ("itl", "Time between two tokens"))
-    for what, text in kinds:
+    for what, text in (("ttft", "Time to the first token"), ("itl", "Time between two tokens")):
         waits: dict[tuple[str, str], float] = {}
-        for name, each in figures.items():
-            if what in each:
-                waits |= {(name, "0.5"): each[what].p50_s, (name, "0.95"): each[what].p95_s}
+        for replica in replicas:
+            if (found := replica.latencies.figures().get(what)) is not None:
+                waits |= {(replica.name, "0.5"): found.p50_s, (replica.name, "0.95"): found.p95_s}
         help_text = f"{text} in the last minute, by the share of waits that were no longer"
         yield gauge(f"kvtier_route_{what}_seconds", help_text, waits, "replica", "quantile")
 
 
-def _held(router: Router, ledger: Ledger) -> Iterator[Metric]:
+def _held(router: Router) -> Iterator[Metric]:
     holdings = router.holdings
     states = {each.name: holdings.of(each.name).state(each.name) for each in router.fleet.replicas}
     publishers = {(name, "engine"): state.events for name, state in states.items()}
@@ -653,9 +646,6 @@ def _held(router: Router, ledger: Ledger) -> Iterator[Metric]:
     held = {(name, medium): count for name, state in states.items() for medium, count in state.blocks.items()}
     yield gauge("kvtier_route_held_blocks", "Blocks it reports", held, "replica", "medium")
     yield gauge("kvtier_route_indexed_blocks", "Blocks that replicas hold", holdings.num_blocks)
-    forgotten = "Blocks forgotten because too many are held"
-    yield counter("kvtier_route_forgotten_blocks", forgotten, ledger.forgotten)
-    yield counter("kvtier_route_skipped_events", "Events that could not be true, by reason", ledger.skipped, "reason")
 
 
 # --- its application -------------------------------------------------------------------------------------------------

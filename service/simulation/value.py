@@ -5,9 +5,8 @@ import os
 import signal
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Final
@@ -34,7 +33,7 @@ class Capacity:
     disk: int = 0  # bytes of the slab; 0: none
     redis: int = 0  # bytes in Redis; 0: none
     redis_ttl: float = 86400.0  # seconds
-    policy: str = "tail"  # of L2
+    policy: str = "predicted"  # of L2
     admit_after: int = 1  # sightings of a block before it is stored
 
 
@@ -234,8 +233,13 @@ def sweep(
     pool = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(replay.trace, replay.block_bytes))
     others = {*multiprocessing.active_children()}
     try:
-        with _without_interrupts():
+        before = signal.pthread_sigmask(
+            signal.SIG_BLOCK, (signal.SIGINT,)
+        )  # workers never get it: their parent ends them
+        try:
             waiting = {pool.submit(_run, capacity): at for at, capacity in enumerate(capacities)}
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         done: dict[int, SimulatedRun] = {}
         progress(0, len(waiting))
         for future in as_completed(waiting):
@@ -248,16 +252,6 @@ def sweep(
     finally:
         pool.shutdown(cancel_futures=True)
     return [done[at] for at in range(len(capacities))]
-
-
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Delay Ctrl-C; processes started meanwhile never get it: their parent ends them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _begin(trace: RequestTrace, block_bytes: int) -> None:

@@ -9,40 +9,40 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Annotated, Any, BinaryIO, Final, Literal, TypeVar, get_args
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from kvtier.tiers import ConfigError, FormatError
 
+Hint = Literal["goes_on", "tool", "finished"]
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Size = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 
-@dataclass(frozen=True, slots=True)
-class TraceLine:
+
+class TraceLine(Struct, frozen=True):
     """One request. Equal `hash_ids` are equal blocks, head first. Missing fields have their defaults."""
 
-    timestamp: int  # milliseconds since the trace began
-    input_length: int  # tokens
-    output_length: int  # tokens; 0 if it was not known
-    hash_ids: tuple[int, ...]
-    block_size: int | None = None  # tokens
-    answer_ids: tuple[int, ...] | None = None  # the full blocks of its answer behind those of the prompt
-    ended: int | None = None  # milliseconds since the trace began
-    hint: str | None = None
-    tenant: int | None = None
+    timestamp: Count  # milliseconds since the trace began
+    input_length: Count  # tokens
+    output_length: Count  # tokens; 0 if it was not known
+    hash_ids: tuple[Count, ...]
+    block_size: Size | None = None  # tokens
+    answer_ids: tuple[Count, ...] | None = None  # the full blocks of its answer behind those of the prompt
+    ended: Count | None = None  # milliseconds since the trace began
+    hint: Hint | None = None
+    tenant: Count | None = None
     has_time: bool = True  # whether the line has `timestamp`
 
 
 MAX_LINE: Final = 8 << 20  # bytes of a line that is read: a prompt of a million blocks
-_MAX_NUMBER: Final = 1 << 63
-_MAX_SECONDS: Final = 1e12
-HINTS: Final = ("goes_on", "tool", "finished")
+HINTS: Final[tuple[Hint, ...]] = get_args(Hint)
 
 Fields = dict[str, Any]
-
-MOONCAKE: Final = "Mooncake"
-BAILIAN: Final = "Bailian"
-LMCACHE: Final = "LMCache lookup log"
 
 # A field of another kind of file, and what such a file is.
 _FOREIGN: Final[Mapping[str, str]] = {
@@ -78,55 +78,51 @@ def fields_of(line: bytes) -> Fields:
     return value
 
 
-def form_of(fields: Fields) -> str:
-    """The form of a file with this line. ForeignTrace names a file of another kind."""
-    if "hash_ids" in fields:
-        return BAILIAN if "chat_id" in fields else MOONCAKE
-    if "chunk_hashes" in fields:
-        return LMCACHE
-    for name, what in _FOREIGN.items():
-        if name in fields:
-            raise ForeignTrace(f"it has {name!r}: this is {what}; {_KNOWN}")
-    if fields.keys().isdisjoint(("timestamp", "input_length", "output_length")):
-        named = ", ".join(map(repr, sorted(fields)[:6]))[:80]
-        raise ForeignTrace(f"no hash_ids among {named or 'no fields'}; {_KNOWN}")
-    return MOONCAKE
+F = TypeVar("F", bound=Struct)
+
+
+def _checked(fields: Fields, form: type[F]) -> F:
+    """The fields of this form; others are left out. FormatError names the first that is missing or wrong."""
+    try:
+        return msgspec.convert(fields, form)
+    except msgspec.ValidationError as error:
+        why, _, place = str(error).partition(" - at `$.")
+        raise FormatError(f"{place[:-1]}: {why}" if place else why) from None
 
 
 def mooncake(fields: Fields) -> TraceLine:
     """A line in Mooncake's form, with the fields `kvtier trace` adds. FormatError names a wrong field."""
-    input_length = _count("input_length", fields.get("input_length"))
-    ids = _ids("hash_ids", fields.get("hash_ids"))
-    if len(ids) > input_length:
-        raise FormatError(f"hash_ids: {len(ids)} blocks for an input_length of {input_length} tokens")
-    answer = fields.get("answer_ids")
-    hint = fields.get("hint")
-    if hint is not None and hint not in HINTS:
-        raise FormatError(f"hint {hint!r:.40}: use one of {', '.join(HINTS)}")
-    return TraceLine(
-        timestamp=_milliseconds("timestamp", fields) or 0,
-        input_length=input_length,
-        output_length=_optional("output_length", fields) or 0,
-        hash_ids=ids,
-        block_size=_optional("block_size", fields, least=1),
-        answer_ids=None if answer is None else _ids("answer_ids", answer),
-        ended=_milliseconds("ended", fields),
-        hint=hint,
-        tenant=_optional("tenant", fields),
-        has_time=fields.get("timestamp") is not None,
-    )
+    given = {name: value for name, value in fields.items() if value is not None}
+    for name in ("timestamp", "ended"):  # some writers give floats
+        if isinstance(value := given.get(name), float) and math.isfinite(value):
+            given[name] = math.floor(value)
+    line = _checked({"timestamp": 0, "output_length": 0, **given, "has_time": "timestamp" in given}, TraceLine)
+    if len(line.hash_ids) > line.input_length:
+        raise FormatError(f"hash_ids: {len(line.hash_ids)} blocks for an input_length of {line.input_length} tokens")
+    for name, ids in (("hash_ids", line.hash_ids), ("answer_ids", line.answer_ids or ())):
+        if len(set(ids)) < len(ids):
+            raise FormatError(f"{name}: a block stands there twice; each is named by all before it")
+    return line
+
+
+class _BailianTime(Struct):
+    timestamp: Seconds | None = None
 
 
 def bailian(fields: Fields) -> TraceLine:
     """A line of Alibaba's Bailian traces: Mooncake's form with seconds, and blocks of 16 tokens."""
-    timestamp = fields.get("timestamp")
-    return mooncake(
-        {
-            **{name: fields.get(name) for name in ("input_length", "output_length", "hash_ids")},
-            "timestamp": None if timestamp is None else int(1000 * _seconds("timestamp", timestamp)),
-            "block_size": fields.get("block_size", 16),
-        }
-    )
+    seconds = _checked(fields, _BailianTime).timestamp
+    time = None if seconds is None else int(1000 * seconds)
+    kept = {name: fields.get(name) for name in ("input_length", "output_length", "hash_ids")}
+    return mooncake({**kept, "timestamp": time, "block_size": fields.get("block_size", 16)})
+
+
+class _Lookup(Struct):
+    chunk_hashes: list[str]
+    chunk_size: Size
+    seq_len: Count
+    timestamp: Seconds | None = None
+    model_name: str = ""
 
 
 class LookupLog:
@@ -137,65 +133,37 @@ class LookupLog:
         self._start: float | None = None
 
     def __call__(self, fields: Fields) -> TraceLine:
-        names = fields.get("chunk_hashes")
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise FormatError("chunk_hashes: not a list of names")
-        chunk_size = _count("chunk_size", fields.get("chunk_size"), least=1)
-        length = _count("seq_len", fields.get("seq_len"))
-        if len(names) * chunk_size > length:
-            raise FormatError(f"chunk_hashes: {len(names)} chunks of {chunk_size} for a seq_len of {length} tokens")
+        each, numbers = _checked(fields, _Lookup), self._numbers
+        names, size, length, seconds = each.chunk_hashes, each.chunk_size, each.seq_len, each.timestamp
+        if len(names) * size > length:
+            raise FormatError(f"chunk_hashes: {len(names)} chunks of {size} for a seq_len of {length} tokens")
         if len(set(names)) < len(names):
             raise FormatError("chunk_hashes: a name stands there twice")
-        when = fields.get("timestamp")
-        seconds = None if when is None else _seconds("timestamp", when)
         if self._start is None:
             self._start = seconds
-        model, numbers = str(fields.get("model_name", "")), self._numbers
         return TraceLine(
             timestamp=0 if seconds is None or self._start is None else int(1000 * max(0.0, seconds - self._start)),
             input_length=length,
             output_length=0,
-            hash_ids=tuple(numbers.setdefault((model, name), len(numbers)) for name in names),
-            block_size=chunk_size,
+            hash_ids=tuple(numbers.setdefault((each.model_name, name), len(numbers)) for name in names),
+            block_size=size,
             has_time=seconds is not None,
         )
 
 
-def parser_of(form: str) -> Callable[[Fields], TraceLine]:
-    return {MOONCAKE: mooncake, BAILIAN: bailian}.get(form) or LookupLog()
-
-
-def _optional(name: str, fields: Fields, least: int = 0) -> int | None:
-    return None if fields.get(name) is None else _count(name, fields[name], least)
-
-
-def _count(name: str, value: object, least: int = 0) -> int:
-    if type(value) is not int or not least <= value < _MAX_NUMBER:
-        raise FormatError(f"{name}: {'missing' if value is None else f'not a whole number from {least} on'}")
-    return value
-
-
-def _milliseconds(name: str, fields: Fields) -> int | None:
-    """Whole ones: some writers give floats. None if the field is missing."""
-    value = fields.get(name)
-    return _optional(name, {name: math.floor(value)} if isinstance(value, float) and math.isfinite(value) else fields)
-
-
-def _ids(name: str, value: object) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise FormatError(f"{name}: {'missing' if value is None else 'not a list of numbers'}")
-    ids = tuple(value)
-    if ids and (set(map(type, ids)) != {int} or not 0 <= min(ids) <= max(ids) < _MAX_NUMBER):
-        raise FormatError(f"{name}: not a whole number from 0 on")
-    if len(set(ids)) < len(ids):
-        raise FormatError(f"{name}: a block stands there twice; each is named by all before it")
-    return ids
-
-
-def _seconds(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _MAX_SECONDS:
-        raise FormatError(f"{name}: not a time in seconds")
-    return float(value)
+def parser_of(fields: Fields) -> Callable[[Fields], TraceLine]:
+    """What reads the lines of a file with this one. ForeignTrace names a file of another kind."""
+    if "hash_ids" in fields:
+        return bailian if "chat_id" in fields else mooncake
+    if "chunk_hashes" in fields:
+        return LookupLog()
+    for name, what in _FOREIGN.items():
+        if name in fields:
+            raise ForeignTrace(f"it has {name!r}: this is {what}; {_KNOWN}")
+    if fields.keys().isdisjoint(("timestamp", "input_length", "output_length")):
+        named = ", ".join(map(repr, sorted(fields)[:6]))[:80]
+        raise ForeignTrace(f"no hash_ids among {named or 'no fields'}; {_KNOWN}")
+    return mooncake
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -285,7 +253,7 @@ def _taken(
     """The line as a request or a fault, and the parser of the file, set by its first whole line."""
     try:
         fields = fields_of(line)
-        parser = parser or parser_of(form_of(fields))
+        parser = parser or parser_of(fields)
         return parser, parser(fields)
     except FormatError as error:
         return parser, type(error)(f"{file}:{number}: {error}")
@@ -293,11 +261,7 @@ def _taken(
 
 def parse_line(line: bytes) -> TraceLine:
     fields = fields_of(line)
-    return parser_of(form_of(fields))(fields)
-
-
-def has_times(lines: Sequence[TraceLine]) -> bool:
-    return bool(lines) and all(line.has_time for line in lines) and any(line.timestamp for line in lines)
+    return parser_of(fields)(fields)
 
 
 # --- the blocks of answers -------------------------------------------------------------------------------------------
@@ -407,7 +371,7 @@ def trace_of(lines: Sequence[TraceLine], *, block_size: int | None = None) -> Re
         np.int64,
     )
     lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    if has_times(lines):
+    if lines and all(line.has_time for line in lines) and any(line.timestamp for line in lines):
         begun = np.array([line.timestamp / 1e3 for line in lines])
     else:
         begun = _GAP * np.arange(len(lines))

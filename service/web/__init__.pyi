@@ -1,5 +1,5 @@
-from .disconnect_timer import get_page as get_page
 from .http_client import HttpClient as HttpClient
+from .http_client import get_page as get_page
 from .http_server import Guard as Guard
 from .http_server import HttpServer as HttpServer
 from .http_server import HttpSocket as HttpSocket

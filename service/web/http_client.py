@@ -1,11 +1,13 @@
 """The HTTP client of the commands: one request each, with a deadline, and one line for every error."""
 
+import http.client
 import json
 import socket
 import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from threading import Event, Timer
 from time import monotonic
 from typing import Any, Final
 
@@ -13,7 +15,6 @@ import httpx2
 from pydantic import SecretStr
 
 from kvtier.service import Json
-from kvtier.service.web.disconnect_timer import disconnect_after
 from kvtier.tiers import ConfigError, FormatError, KVTierError, TierUnavailable
 
 _CONNECT: Final = 2.0  # seconds
@@ -22,6 +23,44 @@ _STATUS: Final = 7.0  # seconds for /status: a daemon whose loop hangs says so a
 _MOST_ANSWER: Final = 64 << 20  # bytes
 _MOST_LINE: Final = 2000  # characters of an error that is passed on
 _JSON: Final = {"content-type": "application/json"}
+
+
+# A deadline for answers that come byte by byte, since a socket's timeout restarts at each; and one GET under it.
+
+
+@contextmanager
+def disconnect_after(connected: Callable[[], socket.socket | None], seconds: float) -> Iterator[Event]:
+    """Shut the connection down after so many seconds, and set the event. `connected` is called only then."""
+    late = Event()
+
+    def end() -> None:
+        late.set()
+        if (found := connected()) is not None:
+            with suppress(OSError):
+                socket.socket.shutdown(found, socket.SHUT_RDWR)  # that of TLS would say goodbye first
+
+    timer = Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield late
+    finally:
+        timer.cancel()
+
+
+def get_page(address: str, path: str, seconds: float, most: int = 1 << 20) -> tuple[int, bytes]:
+    """Status and body at HOST:PORT: no proxy, no redirect, one deadline. OSError, HTTPException, ValueError."""
+    host, _, port = address.rpartition(":")
+    with closing(http.client.HTTPConnection(host.strip("[]"), int(port), timeout=seconds)) as connection:
+        connection.connect()
+        connected = connection.sock
+        with disconnect_after(lambda: connected, seconds) as late:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            status, body = answer.status, answer.read(most)
+        if late.is_set():  # otherwise a cut-off head or body would count as whole
+            raise TimeoutError(f"no whole answer within {seconds:g} s")
+        return status, body
 
 
 class HttpClient:
@@ -57,17 +96,17 @@ class HttpClient:
 
     def get(self, path: str, *fields: str) -> Json:
         """The answer. FormatError unless it has all these fields: then another program answers there."""
-        with self._answer("GET", path, None) as answer:
-            return self._with(fields, self._object(self._whole(answer)))
+        return self._asked("GET", path, None, fields)
 
     def status(self, *fields: str) -> Json:
         """Get /status. FormatError if it has none of these fields: then another program answers there."""
         status = self.get("/status")
-        return self._with([next((field for field in fields if field in status), fields[0])], status)
+        if fields and status.keys().isdisjoint(fields):
+            raise self._not_a_daemon
+        return status
 
     def post(self, path: str, body: Mapping[str, Any], *fields: str) -> Json:
-        with self._answer("POST", path, body) as answer:
-            return self._with(fields, self._object(self._whole(answer)))
+        return self._asked("POST", path, body, fields)
 
     def lines(self, path: str, body: Mapping[str, Any]) -> Iterator[Json]:
         """Run a long verb, and yield its JSON lines as they come. The last one is its result."""
@@ -86,7 +125,10 @@ class HttpClient:
             with suppress(KVTierError):  # errors there are reported by the request itself
                 file = self.status("clients").get("token_file")
                 if isinstance(file, str):
-                    self._carry(find, Path(file))
+                    try:
+                        self._client.headers.update(_carrying(find(Path(file), self._address)))
+                    except ConfigError as error:
+                        self._no_token = error
         watched = {"trace": self._watch}
         self._patience = _STATUS if path == "/status" else _ANSWER
         timeout = httpx2.Timeout(self._patience, connect=_CONNECT)
@@ -113,12 +155,6 @@ class HttpClient:
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
             raise self._unavailable(str(error) or type(error).__name__) from None
 
-    def _carry(self, find: Callable[[Path, str], SecretStr], file: Path) -> None:
-        try:
-            self._client.headers.update(_carrying(find(file, self._address)))
-        except ConfigError as error:
-            self._no_token = error
-
     def _watch(self, event: str, info: Mapping[str, Any]) -> None:
         """Keep each new connection's socket. The names are those of httpx2's `trace` extension."""
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
@@ -127,20 +163,20 @@ class HttpClient:
     def _refusal(self, answer: httpx2.Response) -> KVTierError:
         if answer.status_code == 401 and self._no_token is not None:
             return self._no_token
-        if answer.status_code == 401:
+        if answer.status_code == 401 and self._is_daemon:
             fix = "give the daemon's, by --token or the file"
-            if not self._is_daemon:
-                return ConfigError(f"{self._where}: the token is not taken; give its own, by --token")
             return ConfigError(f"[service] token: the daemon does not take it; {fix}")
+        if answer.status_code == 401:
+            return ConfigError(f"{self._where}: the token is not taken; give its own, by --token")
         why = self._object(self._whole(answer)).get("error")
         if not self._is_daemon and isinstance(why, dict):
             why = why.get("message")
         if not isinstance(why, str):  # an engine's or a router's error
             return self._not_a_daemon
-        line = " ".join(why.split())[:_MOST_LINE]
-        if answer.status_code >= 500:
-            return TierUnavailable(line)
-        return KVTierError(line) if answer.status_code == 404 else ConfigError(line)
+        kind = (
+            TierUnavailable if answer.status_code >= 500 else KVTierError if answer.status_code == 404 else ConfigError
+        )
+        return kind(" ".join(why.split())[:_MOST_LINE])
 
     def _whole(self, answer: httpx2.Response) -> bytes:
         """The answer's body. TierUnavailable if it takes too long, also in pieces, or is too large."""
@@ -154,10 +190,12 @@ class HttpClient:
                 raise self._late
         return bytes(data)
 
-    def _with(self, fields: Iterable[str], answer: Json) -> Json:
-        if not all(field in answer for field in fields):
+    def _asked(self, method: str, path: str, body: Mapping[str, Any] | None, fields: Iterable[str]) -> Json:
+        with self._answer(method, path, body) as answer:
+            found = self._object(self._whole(answer))
+        if not found.keys() >= {*fields}:
             raise self._not_a_daemon
-        return answer
+        return found
 
     def _object(self, data: bytes) -> Json:
         try:
@@ -177,9 +215,9 @@ class HttpClient:
 
     @property
     def _not_a_daemon(self) -> FormatError:
-        if not self._is_daemon:
-            return FormatError(f"{self._where}: no engine and no router of kvtier answers there; give one's address")
-        return FormatError(f"{self._where}: no kvtier daemon answers there; give the daemon's --http HOST:PORT")
+        no_server = "no engine and no router of kvtier answers there; give one's address"
+        no_daemon = "no kvtier daemon answers there; give the daemon's --http HOST:PORT"
+        return FormatError(f"{self._where}: {no_daemon if self._is_daemon else no_server}")
 
 
 def _carrying(token: SecretStr) -> dict[bytes, bytes]:

@@ -5,14 +5,14 @@ import os
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from io import BufferedWriter
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import BinaryIO, Final, TypeVar
 
 import aiofiles
 from aiofiles.threadpool import wrap
 from aiofiles.threadpool.binary import AsyncBufferedIOBase, AsyncBufferedReader
 
+from kvtier.service import private_file
 from kvtier.tiers import ConfigError, KVTierError
 
 T = TypeVar("T")
@@ -31,18 +31,13 @@ class LoopFile:
     async def create(cls, path: Path) -> "LoopFile":
         """Create a file that only its owner can read: it holds users' texts. Raises ConfigError if it exists."""
         pool = ThreadPoolExecutor(1, "kvtier-create")
-        made = pool.submit(_make, path)
+        made = pool.submit(private_file, path)
         pool.shutdown(wait=False)
         try:
             return cls(wrap(await _in_time(asyncio.wrap_future(made), path)), path)
         except (asyncio.CancelledError, KVTierError):  # its thread may be about to create the file
             made.add_done_callback(partial(_unmake, path))
             raise
-        except FileExistsError:
-            raise ConfigError(f"{path}: exists already; remove it or choose another name") from None
-        except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise ConfigError(f"{str(path)!r}: {reason}; choose a file that can be written") from error
 
     @classmethod
     async def open(cls, path: Path) -> "LoopFile":
@@ -85,11 +80,7 @@ async def _in_time(call: Awaitable[T], path: Path) -> T:
         raise KVTierError(f"{path}: the disk has not answered for {_DEADLINE:.0f} s") from None
 
 
-def _make(path: Path) -> BufferedWriter:
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
-
-
-def _unmake(path: Path, made: "Future[BufferedWriter]") -> None:
+def _unmake(path: Path, made: "Future[BinaryIO]") -> None:
     """Remove the file, now or once its thread has made it: its caller waits no more."""
     if not made.cancelled() and made.exception() is None:
         made.result().close()

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from pydantic import SecretStr
 
+from kvtier.service import private_file
 from kvtier.tiers import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class OperatorToken(NamedTuple):
         file, secret = Path(f"{socket.absolute()}.token"), secrets.token_urlsafe(_BYTES)
         try:
             _write(file, http, secret)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             _log.warning(
                 '[service] token none: "%s" cannot be written (%s), so no verb works; set a token', file, error
             )
@@ -41,7 +42,7 @@ class OperatorToken(NamedTuple):
     def keep(self) -> None:
         """Write the file again if it was removed, with the same token. May wait."""
         if self.file is not None and not self.file.exists():
-            with suppress(OSError):
+            with suppress(OSError, ConfigError):
                 _write(self.file, self.http, self.secret.get_secret_value())
 
     def forget(self) -> None:
@@ -53,17 +54,12 @@ class OperatorToken(NamedTuple):
 
 
 def _write(file: Path, http: str, secret: str) -> None:
+    """Raises OSError or ConfigError."""
     own = file.with_name(f".{file.name}-{os.getpid()}")
-    try:
-        own.unlink(missing_ok=True)
-        descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "w") as out:
-            json.dump({"http": http, "token": secret}, out)
-        own.replace(file)
-    except OSError:
-        with suppress(OSError):
-            own.unlink()
-        raise
+    own.unlink(missing_ok=True)
+    with private_file(own) as out:
+        out.write(json.dumps({"http": http, "token": secret}).encode())
+    own.replace(file)
 
 
 def token_at(file: Path, http: str) -> SecretStr:

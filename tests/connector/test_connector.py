@@ -4,16 +4,21 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+import msgpack
 import pytest
 from connector_rig import NUM_LAYERS, Bench, Request, request_of
 from doubles import BLOCK_SIZE, FakeClock, MemoryTier, chain_of, payload_of, store, wait_until
+from hypothesis import given
+from hypothesis import strategies as st
 from service_rig import drops, wanted
 
-from kvtier.connector.plan import CopyOp, WorkerReport
+from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
 from kvtier.connector.scheduler import ConnectorUpdate
 from kvtier.tiers.copies.block_copier import BlockCopies
 from kvtier.tiers.copies.transfer import CopyEvent
+from kvtier.tiers.errors import FormatError
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Wanted
+from kvtier.tiers.host import host
 from kvtier.tiers.pool import Reservation
 from kvtier.tiers.tier import Outcome
 
@@ -364,3 +369,145 @@ def test_recomputing_is_decided_once_for_a_request() -> None:
     assert bench.hierarchy.stats()['kvtier_miss_total{reason="recompute"}'] == 6
     bench.scheduler.finished("a")
     bench.close()
+
+
+# Stories of a step in which many requests each store a block: one copy, one job, and each request's own fate.
+
+
+MANY = 16  # L1 of the bench has as many blocks
+
+
+def step_of_many(bench: Bench) -> list[Request]:
+    """Each request fills a block of L1; all of them are to be stored."""
+    requests = [request_of(1, f"r{n}", first_token=100 * n) for n in range(MANY)]
+    for block, request in enumerate(requests):
+        bench.scheduler.admit(request)
+        bench.compute(request, 0, [block])
+        bench.scheduler.store(request.request_id, 0, [block])
+    bench.step()
+    return requests
+
+
+def held(bench: Bench, requests: list[Request]) -> list[bool]:
+    assert bench.hierarchy.drain(60)
+    return [bench.hierarchy.holds(request.chain.hashes)[0] for request in requests]
+
+
+def dropped(bench: Bench, reason: Outcome) -> float:
+    name = f'kvtier_store_dropped_total{{tier="l2",reason="{reason.value}"}}'
+    return bench.hierarchy.stats().get(name, 0.0)
+
+
+def test_all_are_found_with_the_bytes_that_were_computed(bench: Bench) -> None:
+    requests = step_of_many(bench)
+    bench.stream.complete_all()
+    assert sorted(bench.update().released) == list(range(MANY))
+    assert held(bench, requests) == [True] * MANY
+    for block, request in enumerate(requests):
+        again = Request(f"again {block}", request.chain, request.num_tokens)
+        assert bench.scheduler.lookup(again, 0) == request.chain.block_size
+        bench.scheduler.allocated(again.request_id, [block, block], request.chain.block_size)
+    bench.l1[:] = 0
+    bench.step()
+    bench.stream.complete_all()
+    assert len(bench.update().loaded) == MANY
+    for block, request in enumerate(requests):
+        assert bench.l1[block].tobytes() == payload_of(request.chain.hashes[0])
+        bench.scheduler.finished(f"again {block}")
+        bench.scheduler.finished(request.request_id)
+
+
+def test_those_whose_copy_failed_are_dropped_alone(bench: Bench) -> None:
+    requests = step_of_many(bench)
+    bench.stream.complete_all()
+    report = bench.worker.poll()
+    assert len(report.finished) == MANY
+    bad = {report.finished[3], report.finished[11]}
+    told = WorkerReport(tuple(each for each in report.finished if each not in bad), tuple(bad))
+    assert sorted(bench.scheduler.update(told).released) == list(range(MANY))
+    assert held(bench, requests) == [n not in (3, 11) for n in range(MANY)]
+    assert dropped(bench, Outcome.COPY_FAILED) == 2
+
+
+def test_a_store_that_was_given_up_is_reported_failed_alone(bench: Bench) -> None:
+    requests = step_of_many(bench)
+    [late] = [op_id for op_id, store in bench.scheduler._stores.items() if store.request_id == "r5"]
+    bench.worker.fence([late])  # its block is written to now, and the copy has not read it
+    bench.stream.complete_all()
+    report = bench.worker.poll()
+    assert report.failed == (late,)
+    assert bench.worker.idle
+    bench.scheduler.update(report)
+    assert held(bench, requests) == [n != 5 for n in range(MANY)]
+
+
+def test_a_reset_within_the_step_drops_all_of_it(bench: Bench) -> None:
+    requests = step_of_many(bench)
+    bench.stream.complete_all()
+    bench.hierarchy.reset()
+    bench.update()
+    assert held(bench, requests) == [False] * MANY
+    assert dropped(bench, Outcome.EPOCH) == MANY
+
+
+def test_memory_that_cannot_be_hashed_is_published_of_no_request(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(self: object, slots: object) -> list[int]:
+        raise IndexError("the region is closed")
+
+    monkeypatch.setattr(host.HostRegion, "checksums", no_memory)
+    requests = step_of_many(bench)
+    bench.stream.complete_all()
+    bench.update()
+    assert held(bench, requests) == [False] * MANY
+    assert dropped(bench, Outcome.IO_ERROR) == MANY
+
+
+# A step plan crosses a process border: it survives the trip, and nothing else is taken for one.
+
+
+PLAN = StepPlan(
+    step=7,
+    region=42,
+    loads=(CopyOp(1, "a", (3, 4), (8, 9), (1, 1), layerwise=True),),
+    stores=(CopyOp(2, "b", (5,), (0,), (3,)),),
+)
+
+
+def test_a_plan_survives_the_trip() -> None:
+    assert StepPlan.decode(PLAN.encode()) == PLAN
+    assert StepPlan.decode(StepPlan(1, 0).encode()) == StepPlan(1, 0)
+
+
+def test_an_empty_plan_is_false() -> None:
+    assert PLAN
+    assert not StepPlan(1, 0)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [],
+        [99, 1, 0, [], []],  # another version
+        [1, -1, 0, [], []],
+        [1, 1, 0, [[1, "a", [1], [2, 3], [1], False]], []],  # columns of unequal length
+        [1, 1, 0, [[1, 5, [1], [2], [1], False]], []],  # the request id is no text
+        [1, 1, 0, [[1, "a", [1], [2], [1], 1]], []],  # the kind is no bool
+        [1, 1, 0, [[1, "a", [True], [2], [1], False]], []],
+        [1, 1, 0, [[1, "a"]], []],
+        {"step": 1},
+    ],
+)
+def test_what_is_no_plan_is_a_format_error(value: object) -> None:
+    with pytest.raises(FormatError):
+        StepPlan.decode(msgpack.packb(value))
+
+
+@given(st.integers(0, 200), st.integers(0, 255))
+def test_a_flipped_byte_is_a_format_error_or_another_plan(position: int, value: int) -> None:
+    data = bytearray(PLAN.encode())
+    data[position % len(data)] = value
+    try:
+        StepPlan.decode(bytes(data))
+    except FormatError:
+        return

@@ -283,10 +283,10 @@ def test_a_name_that_tokens_alone_do_not_explain_is_nobodys_child() -> None:
 
 def test_tails_are_named_by_their_tokens() -> None:
     chain = chain_over([*PREFIX, 1, 2, 3])
-    tail = chain.tail(2 * BLOCK_SIZE + 2)
+    tail = chain.partial_block(2 * BLOCK_SIZE + 2)
     assert tail is not None
     assert np.frombuffer(tail.tokens, "<u4").tolist() == [1, 2]
     assert tail.parent == chain.hashes[1]
     assert chain.is_plain(ChildBlock(tail.chain_hash, tail.tokens), tail.parent)
-    assert chain.tail(2 * BLOCK_SIZE) is None
+    assert chain.partial_block(2 * BLOCK_SIZE) is None
     assert record_of(chain, 1).chain_hash == chain_over(PREFIX).hashes[1]

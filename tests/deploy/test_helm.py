@@ -1,4 +1,4 @@
-"""deploy/helm: the objects of deploy/kubernetes, and what values change. A real helm renders it; no cluster runs it."""
+"""charts: the objects of deploy/kubernetes, and what values change. A real helm renders it; no cluster runs it."""
 
 import base64
 import itertools
@@ -19,7 +19,7 @@ from kvtier import __version__
 from kvtier.cli.program import load
 from kvtier.tiers.config.config import Config
 
-CHART: Final = ROOT / "deploy" / "helm" / "kvtier"
+CHART: Final = ROOT / "charts" / "kvtier"
 HELM: Final = Path(sys.executable).with_name("helm")
 VALUES: Final[dict[str, dict[str, Any]]] = {  # → the same as a component of kustomize
     "gpu": {"engine": {"gpu": True}},

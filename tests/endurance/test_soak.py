@@ -1,11 +1,14 @@
 """The soak in short, over real processes; and that each thing it looks for would be found."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 import block_client
+import figures
 import pytest
 from block_client import BlockClient, Model
 from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of
@@ -93,3 +96,25 @@ def test_whatever_was_wrong_is_the_exit_status(wrong: str, tmp_path: Path, capsy
     assert tell(report | {wrong: ["block 7"]}, WRONG, tmp_path / "ill.json") == 1
     assert "block 7" in capsys.readouterr().err
     assert json.loads((tmp_path / "ill.json").read_text())[wrong] == ["block 7"]
+
+
+# A new result of a long run is put into docs/faults.md.
+
+
+def test_a_new_result_is_taken_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # a page and results of our own, as after a short run
+    page = tmp_path / "faults.md"
+    page.write_text(f"before\n{figures.BEGIN}old\n{figures.END}after\n")
+    monkeypatch.setattr(figures, "PAGE", page)
+    monkeypatch.setattr(figures, "RESULTS", tmp_path / "results")
+    run = [sys.executable, "tests/endurance/crash_images.py", "--count", "20", "--seed", "5"]
+    done = subprocess.run([*run, "--json", str(tmp_path / "x.json")], cwd=figures.ROOT, timeout=110, check=True)
+    assert done.returncode == 0
+    monkeypatch.setattr(sys, "argv", ["figures.py", str(tmp_path / "x.json")])
+    assert figures.main() == 0
+    assert json.loads((tmp_path / "results" / "crash-images.json").read_text())["count"] == 20
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "| `make crash-images` | 20: " in text
+    assert "(seed 5)" in text

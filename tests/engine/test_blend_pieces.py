@@ -330,11 +330,15 @@ def test_the_check_runs_while_segments_are_loading(make: Make, disk_dir: Path, m
     end(engine)
 
 
-@pytest.mark.parametrize("repair", [Repair("question"), Repair("first"), Repair(share=0.0)], ids=str)
-def test_without_a_check_a_request_waits_for_its_segments_without_blocks(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch, repair: Repair
+@pytest.mark.parametrize(
+    ("repair", "seats"),
+    [(Repair("question"), {}), (Repair("first"), {}), (Repair(share=0.0), {}), (UNBOUND, {"max_num_seqs": 3})],
+    ids=str,
+)
+def test_without_a_check_or_seats_for_them_a_request_waits_for_its_segments_without_blocks(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch, repair: Repair, seats: dict[str, int]
 ) -> None:
-    slab = GatedSlab(disk_dir, monkeypatch, DOCUMENTS)
+    slab = GatedSlab(disk_dir, monkeypatch, DOCUMENTS, **seats)
     name = slab.engine.add_request(PROMPT, KEEP, segments=SEGMENTS, repair=repair)
     for _ in range(10):
         slab.engine.step()
@@ -418,14 +422,3 @@ def test_requests_that_hold_each_others_room_give_way(
         assert np.abs(np.stack(logits) - np.stack(completion.logits)).max() <= 1e-4  # so it read the right KV
     engine.pool.free(taken)
     end(engine)
-
-
-def test_a_request_leaves_seats_for_its_segments(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slab = GatedSlab(disk_dir, monkeypatch, DOCUMENTS, max_num_seqs=3)
-    name = slab.engine.add_request(PROMPT, KEEP, segments=SEGMENTS, repair=UNBOUND)
-    for _ in range(10):
-        slab.engine.step()
-    assert not slab.engine.request(name).block_table
-    slab.opened.set()
-    assert len(finish(slab.engine, name)) == 8
-    end(slab.engine)

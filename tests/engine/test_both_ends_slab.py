@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mischief import EvenRates
 from small_engines import end, settled
 from tiny_models import config_of, prompt
 
@@ -19,7 +20,6 @@ from kvtier.engine.requests import Output, SamplingParams
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.copies.block_copier import BlockCopies
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import Rates
 from kvtier.tiers.hierarchy.promotion import HostCheck
 from kvtier.tiers.kinds import TIERS
 
@@ -27,21 +27,6 @@ HELD = 960  # tokens: 60 blocks of 16
 LENGTH = HELD + 10
 KEEP = SamplingParams(max_tokens=3, ignore_eos=True, keep_logits=True)
 EXACT: dict[str, Any] = {"exact": True, "exact_rows": 128, "max_num_batched_tokens": 128, "max_num_seqs": 4}
-
-
-class FixedRates(Rates):
-    """Loading a prompt takes as long as computing it, whatever is measured."""
-
-    def __init__(self, bytes_per_token: int) -> None:
-        super().__init__("auto")
-        super().loaded("file", 1000 * bytes_per_token, 1.0)
-        super().computed(1000, 1.0)
-
-    def loaded(self, tier: str, num_bytes: int, seconds: float) -> None:
-        """Not heard."""
-
-    def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
-        """Not heard."""
 
 
 class SlowSlab:
@@ -70,7 +55,7 @@ class SlowSlab:
         tier.read = gated
         [stored] = self.engine.generate([self.prompt], KEEP)
         self.bits = np.stack(stored.logits).tobytes()  # computed without a hit
-        self.hierarchy.rates = FixedRates(self.engine.shape.block_bytes // block_size)
+        self.hierarchy.rates = EvenRates(self.engine.shape.block_bytes // block_size)
         self.forget()
         self.gate.clear()
         self.before = dict(self.engine.stats)

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from extent import brief
 from small_engines import GREEDY, KEEP, Make, settled
 from tiny_models import VOCAB, config_of, plain, plain_logits, prompt
 
@@ -155,98 +154,6 @@ def test_a_forward_that_raises_leaves_the_engine_whole(make: Make, monkeypatch: 
             assert engine.request(request_id).state is SequenceState.WAITING
     assert failures == 2
     assert tokens == expected
-
-
-@pytest.mark.parametrize("family", brief(["mistral-window"], ["llama", "qwen3", "mistral-window"]))
-@pytest.mark.parametrize("dtype", brief(["bfloat16"], ["float32", "bfloat16"]))
-@pytest.mark.parametrize("loading", ["async", "layerwise"])
-def test_blocks_evicted_from_l1_return_from_l2_bit_for_bit(make: Make, family: str, dtype: str, loading: str) -> None:
-    tokens = prompt(1, 90)
-    bare = make(family, dtype, exact=True, exact_rows=64, enable_prefix_caching=False)
-    [cold] = bare.generate([tokens], KEEP)
-    engine = make(family, dtype, tiers=True, exact=True, exact_rows=64, loading=loading)
-    engine.generate([tokens], KEEP)
-    settled(engine)
-    stored = {bytes(engine.pool.tensor[block].view(torch.uint8).numpy().tobytes()) for block in range(64)}
-    # L1 loses everything, names and bytes.
-    engine.pool.reset()
-    engine.pool.tensor.fill_(torch.nan)
-    [warm] = engine.generate([tokens], KEEP)
-    assert (warm.num_l1_tokens, warm.num_external_tokens) == (0, 80)
-    assert np.array_equal(warm.logits, cold.logits)
-    assert warm.token_ids == cold.token_ids
-    # The loaded bytes are the stored bytes.
-    found = {
-        bytes(engine.pool.tensor[block].view(torch.uint8).numpy().tobytes())
-        for block in engine.pool.match(_hashes(engine, tokens))
-    }
-    assert len(found) == 5
-    assert found <= stored
-    engine.pool.free(np.flatnonzero(np.asarray(engine.pool._core.refs)[:64]).tolist())
-    # And L1 has them again.
-    [hot] = engine.generate([tokens], KEEP)
-    assert hot.num_l1_tokens == 80
-
-
-def _hashes(engine: Engine, tokens: list[int]) -> list[bytes]:
-    request_id = engine.add_request(tokens, SamplingParams(max_tokens=1))
-    hashes = list(engine.request(request_id).hashes)
-    engine.abort(request_id)
-    engine.step()
-    return hashes
-
-
-def test_abort_at_every_step_leaks_nothing(make: Make) -> None:
-    engine = make(tiers=True, num_blocks=24)
-    engine.generate([prompt(1, 90)], GREEDY)
-    settled(engine)
-    met = set()
-    for num_steps in range(12):
-        engine.pool.reset()  # so that the request has to load
-        request_id = engine.add_request(prompt(1, 90), SamplingParams(max_tokens=50, ignore_eos=True))
-        engine.add_request(prompt(7, 30), SamplingParams(max_tokens=3, ignore_eos=True))
-        for _ in range(num_steps):
-            engine.step()
-        met.add(engine.request(request_id).state)
-        assert engine.abort(request_id)
-        while engine.has_unfinished:
-            engine.step()
-        assert engine.drain(60)
-        engine.pool.check()
-        assert engine.pool.num_free_blocks == 24
-    assert SequenceState.WAITING in met
-    assert SequenceState.RUNNING in met
-
-
-def test_everything_at_once(make: Make) -> None:
-    """Chunked prefill, sharing, preemption, loads, aborts, in one tight engine; every answer is the cold one."""
-    random = np.random.default_rng(0)
-    exact: dict[str, Any] = {"exact": True, "exact_rows": 64}
-    bare = make(enable_prefix_caching=False, **exact)
-    engine = make(tiers=True, num_blocks=9, max_num_batched_tokens=21, max_num_seqs=5, preemption="offload", **exact)
-    prompts: dict[str, list[int]] = {}
-    answers: dict[str, list[int]] = {}
-    for i in range(brief(12, 24)):
-        tokens = [*prompt(int(random.integers(3)), int(random.integers(8, 90))), int(random.integers(3, VOCAB))]
-        params = SamplingParams(max_tokens=int(random.integers(1, 40)), ignore_eos=True)
-        prompts[engine.add_request(tokens, params, request_id=f"r{i}")] = tokens
-    aborted = set()
-    while engine.has_unfinished:
-        for output in engine.step():
-            if output.token_id is not None:
-                answers.setdefault(output.request_id, []).append(output.token_id)
-        if random.random() < 0.05 and (live := [name for name in prompts if name in engine.scheduler.live]):
-            name = str(random.choice(live))
-            if engine.abort(name):
-                aborted.add(name)
-    whole = [name for name in prompts if name not in aborted]
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    cold = bare.generate([prompts[name] for name in whole], params)
-    assert engine.stats["preempted"] > 0
-    assert engine.stats["external_tokens"] > 0
-    for name, expected in zip(whole, cold, strict=True):
-        assert answers[name] == expected.token_ids[: len(answers[name])]
-        assert answers[name]
 
 
 def test_waiting_for_a_load_does_not_spin(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from _architectures import ARCHITECTURES, VOCAB, Architecture
+from _architectures import ARCHITECTURES, Architecture
 from extent import ALL, brief
+from tiny_models import prompt
 
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
@@ -32,11 +33,6 @@ RUN = run() if ALL else {one.name: one for one in ARCHITECTURES}  # to ask for t
 # Chunks, soft caps, shared layers, sinks, RoPE by length, latents, experts, heads repeated, no RoPE, positions learned.
 NEAR = brief(["llama4", "gemma3n", "gpt-oss", "phi3-long", "deepseek-v3-moe", "falcon", "qwen2-vl"], RUN)
 EXACT = [name for name, one in RUN.items() if kind_of(one) not in _NOT_EXACT] if ALL else []
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    tokens: list[int] = np.random.default_rng(seed).integers(3, VOCAB, length).tolist()
-    return tokens
 
 
 def engine_of(name: str, dtype: str = "float32", **options: Any) -> Engine:

@@ -110,7 +110,9 @@ def test_preempted_requests_say_the_same(name: str, preemption: str) -> None:
             assert answer.token_ids == said(name, tokens, 24)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", *brief([], ["deepseek-v2", "falcon", "gemma3n"])])
+@pytest.mark.parametrize(
+    "name", ["deepseek-v3", "qwen3.5", *brief([], ["deepseek-v2", "falcon", "gemma3n", "mamba2", "jamba", "gemma4"])]
+)
 def test_kvtier_for_transformers_and_the_engine_find_each_others_blocks(name: str, tmp_path: Path) -> None:
     """One checkpoint, one slab: equal names, equal bytes."""
     ROWS[name].save(tmp_path / "model")

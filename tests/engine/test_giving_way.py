@@ -78,29 +78,6 @@ def test_a_layerwise_load_that_fails_after_its_fence_is_computed(make: Make, mon
     assert np.array_equal(again.logits, cold.logits)
 
 
-def test_changed_weights_find_nothing_of_the_old_ones(make: Make) -> None:
-    """FAULTS 37: 0 stale hits, in no tier."""
-    engine = make(tiers=True)
-    engine.generate([prompt(1, 48)], GREEDY)
-    engine.add_request(prompt(2, 5), ONE, request_id="live")
-    with pytest.raises(RequestError, match="finish or abort them"):
-        engine.reset_cache()
-    engine.abort("live")
-    engine.step()
-    with torch.no_grad():
-        for weight in engine.model.module.parameters():
-            weight.mul_(1.1)
-    engine.reset_cache()
-    answer = engine.generate([prompt(1, 48)], KEEP)[0]
-    assert (answer.num_l1_tokens, answer.num_external_tokens) == (0, 0)
-    settled(engine)
-    bare = Engine(engine.model, EngineConfig(block_size=16, num_blocks=64, max_num_batched_tokens=64, max_num_seqs=8))
-    assert np.array_equal(bare.generate([prompt(1, 48)], KEEP)[0].logits, answer.logits)
-    bare.close()
-    engine.pool.reset()
-    assert engine.generate([prompt(1, 48)], ONE)[0].num_external_tokens == 32  # the new ones are found
-
-
 def test_what_l1_holds_is_offered_below_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """One failed copy must not keep a shared prefix out of L2 for ever."""
     engine = make(tiers=True)

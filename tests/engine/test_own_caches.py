@@ -18,7 +18,6 @@ from tiny_models import prompt
 
 from kvtier.connector import ClosedChain, StatePieces, WorkerReport
 from kvtier.connector.local import LocalConnector
-from kvtier.connector.transformers import KVTier
 from kvtier.engine import states
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
@@ -379,28 +378,6 @@ def test_random_stories_say_what_transformers_says(open_engine: Open, kind: str)
     assert texts == wanted
     if kind != "jamba":  # it goes on from a border only if little of the prompt is left, so seldom here
         assert engine.stats["l1_tokens"] + engine.stats["external_tokens"] > 0
-
-
-@pytest.mark.parametrize("name", ["qwen3.5", *brief([], ["mamba2", "jamba", "gemma4"])])
-def test_kvtier_for_transformers_and_the_engine_find_each_others_blocks(name: str, tmp_path: Path) -> None:
-    """One checkpoint, one slab: equal names, equal bytes."""
-    ROWS[name].save(tmp_path / "model")
-    engine_model = Model.from_pretrained(tmp_path / "model")
-    module: Any = engine_model.module
-    theirs, ours = prompt(1, 200), prompt(2, 200)
-    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    right = [module.generate(torch.tensor([tokens]), **options)[0, 200:].tolist() for tokens in (theirs, ours)]
-    with KVTier(module, settings(tmp_path / "slab")) as kv:
-        kv.generate(torch.tensor([theirs]), **options)
-        assert kv.drain()
-    chosen = EngineConfig(block_size=BLOCK, num_blocks=96)
-    engine = Engine(engine_model, chosen, LocalConnector.connect(settings(tmp_path / "slab")))
-    assert ask(engine, theirs, 8) == (right[0], 0, 192)
-    assert ask(engine, ours, 8) == (right[1], 0, 0)
-    end(engine)
-    with KVTier(module, settings(tmp_path / "slab")) as kv:
-        assert kv.generate(torch.tensor([ours]), **options)[0, 200:].tolist() == right[1]
-        assert kv.num_cached_tokens == 192
 
 
 def test_what_such_a_model_leaves_out(open_engine: Open) -> None:

@@ -326,23 +326,6 @@ def test_an_abort_ends_what_its_request_waits_for(make: Make) -> None:
     assert engine.stats["segments_computed"] == 3  # by the first answer alone
 
 
-def test_a_blend_that_raises_is_made_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = answer(make(**ON)).token_ids
-    engine = make(**ON)
-    engine.precompute(DOCUMENTS)
-    name = engine.add_request(PROMPT, KEEP, segments=SEGMENTS, repair=UNBOUND)
-    with monkeypatch.context() as patch:
-        patch.setattr(Blender, "_copy", _raise)
-        engine.step()  # what stands before the first segment
-        with pytest.raises(MemoryError):
-            engine.step()
-    assert engine.pool.num_free_blocks == engine.pool.num_blocks
-    told = []
-    while engine.has_unfinished:
-        told += [output.token_id for output in engine.step() if output.request_id == name]
-    assert told == expected
-
-
 def _raise(*_: object) -> None:
     raise MemoryError
 

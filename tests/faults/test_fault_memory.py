@@ -4,11 +4,11 @@ import logging
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+from connector_rig import Request
 from doubles import (
     BLOCK_SIZE,
     SLOT_BYTES,
@@ -37,7 +37,6 @@ from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
 from kvtier.tiers.hierarchy.opening import open_hierarchy
-from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.naming.identity import KVShape
 from kvtier.tiers.tier import BlockRecord, Outcome
 
@@ -51,21 +50,6 @@ def opened(settled: Settled) -> Open:
 
 
 # 20: one key, twice at once.
-
-
-def test_of_two_stores_of_one_key_one_wins_and_the_other_costs_no_slot(opened: Open) -> None:
-    hierarchy, chain = opened(slots=8), chain_of(3)
-    first = reserve(hierarchy, chain.hashes, chain.root)
-    second = reserve(hierarchy, chain.hashes, chain.root)  # another request, the same prompt
-    assert first is not None
-    assert second is not None
-    assert (len(first), len(second)) == (3, 0)
-    fill_slots(hierarchy, first.slots, first.hashes)
-    hierarchy.seal(second, [], hierarchy.epoch)
-    hierarchy.seal(first, [record_of(chain, i) for i in range(3)], hierarchy.epoch)
-    assert hierarchy.drain(60)
-    assert fetch(hierarchy, chain) == 3
-    assert hierarchy.host.pool.counts().ready == 3
 
 
 def test_of_a_load_and_a_store_of_one_key_at_once_each_ends_and_the_value_is_whole(opened: Open) -> None:
@@ -145,13 +129,6 @@ def test_threads_that_write_one_key_with_different_bytes_leave_one_whole_value(t
 # 21: a lease released twice, too late, or never.
 
 
-@dataclass
-class Request:
-    request_id: str
-    chain: TokenChain
-    num_tokens: int
-
-
 def test_a_lease_is_reclaimed_at_its_deadline_unless_a_copy_reads_its_slots(opened: Open) -> None:
     clock, chain = FakeClock(), chain_of(3)
     hierarchy = opened(slots=32, clock=clock, settings=HierarchySettings(lease_deadline=30.0))
@@ -185,23 +162,6 @@ def test_a_lease_is_reclaimed_at_its_deadline_unless_a_copy_reads_its_slots(open
     for name in ("never", "late", "copying"):
         side.finished(name)
         side.finished(name)
-
-
-def test_a_lease_released_twice_or_dropped_counts_once(opened: Open) -> None:
-    hierarchy, chain = opened(slots=8), chain_of(3)
-    store(hierarchy, chain)
-    pool = hierarchy.host.pool
-    mine, other = pool.lease(chain.hashes), pool.lease(chain.hashes)
-    mine.release()
-    mine.release()
-    assert pool.counts().leased == 3  # the second release took nothing of the other's
-    other.release()
-    assert pool.counts().leased == 0
-    dropped = pool.lease(chain.hashes)
-    del dropped
-    assert pool.counts().leased == 0
-    assert pool.num_leaked == 1  # nobody is harmed, and it is seen
-    pool.num_leaked = 0  # settle() looks for others
 
 
 # 22: everything is leased.

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from exact_engines import bits
 from service_rig import DaemonProcess, patient
 from small_engines import end, settled
 from tiny_models import config_of, prompt
@@ -18,7 +18,6 @@ from kvtier.connector.local import LocalConnector
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.requests import SamplingParams
-from kvtier.engine.sequence import Completion
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import Claim
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
@@ -64,10 +63,6 @@ def cold() -> bytes:
     """The request's logits without a cache."""
     engine = Engine.from_config(config_of("llama"), EngineConfig(num_blocks=64, enable_prefix_caching=False, **EXACT))
     return bits(engine.generate([REQUEST], KEEP)[0])
-
-
-def bits(answer: Completion) -> bytes:
-    return np.stack(answer.logits).tobytes()
 
 
 def hierarchy_of(engine: Engine) -> Hierarchy:
@@ -136,7 +131,7 @@ def lies(engine: Engine) -> dict[str, Sequence[ChildBlock]]:
     chain, request = chain_of(engine, HELD), chain_of(engine, REQUEST)
     more = request.block_tokens(2)  # the request's own next block
     other = pack_tokens([*REQUEST[OWN : OWN + SHARED + 1], 7, 7, 7])
-    tail = chain.tail(len(HELD))
+    tail = chain.partial_block(len(HELD))
     assert tail is not None
     return {
         "more tokens": [ChildBlock(chain.hashes[2], more)],

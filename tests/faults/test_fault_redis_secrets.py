@@ -88,7 +88,8 @@ def test_a_forged_record_is_served_only_without_a_secret(server: RedisServer, fo
 def test_namespaces_of_any_secret_and_key_live_side_by_side(server: RedisServer, tmp_path: Path) -> None:
     """Nobody finds another's blocks, moves them, deletes them, or forgets them with his own."""
     with ExitStack() as stack:
-        ways = [("clear", ""), ("sealed", ""), ("sealed", "!"), ("encrypted", ""), ("encrypted", "!")]
+        ways = [(form, mark) for form in FORMS for mark in ("", "!") if form != "clear" or not mark]
+        ways += [("compressed", ""), ("compressed sealed", ""), ("compressed encrypted", "")]
         tiers = [stack.enter_context(opened(server.url, **protection(*way[:1], tmp_path, way[1]))) for way in ways]
         for number, tier in enumerate(tiers):
             assert tier.locate(CHAIN.hashes) == 0, ways[number]
@@ -109,7 +110,7 @@ def test_namespaces_of_any_secret_and_key_live_side_by_side(server: RedisServer,
         for number, tier in enumerate(tiers):
             assert whole(read(tier, CHAIN)) == (number not in (1, 3)), ways[number]
         # The next process of each finds its own.
-        for number in (0, 2, 4):
+        for number in (0, 2, 4, 5, 7):
             with opened(server.url, **protection(ways[number][0], tmp_path, ways[number][1])) as restarted:
                 assert restarted.locate(CHAIN.hashes) == 8
                 assert whole(read(restarted, CHAIN))

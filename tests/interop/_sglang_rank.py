@@ -36,10 +36,7 @@ def main() -> None:
     else:
         told["latents"] = storage.batch_get_v1(keys, indices)
         told["states"] = storage.batch_get_v2([last])[PoolName.MAMBA]
-    told["bytes"] = [
-        first.get_data_page(0).view(torch.uint8).sum().item(),
-        states.get_data_page(0).long().sum().item(),
-    ]
+    told["bytes"] = [first.get_data_page(0).view(torch.uint8).sum().item(), states.get_data_page(0).long().sum().item()]
     storage.close()
     print("=" + json.dumps(told), flush=True)
 

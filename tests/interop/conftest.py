@@ -8,6 +8,7 @@ import pytest
 
 if TYPE_CHECKING:
     from node_rig import Node
+    from vllm_rig import FailingLoads
 
 
 @pytest.fixture(scope="module")
@@ -33,3 +34,11 @@ def daemon() -> "Iterator[Node]":
 
     with node() as running:
         yield running
+
+
+@pytest.fixture
+def failing_loads(monkeypatch: pytest.MonkeyPatch) -> "FailingLoads":
+    """Loads fail while it is `on`."""
+    from vllm_rig import FailingLoads  # takes vLLM along
+
+    return FailingLoads(monkeypatch)

@@ -217,10 +217,7 @@ def test_the_engine_outlives_its_store(stored: Stored, tmp_path: Path) -> None:
 
 
 def test_delays_and_failures_of_the_storage_change_no_answer(stored: Stored, tmp_path: Path) -> None:
-    trouble = {
-        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.05",
-        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.3",
-    }
+    trouble = {"SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.05", "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.3"}
     found = 0
     with Sglang(stored.model, stored.copy(tmp_path / "slabs"), environment=trouble) as engine:
         for _ in range(8):

@@ -10,7 +10,7 @@ from extent import brief
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
-from vllm_rig import BLOCK, Engine, engine, greedy, make_checkpoint, prompt, tiers
+from vllm_rig import BLOCK, Engine, FailingLoads, engine, greedy, make_checkpoint, prompt, tiers
 
 from kvtier.connector.plan import StepPlan, WorkerReport
 from kvtier.connector.vllm.worker import RegionHandle
@@ -56,22 +56,6 @@ def test_a_block_damaged_on_disk_is_not_served(model: Path, expected: list[list[
         assert vllm.stats()['kvtier_corruption_total{tier="file"}'] > 0
 
 
-@pytest.fixture
-def failing_loads(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Loads fail while `on`."""
-    switch: dict[str, Any] = {"on": False, "failed": 0}
-    copy = PartCopier.copy
-
-    def maybe(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
-        if direction == "load" and switch["on"]:
-            switch["failed"] += 1
-            return "the test failed this load"
-        return copy(self, direction, copies, cancelled)
-
-    monkeypatch.setattr(PartCopier, "copy", maybe)
-    return switch
-
-
 @pytest.mark.parametrize(
     ("family", "kind", "caching"),
     [
@@ -81,12 +65,7 @@ def failing_loads(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ],
 )
 def test_a_failed_load_is_computed_again(
-    family: str,
-    kind: str,
-    caching: bool,
-    failing_loads: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, kind: str, caching: bool, failing_loads: FailingLoads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "asynchronous":
         monkeypatch.setattr("kvtier.connector.vllm.scheduler._TINY", 0)
@@ -95,12 +74,12 @@ def test_a_failed_load_is_computed_again(
         right = plain.text(PROMPTS)
     with engine(path, tiers(layerwise=kind == "layerwise"), enable_prefix_caching=caching) as vllm:
         fill(vllm)
-        failing_loads["on"] = True
+        failing_loads.on = True
         assert vllm.text(PROMPTS) == right
-        assert failing_loads["failed"] > 0
+        assert failing_loads.num_failed > 0
         in_part = len(vllm.half._plan.groups) == 1  # then the second prompt's third block is loaded, too
         assert vllm.stats()['kvtier_miss_total{reason="copy_failed"}'] == BLOCKS + in_part
-        failing_loads["on"] = False
+        failing_loads.on = False
         vllm.forget_l1()
         outputs = vllm.run(PROMPTS)  # and what was computed on top of a failed load was not kept
         assert [list(output.outputs[0].token_ids) for output in outputs] == right
@@ -108,16 +87,16 @@ def test_a_failed_load_is_computed_again(
 
 
 def test_by_the_policy_fail_the_request_ends_with_an_error(
-    model: Path, failing_loads: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    model: Path, failing_loads: FailingLoads, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtier.connector.vllm.scheduler._TINY", 0)
     with engine(model, tiers(), policy="fail") as vllm:
         assert 'kv_load_failure_policy "fail": a request whose KV cannot be loaded' in caplog.text
         fill(vllm)
-        failing_loads["on"] = True
+        failing_loads.on = True
         [output] = vllm.run([PROMPTS[0]])
         assert output.outputs[0].finish_reason == "error"
-        failing_loads["on"] = False
+        failing_loads.on = False
         vllm.forget_l1()
         assert vllm.run([PROMPTS[0]])[0].outputs[0].finish_reason == "length"
 

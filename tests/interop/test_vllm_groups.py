@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
-from vllm_rig import engine, greedy, make_checkpoint, prompt, said, tiers
+from vllm_rig import FailingLoads, engine, greedy, make_checkpoint, prompt, said, tiers
 
 from kvtier.connector.vllm import slot_plan as vllm_slot_plan
 from kvtier.connector.vllm.identity import identity
@@ -117,23 +117,14 @@ def names(tokens: list[int], size: int) -> list[bytes]:
 
 
 def test_a_load_that_fails_is_computed(
-    model: Path, right: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, right: list[list[int]], tmp_path: Path, failing_loads: FailingLoads
 ) -> None:
-    copy = PartCopier.copy
-    failed: list[BlockCopies] = []
-
-    def failing(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
-        if direction == "load" and not failed:
-            failed.append(copies)
-            return "broken"
-        return copy(self, direction, copies, cancelled)
-
     with engine(model, tiers(tmp_path), **OPTIONS) as vllm:
         assert vllm.text(PROMPTS) == right
         vllm.forget_l1()
-        monkeypatch.setattr(PartCopier, "copy", failing)
+        failing_loads.on = True
         assert vllm.text(PROMPTS) == right
-        assert failed
+        assert failing_loads.num_failed
 
 
 # --- what both halves see of models that do not run here -------------------------------------------------------------

@@ -11,7 +11,7 @@ from extent import brief
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 from node_rig import Node
-from vllm_rig import BLOCK, Engine, engine, greedy, make_checkpoint, prompt, tiers
+from vllm_rig import BLOCK, Engine, FailingLoads, engine, greedy, make_checkpoint, prompt, tiers
 
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.tiers.copies.block_copier import PartCopier
@@ -138,26 +138,23 @@ def test_a_first_block_of_another_tenant_is_no_part_of_a_prompt(model: Path, exp
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("caching", brief([True], [True, False]))
 def test_a_load_that_fails_is_computed_again(
-    model: Path, expected: list[list[int]], way: str, caching: bool, monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    expected: list[list[int]],
+    way: str,
+    caching: bool,
+    failing_loads: FailingLoads,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = dict(WAYS[way])
     layerwise = sizes.pop("layerwise", False)
     for name, size in sizes.items():
         monkeypatch.setattr(f"kvtier.connector.vllm.scheduler.{name}", size)
-    copy, failed = PartCopier.copy, []
-
-    def fail(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
-        if direction == "load":
-            failed.append(copies)
-            return "the test failed this load"
-        return copy(self, direction, copies, cancelled)
-
     with engine(model, tiers(layerwise=layerwise), enable_prefix_caching=caching) as vllm:
         assert ask(vllm, [BASE]) == (expected[:1], [0])
-        monkeypatch.setattr(PartCopier, "copy", fail)
+        failing_loads.on = True
         assert ask(vllm, PROMPTS[:1])[0] == expected[1:2]
-        assert failed
-        monkeypatch.setattr(PartCopier, "copy", copy)
+        assert failing_loads.num_failed
+        failing_loads.on = False
         # What was computed instead is right, and so is what another prompt loads a part of.
         assert ask(vllm, PROMPTS[1:]) == (expected[2:], list(SHARED[1:]))
 

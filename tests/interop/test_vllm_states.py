@@ -16,9 +16,8 @@ from extent import brief
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 import torch
-from vllm_rig import VOCAB, Engine, engine, greedy, make_checkpoint, prompt, tiers
+from vllm_rig import VOCAB, Engine, FailingLoads, engine, greedy, make_checkpoint, prompt, tiers
 
-from kvtier.tiers.copies.block_copier import PartCopier
 from kvtier.tiers.naming import state_name
 
 pytestmark = pytest.mark.timeout(600)
@@ -167,24 +166,15 @@ def test_a_lost_record_costs_only_what_needs_it(model: Path, right: list[list[in
 
 
 def test_a_load_that_fails_is_computed(
-    model: Path, right: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, right: list[list[int]], tmp_path: Path, failing_loads: FailingLoads
 ) -> None:
-    copy = PartCopier.copy
-    failed = []
-
-    def failing(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
-        if direction == "load":
-            failed.append(len(copies.host_slots))
-            return "the test says so"
-        return copy(self, direction, copies, cancelled)
-
     with engine(model, tiers(tmp_path), **OPTIONS) as vllm:
         assert one_by_one(vllm, PROMPTS[:1], right[:1])[1] == right[:1]
         vllm.forget_l1()
-        monkeypatch.setattr(PartCopier, "copy", failing)
+        failing_loads.on = True
         assert one_by_one(vllm, PROMPTS[:1], right[:1]) == ([0], right[:1])
-        assert failed
-        monkeypatch.setattr(PartCopier, "copy", copy)
+        assert failing_loads.num_failed
+        failing_loads.on = False
         vllm.forget_l1()
         assert one_by_one(vllm, PROMPTS[:1], right[:1]) == ([1280], right[:1])
 

@@ -4,11 +4,11 @@ import json
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
+import httpx
 from monitoring_rig import asked, labels_of, strays_in
 from node_rig import free_port, node
 from pair_rig import Server, pair

@@ -22,11 +22,14 @@ os.environ |= {
 }
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.parallel_state import destroy_model_parallel
+
+from kvtier.tiers.copies.block_copier import PartCopier
 
 VOCAB: Final = 512
 BLOCK: Final = 32  # tokens: vLLM's CPU kernels take multiples of it
@@ -279,3 +282,19 @@ def multi(kvtier: dict[str, Any], *siblings: dict[str, Any], policy: str = "reco
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {"connectors": [*siblings, ours]},
     }
+
+
+class FailingLoads:
+    """Copies from host memory to vLLM's, which fail while it is `on`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.on, self.num_failed = False, 0
+        copy = PartCopier.copy
+
+        def maybe(copier: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
+            if direction == "load" and self.on:
+                self.num_failed += 1
+                return "the test failed this load"
+            return copy(copier, direction, copies, cancelled)
+
+        monkeypatch.setattr(PartCopier, "copy", maybe)

@@ -22,8 +22,8 @@ SLOT_BYTES = 4096
 class FakeClock:
     """Time that moves when the test says so."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
 
     def __call__(self) -> float:
         return self.now

@@ -9,14 +9,7 @@ from unittest.mock import patch
 import torch
 from extent import brief
 from tiny_models import SIZES, VOCAB, config_of
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    DynamicCache,
-    Gemma3TextConfig,
-    RwkvConfig,
-)
+from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, RwkvConfig
 
 from kvtier.connector.models import cache_option
 from kvtier.connector.transformers import tier_blocks
@@ -35,10 +28,6 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32, attention: str = "sd
         layers = ["sliding_attention", "sliding_attention", "full_attention"]
         sizes: dict[str, Any] = {**SIZES, "head_dim": 16, "sliding_window": 24, "layer_types": layers}
         config: Any = Gemma3TextConfig(**sizes)
-    elif kind.startswith("deepseek"):
-        sizes = {**SIZES, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
-        sizes |= {"qk_nope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 3}
-        config = (DeepseekV2Config if kind == "deepseek-v2" else DeepseekV3Config)(**sizes)
     elif kind == "rwkv":
         config = RwkvConfig(vocab_size=VOCAB, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)
     else:
@@ -119,3 +108,8 @@ def assert_exact(kv: KVTier, model: Any, tokens: Sequence[int]) -> int:
         part = expected[:, : states.shape[1]]
         assert torch.allclose(states, part, atol=2e-4 * float(part.abs().max()), rtol=1e-4)
     return found[0].shape[1] if found else 0
+
+
+def ids(*rows: list[int]) -> torch.Tensor:
+    """A batch of rows of one length."""
+    return torch.tensor(rows)

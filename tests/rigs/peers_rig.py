@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from doubles import BLOCK_SIZE, SLOT_BYTES, hierarchy_of, payload_of, wait_until
+from doubles import BLOCK_SIZE, SLOT_BYTES, hierarchy_of, payload_of, store, wait_until
 from node_rig import free_port
 from service_rig import DaemonProcess, end_child
 
@@ -236,8 +236,10 @@ class TellingNode(Node):
         at = EventsAt.bound(self.publisher.endpoint, self.publisher.replay_endpoint)
         self.model.events = lambda: replace(at, tells_all=self.feed.tells_all)
 
-    def tell(self) -> None:
-        """Publish what changed since the last time."""
+    def tell(self, chain: TokenChain | None = None, first: int = 0, last: int | None = None) -> None:
+        """Store blocks of a chain, if one is given, and publish what changed since the last time."""
+        if chain is not None:
+            assert store(self.hierarchy, chain, first, last) == len(chain.hashes[first:last])
         wait_until(lambda: self.hierarchy.drain(PATIENCE))
         while self.feed.pump():
             continue

@@ -163,11 +163,6 @@ class Cluster:
         """Where clients find the masters."""
         return [proxy.port for proxy in self.proxies] or [master.port for master in self.masters]
 
-    def owner_of(self, key: str) -> int:
-        """Which master, by its place in `masters`, the key belongs to by the first partition."""
-        slot = int(self.masters[0].cli("CLUSTER", "KEYSLOT", key))
-        return next(i for i, (first, last) in enumerate(_shares(len(self.masters))) if first <= slot <= last)
-
 
 @dataclass
 class WatchedModel:

@@ -197,9 +197,9 @@ def store(tiers: CacheTiers, chain: TokenChain, first: int = 0, last: int | None
 
 def store_partial(tiers: CacheTiers, chain: TokenChain) -> BlockRecord:
     """Store a chain's unfinished last block; what it is, whether or not there was room."""
-    tail = chain.tail(chain.num_tokens)
+    tail = chain.partial_block(chain.num_tokens)
     assert tail is not None
-    [reservation] = tiers.reserve([Wanted([tail.chain_hash], tail.parent, chain.tenant, is_tail=True)])
+    [reservation] = tiers.reserve([Wanted([tail.chain_hash], tail.parent, chain.tenant, is_partial=True)])
     if reservation is not None and len(reservation):
         fill(tiers, reservation)
         tiers.seal(reservation, [tail], tiers.epoch)

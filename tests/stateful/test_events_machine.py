@@ -61,10 +61,10 @@ class EventsMachine(RuleBasedStateMachine):
         """A tail behind one of the chain's blocks: no reader is ever told of it."""
         first = position * chain.block_size
         tokens = chain.next_tokens(position)[: 4 * num_tokens]
-        tail = chain.tail(first + num_tokens)
+        tail = chain.partial_block(first + num_tokens)
         assert tail is not None
         assert tail.tokens == tokens
-        [reservation] = self.hierarchy.reserve([Wanted([tail.chain_hash], tail.parent, chain.root, is_tail=True)])
+        [reservation] = self.hierarchy.reserve([Wanted([tail.chain_hash], tail.parent, chain.root, is_partial=True)])
         if reservation is not None and len(reservation):
             self.hierarchy.seal(reservation, [tail], self.hierarchy.epoch)
             assert self.hierarchy.stores.sealing_queue.drain(60)

@@ -114,7 +114,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
         self.open_stores: list[Store] = []
         self.open_holds: list[Hold] = []
 
-    @initialize(policy=st.sampled_from(["lru", "s3fifo", "tail"]))
+    @initialize(policy=st.sampled_from(["lru", "s3fifo", "predicted"]))
     def choose_policy(self, policy: str) -> None:
         self.pool = SlotPool(NUM_SLOTS, policy=policy)
 
@@ -237,7 +237,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
         self.open_stores.remove(store)
         if not store.state:  # held already
             return
-        store.reservation.is_tail = True
+        store.reservation.is_partial = True
         hold = self.seal(store, {0})
         for name in list(self.model.tails):
             for other in self.open_holds:

@@ -24,6 +24,7 @@ from kvtier.tiers.config.values import (
     LineStarts,
     NodeAddresses,
     ObjectPrefix,
+    Policy,
     RegionName,
     Secret,
     Section,
@@ -83,9 +84,9 @@ class CacheConfig(Section):
     admit_after: Sightings = option(
         1, "sightings before a block is stored; auto: two in a lower tier that falls behind, else one"
     )
-    policy: Literal["tail", "lru", "s3fifo"] = option(
-        "tail",
-        "what is evicted first: tail learns it from how requests return",
+    policy: Policy = option(
+        "predicted",
+        "what is evicted first: predicted learns it from how requests return",
     )
     store_queue: ByteSize | None = option(None, "bytes of L2 that wait leased for L3; none = a quarter, the most")
     prefetch_deadline: Time = option("2s", "longest a request waits for L3; then it takes what has arrived")

@@ -1,9 +1,11 @@
 """The kinds of values a configuration has: how each is written, and the error for a wrong one."""
 
 import json
+import logging
 import os
 import re
 from collections.abc import Callable
+from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
@@ -21,6 +23,8 @@ from pydantic import (
 from pydantic_settings import NoDecode
 
 from kvtier.tiers.config.quantities import format_size, format_time, parse_duration, parse_room, parse_size, parse_time
+
+_log = logging.getLogger(__name__)
 
 _ADDRESS: Final = re.compile(r"(?:[^\[\]]+|\[[^\[\]]+\]):(\d+)", re.ASCII)
 
@@ -47,6 +51,18 @@ def _stored_answers(value: object) -> object:
     if text not in ("true", "false", "yes", "no", "on", "off", "1", "0"):
         raise ValueError("not true, false or answers; write one of the three")
     return text in ("true", "yes", "on", "1")
+
+
+def _policy(value: object) -> object:
+    if value == "tail":
+        _warn_of_tail()
+        return "predicted"
+    return value
+
+
+@cache
+def _warn_of_tail() -> None:
+    _log.warning('[cache] policy "tail" is called "predicted" now; write that: the old name goes with release 0.3')
 
 
 def _path(value: object, what: str, fix: str) -> Path:
@@ -173,6 +189,7 @@ StorageSize = Annotated[int, BeforeValidator(parse_room), PlainSerializer(format
 Time = Annotated[float, BeforeValidator(parse_time), PlainSerializer(format_time, when_used="json")]
 WholeNumber = Annotated[int, BeforeValidator(_not_a_bool)]
 Sightings = Annotated[int | Literal["auto"], BeforeValidator(_sightings)]
+Policy = Annotated[Literal["predicted", "lru", "s3fifo"], BeforeValidator(_policy)]
 StoredAnswers = Annotated[bool | Literal["answers"], BeforeValidator(_stored_answers)]
 Lifetime = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(format_time, when_used="json")]
 Directory = Annotated[Path, BeforeValidator(_directory)]

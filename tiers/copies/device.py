@@ -91,7 +91,7 @@ class BlockPool:
         parent: ChainHash | None,
         records: Sequence[BlockRecord] = (),
         *,
-        is_tail: bool = False,
+        is_partial: bool = False,
     ) -> None:
         """Name full blocks, consecutive in a chain after `parent`. Their bytes must not change from now on.
 
@@ -118,16 +118,16 @@ class BlockPool:
                     raise
                 if self._child_index is not None:
                     self._child_index.enter([records[i].parent for i in new], named)
-            core.publish(named, is_tail, 0)
+            core.publish(named, is_partial, 0)
             core.link(named, parents)
 
-    def retire_tail(self, block_id: int, record: BlockRecord) -> None:
+    def retire_partial(self, block_id: int, record: BlockRecord) -> None:
         """Return its request's reference to a chain's unfinished last block, named by its tokens.
 
         Without references it is the first to be taken. The reader of changes does not get it: it takes whole blocks.
         """
         if self._child_index is not None:
-            self.publish([block_id], [record.chain_hash], record.parent, [record], is_tail=True)
+            self.publish([block_id], [record.chain_hash], record.parent, [record], is_partial=True)
         self.free([block_id])
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -330,8 +330,8 @@ def room_for(io: FileIO, path: Path, size: int, existing: SlabFile | None, least
             if room.num_bytes < share and other not in rivals:
                 left = max(share, other.size - (share - room.num_bytes)) if other.size > share else 0
                 room.num_bytes += _freed(io, other, left)
-        takes_tails = existing is None or min(existing.superblock.file_bytes, room.num_bytes) < share // 2
-        if takes_tails and room.num_bytes + sum(max(0, rival.size - share) for rival in rivals) >= least:
+        takes_ends = existing is None or min(existing.superblock.file_bytes, room.num_bytes) < share // 2
+        if takes_ends and room.num_bytes + sum(max(0, rival.size - share) for rival in rivals) >= least:
             missing = share - room.num_bytes
             for rival in sorted(rivals, key=lambda rival: -rival.size):  # what each has above the share
                 left = max(share, rival.size - missing)

@@ -141,12 +141,12 @@ class ProgressCondition(Condition):
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen: `StoringOp` extends it
 class Wanted:
-    """Consecutive new blocks of one chain that a step is to store; or a tail, the chain's partial last block."""
+    """Consecutive new blocks of one chain that a step is to store; or the partial block at its end."""
 
     hashes: Sequence[ChainHash]
     parent: ChainHash  # of hashes[0]
     tenant: ChainHash  # the root of the chains with its cache_salt
-    is_tail: bool = False  # a partial block: `hashes` is one name, with fewer tokens than `block_size`
+    is_partial: bool = False  # `hashes` is one name, with fewer tokens than `block_size`
     is_rest: bool = False  # offered again after NO_SLOT: waits until a lower tier has its parent
 
 

@@ -293,7 +293,7 @@ class Demoter:
         """The tier's probe succeeded. A reopened tier may lack blocks it had: queue those that L2 has."""
         if is_fresh and self._is_through and self._admission is None:
             pool, records = self.host.pool, self.host.records
-            whole = sorted(set(pool.ready_slots().tolist()) - set(pool.tails))
+            whole = sorted(set(pool.ready_slots().tolist()) - set(pool.partial))
             names = [record.chain_hash for slot in whole if (record := records[slot]) is not None]
             self._line.add([name for name, is_held in zip(names, self.port.holds(names), strict=True) if not is_held])
         if self._pause <= self.port.settings.retry_after:  # else the blocks themselves are the cause

@@ -134,7 +134,7 @@ class Hierarchy:
     def poll(self, claim: Claim) -> int | Pending:
         """The number of promised blocks, or PENDING."""
         assert isinstance(claim, LocalClaim)
-        if claim.done:
+        if claim.done and (claim.failed is None or not self._looks_elsewhere(claim)):
             claim.is_reported, claim.polled_at, leases = True, self._clock(), claim.leases
             return len(leases[0].hashes) if leases else 0
         self.tick()
@@ -310,30 +310,35 @@ class Hierarchy:
     # inside
 
     def _lookup(
-        self, hashes: Sequence[ChainHash], num_l1: int, places: Places | None = None
+        self,
+        hashes: Sequence[ChainHash],
+        num_l1: int,
+        places: Places | None = None,
+        avoid: TierPort | None = None,
     ) -> tuple[Attribution, Places]:
         """Where the blocks are, and L2's slots of the leading ones after those in L1 (`places`, if known)."""
+        ports = self.ports if avoid is None else [port for port in self.ports if port is not avoid]
         pool = self.host.pool
         if places is None:
             places = pool.places(hashes[num_l1:] if num_l1 else hashes)
         at = num_l1 + len(places.slots)
         found = {L2: at - num_l1}
-        if at < len(hashes) and self.ports:  # L2 lacks the next block
-            rest, upper = hashes[at:], self.ports[0]
+        if at < len(hashes) and ports:  # L2 lacks the next block
+            rest, upper = hashes[at:], ports[0]
             count = upper.lookup(rest)
             if count == len(rest) and (count == 1 or not any(pool.holds(rest))):
                 found[upper.name] = count
                 at += count
-            elif count or any(port.lookup(rest[:1]) for port in self.ports[1:]):
-                at += self._lookup_each(rest, found)
+            elif count or any(port.lookup(rest[:1]) for port in ports[1:]):
+                at += self._lookup_each(rest, found, ports)
         return Attribution(blocks=len(hashes), l1=num_l1, miss=len(hashes) - at, **found), places
 
-    def _lookup_each(self, rest: Sequence[ChainHash], found: dict[str, int]) -> int:
+    def _lookup_each(self, rest: Sequence[ChainHash], found: dict[str, int], ports: Sequence[TierPort]) -> int:
         """Add each leading block of `rest` to `found`, under the first tier that has it; returns how many.
 
         One pass over all tiers, even if the run changes tiers.
         """
-        present = {L2: self.host.pool.holds(rest), **{port.name: port.holds(rest) for port in self.ports}}
+        present = {L2: self.host.pool.holds(rest), **{port.name: port.holds(rest) for port in ports}}
         owners = np.array(list(present.values())).argmax(axis=0)
         anywhere = [any(where) for where in zip(*present.values(), strict=True)]
         end = anywhere.index(False) if False in anywhere else len(rest)
@@ -344,7 +349,7 @@ class Hierarchy:
     def _look(self, claim: LocalClaim, places: Places | None = None) -> None:
         """Look up the indexes. At the run's end wait for a store, query shared tiers once; load what is worth it."""
         is_sealing = bool(self.stores.unsealed)  # read first: see `submit`
-        where, places = self._lookup(claim.hashes, claim.num_l1, places)
+        where, places = self._lookup(claim.hashes, claim.num_l1, places, claim.avoid)
         claim.sealing = None
         while where.miss and is_sealing and time.monotonic() < claim.patient_until:
             first = claim.hashes[where.blocks - where.miss]
@@ -353,10 +358,10 @@ class Hierarchy:
                 return
             if not self.host.pool.holds([first])[0]:
                 break
-            where, places = self._lookup(claim.hashes, claim.num_l1)  # it was published between the two lookups
+            where, places = self._lookup(claim.hashes, claim.num_l1, avoid=claim.avoid)  # published in between
         known = where.blocks - where.miss
         if where.miss and known >= claim.asked_until and any(port.is_shared for port in self.ports):
-            claim.questions = self.locator.ask(claim.hashes[known:])
+            claim.questions = self.locator.ask(claim.hashes[known:], claim.avoid)
             if claim.questions:
                 claim.asked_until = known + max(len(question.hashes) for question in claim.questions)
                 return
@@ -367,6 +372,21 @@ class Hierarchy:
             claim.good_until = time.monotonic() + _ASK_AGAIN
         if num_loadable := where.loadable:
             self._promote(claim, where, places, num_loadable)
+
+    def _looks_elsewhere(self, claim: LocalClaim) -> bool:
+        """Look a settled claim up once more, without the tier that failed, if another one may have its next block."""
+        failed, claim.failed = claim.failed, None
+        is_plain = claim.avoid is None and claim.split is None and claim.overlap is not Overlap.BACK
+        if not is_plain or claim.end == len(claim.run) or self._clock() >= claim.deadline:
+            return False
+        first = claim.run[claim.end : claim.end + 1]
+        if not any(port is not failed and (port.locates or port.lookup(first)) for port in self.ports):
+            return False
+        self.promoter.cancel(claim)
+        claim.avoid, claim.run, claim.leases, claim.found, claim.asked_until = failed, (), (), None, 0
+        claim.done = claim.is_reported = False
+        self._look(claim)
+        return True
 
     def _children(self, claim: Claim, start: bytes) -> Sequence[ChildBlock]:
         """Up to eight distinct blocks that follow the last one found and begin with these tokens, but not the next."""
@@ -467,9 +487,9 @@ def evict_everywhere(hierarchy: Hierarchy, hashes: Sequence[ChainHash], timeout:
     """
     pool, deadline = hierarchy.host.pool, time.monotonic() + timeout
     hierarchy.drain(timeout, below=False)
-    tails = [tail.chain_hash for tail in hierarchy.host.tails_behind(hashes)]
+    partial_blocks = [each.chain_hash for each in hierarchy.host.partial_behind(hashes)]
     gone = {L2: pool.evict(hashes)}
-    pool.evict(tails)
+    pool.evict(partial_blocks)
     for port in hierarchy.ports:
         port.queue.drain(max(0.0, deadline - time.monotonic()))  # writes under way still have leases on their blocks
         tier = port.tier  # a probe may detach it meanwhile

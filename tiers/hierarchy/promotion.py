@@ -34,6 +34,7 @@ class LocalClaim(Claim):
     asked_until: int = 0  # leading blocks of the chain that shared tiers were queried about
     sealing: Sealing | None = None  # the store that will publish the first missing block
     patient_until: float = 0.0  # how long it waits for `sealing`, on the monotonic clock
+    avoid: TierPort | None = None  # a read from it failed: the second lookup leaves it out
 
     # during promotion
     run: Sequence[ChainHash] = ()
@@ -44,6 +45,7 @@ class LocalClaim(Claim):
     polled_at: float = 0.0
     leases: tuple[Lease, ...] = ()
     done: bool = False  # the promise is settled: one lease, or none
+    failed: TierPort | None = None  # the last tier from which a read failed
 
     # of a run that `Promoter.start` began
     run_parent: ChainHash = field(init=False)  # of run[0]
@@ -472,7 +474,7 @@ class Promoter:
                 waiter.leases += (self.host.pool.lease(wanted),)
             if whole == num_hashes or hashes[whole] not in position:
                 continue
-            outcome = results[whole]
+            outcome, waiter.failed = results[whole], read.port
             assert isinstance(outcome, Outcome)
             may_retry = outcome is Outcome.TIMEOUT and read.port.is_shared and read.port.readable() is not None
             if may_retry and self.clock() < waiter.room_until:
@@ -563,7 +565,7 @@ class Promoter:
         pool = self.host.pool
         if source is None:
             rest = rest[: self._missing_run(rest)]
-            source = next(((p, n) for p in self._ports if (n := p.lookup(rest))), None)
+            source = next(((p, n) for p in self._ports if p is not claim.avoid and (n := p.lookup(rest))), None)
             if source is None:
                 return Outcome.EVICTED
         port, num_found = source
@@ -574,7 +576,7 @@ class Promoter:
         reservation = pool.reserve([*rest, *behind], parent)  # links the block after the gap to its parent again
         if reservation is None:  # perhaps only its own ancestors could be evicted
             reservation = pool.reserve(rest, None)
-        while reservation is None and len(rest) > 1:  # the head matters more than the tail
+        while reservation is None and len(rest) > 1:  # the head matters more than the end
             rest = rest[: len(rest) // 2]
             reservation = pool.reserve(rest, parent)
         if reservation is None:
@@ -741,11 +743,11 @@ class Locator:
         self._open: dict[tuple[str, ChainHash], Question] = {}  # (tier, first block) → the query
         self.unread: set[Question] = set()  # answered, but not read yet
 
-    def ask(self, hashes: Sequence[ChainHash]) -> list[Question]:
-        """Query every shared tier that answers about these blocks, which no index has."""
+    def ask(self, hashes: Sequence[ChainHash], avoid: TierPort | None = None) -> list[Question]:
+        """Query every shared tier that answers, but `avoid`, about these blocks, which no index has."""
         questions = []
         for port in self._ports:
-            if not (port.locates and hashes):
+            if port is avoid or not (port.locates and hashes):
                 continue
             with self._news:
                 question = self._open.get((port.name, hashes[0]))

@@ -117,9 +117,9 @@ class StoreQueue:
     def reserve(self, wanted: Sequence[Wanted], *, may_retry: bool = False) -> list[Reservation | None]:
         """Reserve all that a step stores, in one pass if everything fits; else the head of each chain that fits."""
         self.is_short, self._may_retry = False, may_retry and self._admit_after == 1  # a retry counts as a sighting
-        tails = [i for i, each in enumerate(wanted) if each.is_tail]
-        if tails and not self._host.keeps_tails:
-            wanted, tails = [replace(each, hashes=()) if each.is_tail else each for each in wanted], []
+        partial = [i for i, each in enumerate(wanted) if each.is_partial]
+        if partial and not self._host.keeps_partial:
+            wanted, partial = [replace(each, hashes=()) if each.is_partial else each for each in wanted], []
         early = [i for i, each in enumerate(wanted) if each.is_rest and not self._is_below(each.parent)]
         if early:  # else it would evict its own ancestors from L2
             self.is_short, wanted = (
@@ -147,9 +147,9 @@ class StoreQueue:
             made = [found.get(i) for i in range(len(wanted))]
         for i in early:
             made[i] = None
-        for i in tails:
+        for i in partial:
             if (reservation := made[i]) is not None:
-                reservation.is_tail = True
+                reservation.is_partial = True
         return made
 
     def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
@@ -288,14 +288,14 @@ class StoreQueue:
         """Hash the filled slots, make them findable and offer them to the lower tiers.
 
         Returns each store's outcome; if not OK, nothing of it was published. All full blocks are published together;
-        then each tail by itself, as blocks published before may cover it. The order matters for FAULTS 37: the epoch is
-        compared and the blocks are named under one lock.
+        then each partial block by itself, as blocks published before may cover it. For FAULTS 37 the epoch is compared
+        and the blocks are named under one lock.
         """
-        tails = [i for i, (reservation, _, _) in enumerate(stores) if reservation.is_tail]
-        if tails and len(stores) > 1:
-            whole = [i for i, (reservation, _, _) in enumerate(stores) if not reservation.is_tail]
+        partial = [i for i, (reservation, _, _) in enumerate(stores) if reservation.is_partial]
+        if partial and len(stores) > 1:
+            whole = [i for i, (reservation, _, _) in enumerate(stores) if not reservation.is_partial]
             found = dict(zip(whole, self.publish([stores[i] for i in whole]), strict=True))
-            found |= {i: self.publish([stores[i]])[0] for i in tails}
+            found |= {i: self.publish([stores[i]])[0] for i in partial}
             return [found[i] for i in range(len(stores))]
         host, places = self._host, [at for reservation, _, _ in stores for at in reservation.slots]
         try:
@@ -306,16 +306,16 @@ class StoreQueue:
         with self._lock:
             outcomes = self._described(stores, places, sums)
             stores = [store for store, outcome in zip(stores, outcomes, strict=True) if outcome is Outcome.OK]
-            if tails:
+            if partial:
                 stores = [store for store in stores if not self._is_covered(store)]
             lease = host.pool.seal_each([reservation for reservation, _, _ in stores])
         try:
             self._metrics.stored(L2, len(lease))
-            if host.pool.tails:
+            if host.pool.partial:
                 for store in stores:
                     if store[0].hashes:
                         host.drop_covered(_first_record(store))
-            if self._demoters and stores and not tails:  # partial blocks stay in L2
+            if self._demoters and stores and not partial:  # partial blocks stay in L2
                 if self._settings.write_policy == "write_through":
                     for reservation, _, _ in stores:
                         refused = [demoter.pass_down(reservation.hashes) for demoter in self._demoters]
@@ -380,7 +380,7 @@ class StoreQueue:
         return found
 
     def _is_covered(self, store: Filled) -> bool:
-        """Whether it is a tail that a longer block in L2 begins with. If so, its slot is freed; nothing is counted."""
+        """Whether it is a partial block that a longer one in L2 begins with. If so, its slot is freed; nothing is counted."""
         if not (store[0].hashes and self._host.is_covered(_first_record(store))):
             return False
         self._host.pool.abandon(store[0])
@@ -422,14 +422,14 @@ class StoreQueue:
     def _seen_enough(self, wanted: Sequence[Wanted]) -> list[int]:
         """How many leading blocks of each have been seen often enough to be stored, this time included.
 
-        A tail is stored if its parent was seen often enough or is in L2.
+        A partial block is stored if its parent was seen often enough or is in L2.
         """
         sightings, enough, heads = self._sightings, self._admit_after, list[int]()
         most = _SIGHTINGS_PER_SLOT * self._host.pool.num_slots
         with self._lock:
             for each in wanted:
                 num_seen = 0
-                if each.is_tail:
+                if each.is_partial:
                     is_seen = sightings.get(each.parent, 0) >= enough or self._host.pool.holds([each.parent])[0]
                     heads.append(len(each.hashes) if is_seen else 0)
                     continue

@@ -241,7 +241,7 @@ class HostTier:
         return [child for child in known if child.tokens][:limit]
 
     @property
-    def keeps_tails(self) -> bool:
+    def keeps_partial(self) -> bool:
         """Whether a chain's unfinished last block can be found here."""
         return self._child_index is not None
 
@@ -250,23 +250,23 @@ class HostTier:
         following = self.children(record.parent, MAX_CHILDREN)
         return any(each.tokens.startswith(record.tokens) and each.tokens != record.tokens for each in following)
 
-    def tails_behind(self, parents: Sequence[ChainHash]) -> list[BlockRecord]:
+    def partial_behind(self, parents: Sequence[ChainHash]) -> list[BlockRecord]:
         """The unfinished last blocks held now that follow one of these."""
-        if self._child_index is None or not self.pool.tails:
+        if self._child_index is None or not self.pool.partial:
             return []
-        tails, found = self.pool.tails, []
+        partial, found = self.pool.partial, []
         for parent in parents:
             for slot in self._child_index.find(parent):
                 record = self.records[slot]
-                if slot in tails and record is not None and record.parent == parent:
+                if slot in partial and record is not None and record.parent == parent:
                     found.append(record)
         return found
 
     def drop_covered(self, first: BlockRecord) -> None:
         """Consecutive blocks were added: drop a partial block that is the start of the first of them."""
-        if not self.pool.tails:
+        if not self.pool.partial:
             return
-        behind, new = self.tails_behind([first.parent]), first.tokens  # parents of the others are new themselves
+        behind, new = self.partial_behind([first.parent]), first.tokens  # parents of the others are new themselves
         covered = [each.chain_hash for each in behind if len(each.tokens) < len(new) and new.startswith(each.tokens)]
         if covered:
             self.pool.evict(covered)
@@ -287,11 +287,11 @@ class HostTier:
         record = self.records[slot]
         return record.parent if record is not None and record.chain_hash == chain_hash else None
 
-    def held(self, *, tails: bool = False) -> list[tuple[ChainHash, ChainHash]]:
-        """Name and parent of every block, unfinished last ones only if `tails`; the pool's lock is taken by pieces."""
+    def held(self, *, partial: bool = False) -> list[tuple[ChainHash, ChainHash]]:
+        """Name and parent of every block, partial ones only if `partial`; the pool's lock is taken by pieces."""
         unfinished: set[ChainHash] = set()
-        if not tails:
-            unfinished = {record.chain_hash for slot in list(self.pool.tails) if (record := self.records[slot])}
+        if not partial:
+            unfinished = {record.chain_hash for slot in list(self.pool.partial) if (record := self.records[slot])}
         pairs: list[tuple[ChainHash, ChainHash]] = []
         for first in range(0, len(self.records), _HELD_BATCH):
             batch = [  # may include blocks that were evicted

@@ -300,7 +300,7 @@ class TokenChain:
             return b""
         return _little_endian(self._tokens[block * self.block_size : (block + 1) * self.block_size])
 
-    def tail(self, num_tokens: int) -> BlockRecord | None:
+    def partial_block(self, num_tokens: int) -> BlockRecord | None:
         """The tokens behind the last full block among the first `num_tokens`, as a block of its own; None: none."""
         block, count = divmod(num_tokens, self.block_size)
         tokens = self.next_tokens(block)[: 4 * count] if block <= len(self.hashes) else b""

@@ -1,6 +1,6 @@
 """Slots and the index of the blocks they hold, leases, and the order of eviction."""
 
-from kvtier.tiers.pool.changes import ChangeLog, Slots, Words, tags_of, to_words
+from kvtier.tiers.pool.changes import ChangeLog, Slots, Words, to_words
 from kvtier.tiers.pool.core import ChildIndex, Lease
 from kvtier.tiers.pool.eviction_log import (
     EVICTED,

@@ -1539,7 +1539,7 @@ class SlotCore:
         return count
 
     def drop_idle(self, names: list) -> list:
-        """Drop those of these blocks, tail first, without lease and other children; True for each that is gone now."""
+        """Drop those without a lease and other children, a chain's end first; True for each block that is gone now."""
         slot: cython.longlong
         slots: list = self.find_named(names)
         going: dict = {}

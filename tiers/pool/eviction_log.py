@@ -123,7 +123,7 @@ def eviction_reason(tiers: Sequence[EvictionLog], name: ChainHash) -> EvictionRe
 
 def causes_of(tiers: Sequence[EvictionLog], names: Sequence[ChainHash]) -> Causes:
     """What became of consecutive blocks that no tier holds. If nothing is known of the first, the others' names are not
-    looked at: a chain loses its tail first.
+    looked at: a chain loses its end first.
     """
     if not names:
         return {}

@@ -26,7 +26,7 @@ class PoolCounts:
     leased: int  # of the ready ones: those somebody holds a lease on
     quarantined: int
     dirty: int  # of the ready ones: those no lower tier holds
-    tails: int  # of the ready ones: a chain's unfinished last block
+    tails: int  # of the ready ones: partial blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Reservation:
     num_open: int = field(repr=False)  # slots still filling
     on_end: "Callable[[Reservation, bool], None]" = field(repr=False)  # (itself, whether it was dropped)
     num_refused: int = field(default=0, init=False)  # last blocks of those hashes that are not worth a slot
-    is_tail: bool = field(default=False, init=False)  # of one block that is a chain's unfinished last one
+    is_partial: bool = field(default=False, init=False)  # of one block that is a chain's unfinished last one
     is_given: bool = field(default=False, init=False, repr=False)  # to be sealed: whoever filled it has no say any more
 
     @property

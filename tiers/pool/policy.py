@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-POLICIES: Final = ("lru", "s3fifo", "tail")
+POLICIES: Final = ("lru", "s3fifo", "predicted")
 MAX_CHILDREN: Final = 8  # slots that a `ChildIndex` finds of one parent at most
 _UNTRIED: Final = 3.2  # slots asked for so often: before, what was learned of a few requests keeps less than LRU
 
@@ -71,7 +71,7 @@ def make_core(
 
     def order(lists: "SlotLists", index: "Index") -> "LRU":
         made: LRU
-        if policy == "tail":
+        if policy == "predicted":
             rival = LruShadow(num_slots, _UNTRIED * num_slots)
             made = core.Learned(lists, num_slots, ReusePredictor(), rival, NO_CLASS, clock)
         else:

@@ -41,7 +41,7 @@ class SlotPool:
         self.num_slots = num_slots
         self._core = make_core(num_slots, policy, max(1, num_slots // 8), clock)
         # The slots that hold a chain's unfinished last block, oldest first, as a hint: they change meanwhile.
-        self.tails: Collection[int] = self._core.partial
+        self.partial: Collection[int] = self._core.partial
         self._learned = learned(self._core)
         self._lock = threading.Lock()
         self._epoch = 0  # resets so far
@@ -172,7 +172,7 @@ class SlotPool:
         """Publish the reservation's blocks, at `positions` in its hashes or all still filling, and lease them.
 
         Nothing evicts them before the lease is released. ValueError if a position given is not filling any more.
-        After a `reset` they get their lease but no name. A tail beyond an eighth of all slots pushes the oldest out.
+        After a `reset` they get their lease but no name. Of partial blocks the oldest beyond an eighth of all slots goes.
         """
         return self.seal_each([reservation], positions)
 
@@ -195,7 +195,7 @@ class SlotPool:
                     names, slots, times = picked(names, at), picked(slots, at), picked(times, at)
                 reservation.num_open -= len(slots)
                 if reservation.epoch == self._epoch:
-                    self._core.publish(slots, reservation.is_tail)
+                    self._core.publish(slots, reservation.is_partial)
                 else:
                     self._core.lend(slots)
                 sealed += names
@@ -258,7 +258,7 @@ class SlotPool:
             return self._core.drop(slots)
 
     def evict_idle(self, hashes: Sequence[ChainHash]) -> list[bool]:
-        """Drop unused blocks, a chain tail first: no lease, no child that stays. True for each that is gone now."""
+        """Drop unused blocks, a chain's end first: no lease, no child that stays. True for each that is gone now."""
         with self._lock:
             self._settle_dropped()
             gone = self._core.drop_idle(hashes if type(hashes) is list else list(hashes))

@@ -61,13 +61,13 @@ class LearnedExpiries:
 
     def ended(self, end: ClassifiedEnd, are_stored: Sequence[bool]) -> None:
         """A request has ended. `are_stored`: which of its blocks are known to be stored."""
-        tail = self._expiry(end, end.kind)
-        head = self._expiry(end, end.head_kind) if end.num_head else tail
+        last = self._expiry(end, end.kind)
+        head = self._expiry(end, end.head_kind) if end.num_head else last
         with self._lock:
             for depth, (name, is_stored) in enumerate(zip(end.names, are_stored, strict=True)):
                 waiting = self._due if is_stored else self._early
                 # A chain's end goes first: blocks without their parent cannot be reached.
-                waiting[name] = max(1, (head if depth < end.num_head else tail) - depth)
+                waiting[name] = max(1, (head if depth < end.num_head else last) - depth)
                 waiting.move_to_end(name)
             for waiting in (self._due, self._early):
                 while len(waiting) > _MOST_WAITING:

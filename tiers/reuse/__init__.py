@@ -3,4 +3,3 @@
 from kvtier.tiers.reuse.ends import ClassifiedEnd, Hint, RequestEnd, hint_of
 from kvtier.tiers.reuse.lru_shadow import LruShadow
 from kvtier.tiers.reuse.predictor import EDGES, MOST_AHEAD, NO_CLASS, ReusePredictor
-from kvtier.tiers.reuse.recent_requests import MATCH_NAMES

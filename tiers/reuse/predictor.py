@@ -229,7 +229,7 @@ class ReusePredictor:
     """What was learned of how requests return. Bounded memory, no object for each request. Takes no lock."""
 
     def __init__(self) -> None:
-        self.tails = RecentRequests()
+        self.recent = RecentRequests()
         self._hazards = Hazards()
         self._trust = HintTrust()
         self._back: list[tuple[int, float, float, int]] = []  # since the last update: class, end, return, account
@@ -247,14 +247,14 @@ class ReusePredictor:
         now, prompt = clock(), tags[: end.num_prompt]
         # It is recognised by its prompt's last names, or by its answer's if no block of the prompt is full.
         last_tags: list[int] = (prompt if len(prompt) else tags)[-MATCH_NAMES:].tolist()
-        found = self.tails.find(prompt, now - end.seconds)
+        found = self.recent.find(prompt, now - end.seconds)
         if self._learned_at is None:
             self._learned_at = now
-        tails, turn, gap, row = self.tails, 0, 0.0, found.continued
+        recent, turn, gap, row = self.recent, 0, 0.0, found.continued
         if row != NO_ROW:
             arrived = now - end.seconds
-            turn, is_next = tails.turn_of(row, arrived, last_tags)
-            gap = arrived - tails.end_of(row)
+            turn, is_next = recent.turn_of(row, arrived, last_tags)
+            gap = arrived - recent.end_of(row)
             if is_next:
                 self._came_back(row, now)
         num_head, num_sharing = self._head(found, turn, num_shared, prompt, now)
@@ -266,9 +266,9 @@ class ReusePredictor:
         kind = class_of(turn, end.num_output_tokens, _HINTS[hint], gap)
         if last_tags:
             judged = account + 1 if promises else 0  # 0: no account is judged for it
-            tails.add(last_tags, now, length=len(prompt), kind=kind, turn=turn, account=judged)
+            recent.add(last_tags, now, length=len(prompt), kind=kind, turn=turn, account=judged)
             if num_head:
-                tails.add_head(int(prompt[num_head - 1]), num_head, num_sharing, head_kind)
+                recent.add_head(int(prompt[num_head - 1]), num_head, num_sharing, head_kind)
         self._since += 1
         if self._since >= self._lesson:
             self._learn(now)
@@ -298,10 +298,10 @@ class ReusePredictor:
         self, found: FoundRequest, turn: int, num_shared: Callable[[int], int], tags: Tags, now: float
     ) -> tuple[int, int]:
         """The blocks of a prompt's shared beginning, and how many requests shared it so far; both 0 if it has none."""
-        num_head = self.tails.head_behind(found) or num_shared(turn)
+        num_head = self.recent.head_behind(found) or num_shared(turn)
         if not num_head:
             return 0, 0
-        known = self.tails.head_of(int(tags[num_head - 1]))
+        known = self.recent.head_of(int(tags[num_head - 1]))
         if known is None:
             return num_head, 1
         kind, ended_at, num_sharing = known
@@ -310,7 +310,7 @@ class ReusePredictor:
         return num_head, num_sharing + 1
 
     def _came_back(self, row: int, now: float) -> None:
-        if (returned := self.tails.came_back(row)) is not None:
+        if (returned := self.recent.came_back(row)) is not None:
             kind, ended_at, account = returned
             self._back.append((kind, ended_at, now, account))
             if account:
@@ -321,19 +321,19 @@ class ReusePredictor:
         seconds = max(0.0, now - self._learned_at)
         self._hazards.fade(seconds)
         self._trust.fade(seconds)
-        tails = self.tails
-        rows, heads = tails.waiting(), tails.waiting_heads()
+        recent = self.recent
+        rows, heads = recent.waiting(), recent.waiting_heads()
         kinds, ended, until, accounts = np.array(self._back, np.float64).reshape(-1, 4).T
         self._back.clear()
         self._hazards.returned(kinds.astype(np.int64), until - ended)
         self._waits(
-            np.concatenate([kinds, tails.kind[rows], tails.head_kind[heads]]).astype(np.int64),
-            np.concatenate([ended, tails.ended_at[rows], tails.ended_at[heads]]),
+            np.concatenate([kinds, recent.kind[rows], recent.head_kind[heads]]).astype(np.int64),
+            np.concatenate([ended, recent.ended_at[rows], recent.ended_at[heads]]),
             np.append(until, np.full(len(rows) + len(heads), now)),
-            np.concatenate([accounts, tails.account[rows], np.zeros(len(heads))]).astype(np.int64),
+            np.concatenate([accounts, recent.account[rows], np.zeros(len(heads))]).astype(np.int64),
         )
-        tails.is_open[rows[now - tails.ended_at[rows] > _LONGEST]] = False
-        tails.is_head_open[heads[now - tails.ended_at[heads] > _LONGEST]] = False
+        recent.is_open[rows[now - recent.ended_at[rows] > _LONGEST]] = False
+        recent.is_head_open[heads[now - recent.ended_at[heads] > _LONGEST]] = False
         self._learned_at = now
         self._hazards.learn()
         self._since, self._lesson = 0, min(2 * self._lesson, _LAST_LEARN)

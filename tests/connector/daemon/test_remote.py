@@ -436,7 +436,7 @@ def test_a_step_of_more_stores_than_a_message_takes(served: DaemonThread, client
     tiers = client()
     member, gate = tiers.member, threading.Event()
     names = [number.to_bytes(32, "little") for number in range(5000)]
-    step = [Wanted([name], chain.root, chain.tenant, is_tail=True) for name in names]
+    step = [Wanted([name], chain.root, chain.tenant, is_partial=True) for name in names]
     granted = [each for each in tiers.reserve(step) if each is not None and len(each)]
     assert len(granted) == 64
     assert drops(tiers, Outcome.NO_SLOT) == 5000 - 64
@@ -684,10 +684,7 @@ def test_slots_that_were_never_granted(fake: Fake, client: Client, answer: objec
     ("frame", "why"),
     [
         (pack_handshake(Refused("no room, lower it")), "no room, lower it"),
-        (
-            pack_handshake(Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 1.0)),
-            "a welcome without its region",
-        ),
+        (pack_handshake(Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 1.0)), "a welcome without its region"),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "frame of 1347703880 bytes"),
     ],
 )

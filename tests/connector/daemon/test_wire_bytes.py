@@ -60,7 +60,7 @@ OPERATIONS: Final = [
     (Take([4, 300]), "0a0000009201919203 9204cd012c"),
     (Release([5]), "070000009201919204 9105"),
     (
-        Reserve.of(9, [Wanted([A, B], P, T), Wanted([A], P, T, is_tail=True)]),
+        Reserve.of(9, [Wanted([A, B], P, T), Wanted([A], P, T, is_partial=True)]),
         f"000100009201919705 09 c410{two}{one} c460{a}{b}{a} c440{p}{p} c440{t}{t} 9101",
     ),
     (

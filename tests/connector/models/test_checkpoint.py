@@ -41,19 +41,14 @@ def identity(model: LlamaForCausalLM) -> ModelIdentity:
     return identity_of(model, "m", CacheForm.of(model, 16).outline, hash_scheme="sha256", epoch=0)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_loaded_model_is_named_after_its_checkpoint(tmp_path: Path, tied: bool) -> None:
+@pytest.mark.parametrize(("tied", "dtype"), [(False, torch.float32), (False, torch.bfloat16), (True, torch.float32)])
+def test_a_loaded_model_is_named_after_its_checkpoint_in_whatever_dtype(
+    tmp_path: Path, tied: bool, dtype: torch.dtype
+) -> None:
     path = saved(tmp_path / "m", tied=tied)
-    named = identity(LlamaForCausalLM.from_pretrained(path))
-    assert named.revision == revision_of(path)
-    assert named.config_digest == config_digest_of(path)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_in_whatever_dtype_it_was_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
-    path = saved(tmp_path / "m")
     named = identity(LlamaForCausalLM.from_pretrained(path, dtype=dtype))
     assert named.revision == revision_of(path)
+    assert named.config_digest == config_digest_of(path)
     assert named.dtype == str(dtype).removeprefix("torch.")
 
 

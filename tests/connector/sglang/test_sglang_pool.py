@@ -1,6 +1,8 @@
 """SGLang's host pools as canonical blocks: every memory layout gives the same bytes; what would not is refused."""
 
 import re
+import subprocess
+import sys
 from typing import Any, Final
 
 import numpy as np
@@ -143,3 +145,14 @@ class MHATokenToKOnlyPoolHost(MHATokenToKVPoolHost):
 def test_pools_that_no_block_holds_are_refused_in_one_line(refused: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=f"^SGLang: {re.escape(why)}kvtier cannot store that; .*$"):
         pool_pages(refused)
+
+
+# Without SGLang the adapter's import says what is missing, in one line.
+
+
+def test_the_import_names_the_package_and_its_versions() -> None:
+    without = "import sys; sys.modules['sglang'] = None; from kvtier.connector.sglang import KVTierStorage"
+    run = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 1
+    last = run.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: kvtier.connector.sglang needs SGLang, sglang>=0.5.23,<0.6 (")

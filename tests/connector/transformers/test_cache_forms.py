@@ -1,4 +1,4 @@
-"""Stories of KVTier with caches that are not K and V of one shape: MLA, indexer keys, layers that differ or share."""
+"""Stories of KVTier with every form of cache: K and V of one shape, MLA, indexer keys, layers that differ or share."""
 
 from functools import cache
 from typing import Any
@@ -21,11 +21,12 @@ from kvtier.tiers.naming import KVShape
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 ROWS = {row.name: row for row in ARCHITECTURES}
+EVEN = ["llama", "qwen3", "mistral", "gemma3"]  # K and V of one shape, windows nowhere, in all layers or in some
 LATENT = ["deepseek-v2", "deepseek-v3", "minicpm3", "longcat-flash", "glm4-moe-lite"]  # one latent a token
 INDEXED = ["deepseek-v3.2", "glm-moe-dsa"]  # and a key of the indexer
 SHARING = ["gemma3n", "gemma4-shared"]  # the last two of four layers read what others keep
-FORMS = [*LATENT, *INDEXED, *SHARING, "gemma4", "mimo-v2-flash"]
-SHOWN = brief(["deepseek-v3.2", "gemma4-shared"], FORMS)  # one of each class
+FORMS = [*EVEN, *LATENT, *INDEXED, *SHARING, "gemma4", "mimo-v2-flash"]
+SHOWN = brief(["llama", "mistral", "deepseek-v3", "deepseek-v3.2", "gemma4-shared"], FORMS)  # one of each class
 
 
 @cache
@@ -87,7 +88,9 @@ def test_a_prompt_is_found_by_the_next_call_and_after_a_restart(open_tier: Open,
     assert hits(kv, turn, options=GREEDY) == 96
     again = restarted(kv, open_tier)
     assert hits(again, tokens, expected, GREEDY) == 80
-    assert again.stats()['kvtier_lookup_blocks_total{tier="file"}'] == 5
+    stats = again.stats()
+    assert stats['kvtier_lookup_blocks_total{tier="file"}'] == 5
+    assert stats['kvtier_bytes_total{tier="l2",direction="load"}'] == 5 * again._form.block_bytes
 
 
 @pytest.mark.parametrize("dtype", brief([torch.bfloat16], [torch.float32, torch.bfloat16]))
@@ -106,6 +109,14 @@ def test_what_is_loaded_is_what_was_stored_bit_for_bit(open_tier: Open, name: st
     held, expected = tensors(loaded, 64), tensors(stored, 64)
     assert held.keys() == expected.keys()
     assert all(torch.equal(held[key], expected[key]) for key in held)
+    # The rest is computed upon it.
+    with torch.inference_mode():
+        rest = model(tokens[:, 64:], **cache_option(model, loaded)).logits[:, -1]
+        whole = model(tokens).logits[:, -1]
+    bound = {torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
+    assert torch.allclose(whole, rest, atol=bound * whole.abs().max().item())
+    # A row nobody knows: all rows start where the least known one does.
+    assert again.load(torch.cat([prompt(1, 70), prompt(5, 70)]))[1] == 0
     assert len({tuple(tensor.flatten().tolist()) for tensor in expected.values()}) == len(
         expected
     )  # none could be swapped

@@ -27,6 +27,18 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuBelow]:
     cuda.finish()
 
 
+@pytest.fixture
+def expected() -> torch.Tensor:
+    """What the model says without KVTier."""
+    answer: torch.Tensor = model_of("llama").generate(ROWS, **GREEDY)
+    return answer
+
+
+@pytest.fixture
+def kv(gpu: GpuBelow, open_tier: Open) -> KVTier:
+    return open_tier(model_of("llama"))
+
+
 def short_of_memory(monkeypatch: pytest.MonkeyPatch, most: int) -> list[tuple[int, ...]]:
     """`torch.empty` on a device that has no room for more bytes at once; returns what it refused."""
     real, refused = torch.empty, list[tuple[int, ...]]()
@@ -43,11 +55,8 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch, most: int) -> list[tuple[in
 
 
 def test_staging_shrinks_to_what_there_is_room_for(
-    gpu: GpuBelow, open_tier: Open, monkeypatch: pytest.MonkeyPatch
+    gpu: GpuBelow, kv: KVTier, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = model_of("llama")
-    expected = model.generate(ROWS, **GREEDY)
-    kv = open_tier(model)
     refused = short_of_memory(monkeypatch, 5 * kv._form.block_bytes)  # four of one slot each
     for cached in (0, 144):
         assert hits(kv, ROWS, expected) == cached
@@ -56,11 +65,8 @@ def test_staging_shrinks_to_what_there_is_room_for(
 
 
 def test_without_any_room_blocks_are_copied_as_a_cpu_copies_them(
-    gpu: GpuBelow, open_tier: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gpu: GpuBelow, kv: KVTier, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = model_of("llama")
-    expected = model.generate(ROWS, **GREEDY)
-    kv = open_tier(model)
     short_of_memory(monkeypatch, 0)
     for cached in (0, 144):
         assert hits(kv, ROWS, expected) == cached
@@ -84,11 +90,8 @@ def failing(real: Callable[..., Any], number: int) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("number", range(3))
 def test_a_store_that_fails_in_the_middle_keeps_nothing_and_costs_no_slots(
-    gpu: GpuBelow, open_tier: Open, monkeypatch: pytest.MonkeyPatch, number: int
+    gpu: GpuBelow, kv: KVTier, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    model = model_of("llama")
-    kv = open_tier(model)
-    expected = model.generate(ROWS, **GREEDY)
     with monkeypatch.context() as broken:
         broken.setattr(CudaCopyStream, "store", failing(CudaCopyStream.store, number))
         assert torch.equal(kv.generate(ROWS, **GREEDY), expected)
@@ -119,11 +122,8 @@ def test_a_load_that_fails_in_the_middle_is_a_miss(
 )
 @pytest.mark.parametrize("name", ["empty", "write", "read"])
 def test_whatever_a_device_raises_costs_blocks_and_no_answer(
-    gpu: GpuBelow, open_tier: Open, monkeypatch: pytest.MonkeyPatch, name: str, error: Exception
+    gpu: GpuBelow, kv: KVTier, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch, name: str, error: Exception
 ) -> None:
-    model = model_of("llama")
-    expected = model.generate(ROWS, **GREEDY)
-    kv = open_tier(model)
 
     def broken(*_: Any, **__: Any) -> Any:
         raise error
@@ -143,11 +143,8 @@ def test_whatever_a_device_raises_costs_blocks_and_no_answer(
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error: unknown error"), MemoryError("of CuPy's pool")], ids=repr)
 def test_a_stream_that_cannot_be_made_leaves_the_copies_to_the_cpu(
-    gpu: GpuBelow, open_tier: Open, monkeypatch: pytest.MonkeyPatch, error: Exception
+    gpu: GpuBelow, kv: KVTier, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    model = model_of("llama")
-    expected = model.generate(ROWS, **GREEDY)
-    kv = open_tier(model)
 
     def broken(*_: Any, **__: Any) -> Any:
         raise error

@@ -3,15 +3,14 @@
 import copy
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from extent import brief
-from kv_tier_rig import GREEDY, Open, hits, model_of, restarted
+from kv_tier_rig import BLOCK, GREEDY, Open, hits, ids, left_padded, model_of, tiers_over
 from server_rig import save_checkpoint, tokenizer
 from tiny_models import VOCAB, prompt
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache, PreTrainedTokenizerFast, T5Config
@@ -20,60 +19,9 @@ from kvtier.connector.models import cache_option
 from kvtier.connector.transformers import adapter as transformers_connector
 from kvtier.connector.transformers.adapter import KVTier
 from kvtier.tiers.copies.block_copier import BlockCopier
-from kvtier.tiers.errors import MissingPackages
-
-
-def ids(*rows: list[int]) -> torch.Tensor:
-    return torch.tensor(rows)
-
-
-KINDS = ["llama", *brief([], ["qwen3", "mistral", "gemma3", "deepseek-v2"]), "mistral-window", "deepseek-v3"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_is_found_again_by_the_next_call_turn_and_process(open_tier: Open, kind: str) -> None:
-    model = model_of(kind)
-    tokens = ids(prompt(1, 90))
-    expected = model.generate(tokens, **GREEDY)
-    kv = open_tier(model)
-    assert hits(kv, tokens, expected) == 0
-    assert hits(kv, tokens, expected) == 80
-    # The next turn finds prompt and answer.
-    turn = torch.cat([expected, ids(prompt(2, 9))], dim=1)
-    assert hits(kv, turn) == 96
-    # So does another process.
-    again = restarted(kv, open_tier)
-    assert hits(again, tokens, expected) == 80
-    stats = again.stats()
-    assert stats['kvtier_lookup_blocks_total{tier="file"}'] == 5
-    block_bytes = again._form.block_bytes
-    assert stats['kvtier_bytes_total{tier="l2",direction="load"}'] == 5 * block_bytes
-
-
-@pytest.mark.parametrize("dtype", [*brief([], [torch.float32, torch.float16]), torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_loaded_is_what_was_stored_bit_for_bit(open_tier: Open, kind: str, dtype: torch.dtype) -> None:
-    model = model_of(kind, dtype)
-    tokens = ids(prompt(1, 70), prompt(2, 70))
-    kv = open_tier(model)
-    stored: Any = kv.load(tokens)[0]
-    with torch.inference_mode():
-        whole = model(tokens, **cache_option(model, stored)).logits[:, -1]
-    kv.store(tokens, stored)
-    assert kv.drain()
-    cache, num_cached = kv.load(tokens)
-    loaded: Any = cache
-    assert (num_cached, loaded.get_seq_length()) == (64, 64)
-    for one, other in zip(stored.layers, loaded.layers, strict=True):
-        assert torch.equal(one.keys[:, :, :64], other.keys)
-        assert torch.equal(one.values[:, :, :64], other.values)
-    # The rest is computed upon it.
-    with torch.inference_mode():
-        rest = model(tokens[:, 64:], **cache_option(model, loaded)).logits[:, -1]
-    bound = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}[dtype]
-    assert torch.allclose(whole, rest, atol=bound * whole.abs().max().item())
-    # A row nobody knows: all rows start where the least known one does.
-    assert kv.load(ids(prompt(1, 70), prompt(5, 70)))[1] == 0
+from kvtier.tiers.errors import MissingPackages, RequestError
+from kvtier.tiers.hierarchy.hierarchy import Hierarchy
+from kvtier.tiers.reuse import Hint, RequestEnd
 
 
 def test_a_cache_that_dropped_tokens_is_not_kept(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:
@@ -92,15 +40,8 @@ def test_a_cache_that_dropped_tokens_is_not_kept(open_tier: Open, caplog: pytest
     ("options", "said"),
     [
         ({"use_cache": False}, "use_cache=False computes no KV to keep; leave it out"),
-        (
-            {"cache_implementation": "static"},
-            "cache_implementation='static' has no room for loaded tokens; leave it out",
-        ),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True would lack"),
-        (cache_option(model_of("llama"), DynamicCache()), " is a cache of the caller's; leave it out"),
-        ({"attention_mask": torch.tensor([[1] * 40 + [0] * 10 + [1] * 40])}, "pad on the left alone"),
         ({"pad_token_id": prompt(1, 90)[5]}, "pad on the left alone"),  # transformers hides it where it stands
-        ({"position_ids": torch.arange(90)[None]}, "position_ids: KV that depends on more than the tokens"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -274,3 +215,50 @@ def test_chats_that_mean_the_same_find_each_other(tmp_path: Path) -> None:
     (as_sent, whole), (sorted_keys, _), (all_of_it, shorter) = found
     assert as_sent < 80 < sorted_keys < whole - 30
     assert all_of_it == (shorter - 1) // 16 * 16
+
+
+# What KVTier tells the tiers of its calls' ends, and the hints that callers give it.
+
+
+@pytest.fixture
+def open_tier(tmp_path: Path) -> Iterator[Open]:
+    with tiers_over(tmp_path) as factory:
+        yield factory
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[RequestEnd]:
+    ends: list[RequestEnd] = []
+    monkeypatch.setattr(Hierarchy, "ended", lambda _, end: ends.append(end))
+    return ends
+
+
+def test_a_call_reports_one_finished_request_per_prompt(open_tier: Open, told: list[RequestEnd]) -> None:
+    kv = open_tier(model_of("llama"))
+    rows = left_padded([range(3, 43), range(50, 70)])
+    kv.generate(**rows, **GREEDY | {"do_sample": True, "num_return_sequences": 2}, hint="tool")
+    assert [(end.num_prompt, end.num_output_tokens, end.hint, end.is_derived) for end in told] == [
+        (40 // BLOCK, 8, Hint.TOOL, False),
+        (20 // BLOCK, 8, Hint.TOOL, False),
+    ]
+    assert all(len(end.names) >= end.num_prompt and end.seconds > 0 for end in told)
+    # Nobody has to say anything; and what a cache is stored of ends, too.
+    kv.generate(torch.tensor([list(range(3, 43))]), **GREEDY)
+    tokens = torch.tensor([list(range(100, 140))])
+    cache = kv.load(tokens)[0]
+    kv.model(tokens, **cache_option(kv.model, cache))
+    kv.store(tokens, cache, hint=Hint.FINISHED)
+    assert [(end.num_prompt, end.num_output_tokens, end.hint) for end in told[2:]] == [
+        (2, 8, None),
+        (2, 0, Hint.FINISHED),
+    ]
+
+
+def test_a_word_that_is_no_hint_is_refused_before_anything_is_computed(open_tier: Open, told: list[RequestEnd]) -> None:
+    kv = open_tier(model_of("llama"))
+    tokens = torch.tensor([[3, 4, 5]])
+    with pytest.raises(RequestError, match="hint 'maybe': use one of goes_on, tool, finished"):
+        kv.generate(tokens, hint="maybe")
+    with pytest.raises(RequestError, match="hint 'maybe'"):
+        kv.store(tokens, kv.load(tokens)[0], hint="maybe")
+    assert not told

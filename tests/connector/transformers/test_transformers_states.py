@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from extent import brief
-from kv_tier_rig import Open, hits, restarted
+from kv_tier_rig import Open, hits, ids, restarted
 from state_models import COARSE_STEPS, CONFIGS, FROM_ZERO, ONE_BY_ONE, PURE, SHOWN, model_of
 from tiny_models import VOCAB, prompt
 
@@ -24,10 +24,6 @@ GREEDY: dict[str, Any] = {
     "max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "suppress_tokens": [0],
 }  # fmt: skip
 BLOCK = 16
-
-
-def ids(*rows: list[int]) -> torch.Tensor:
-    return torch.tensor(rows)
 
 
 def names_of(kv: KVTier, tokens: list[int], border: int) -> list[bytes]:

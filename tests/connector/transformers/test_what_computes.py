@@ -5,9 +5,10 @@ import functools
 import logging
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tiny_models import SIZES, plain, prompt
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from kvtier.connector.models import cache_option, live_model, without_adapters
@@ -443,10 +445,8 @@ def switched(model: Any) -> Iterator[None]:
     each(layers, active=["a"])
 
 
-@contextmanager
-def disabled(model: Any) -> Iterator[None]:
-    with without_adapters(model):
-        yield
+def disabled(model: Any) -> AbstractContextManager[None]:
+    return without_adapters(model)
 
 
 @contextmanager
@@ -540,43 +540,36 @@ def test_a_pass_of_ones_own_under_something_else_leaves_nothing_of_its_cache(ope
 # hooks and foreign code
 
 
-@contextmanager
-def hooked(model: Any) -> Iterator[None]:
-    handle = model.model.layers[1].register_forward_hook(
+Foreign = AbstractContextManager[Any]
+
+
+def hooked(model: Any) -> Foreign:
+    handle: Foreign = model.model.layers[1].register_forward_hook(
         lambda _, __, out: (out[0] + 1, *out[1:]) if isinstance(out, tuple) else out + 1
     )
-    with handle:
-        yield
+    return handle
 
 
-@contextmanager
-def hooked_before(model: Any) -> Iterator[None]:
-    with model.model.layers[0].self_attn.k_proj.register_forward_pre_hook(lambda _, given: (given[0] * 0.5,)):
-        yield
+def hooked_before(model: Any) -> Foreign:
+    part = model.model.layers[0].self_attn.k_proj
+    handle: Foreign = part.register_forward_pre_hook(lambda _, given: (given[0] * 0.5,))
+    return handle
 
 
-@contextmanager
-def hooked_everywhere(model: Any) -> Iterator[None]:
-    with register_module_forward_hook(lambda part, _, out: out * 0.5 if part is model.model.layers[0].mlp else None):
-        yield
+def hooked_everywhere(model: Any) -> Foreign:
+    return register_module_forward_hook(lambda part, _, out: out * 0.5 if part is model.model.layers[0].mlp else None)
 
 
-@contextmanager
-def patched(model: Any) -> Iterator[None]:
+def patched(model: Any) -> Foreign:
     part = model.model.layers[1].mlp
     own = part.forward
-    part.forward = functools.wraps(own)(lambda x: own(x) * 0.5)
-    yield
-    del part.forward
+    return patch.object(part, "forward", functools.wraps(own)(lambda x: own(x) * 0.5))
 
 
-@contextmanager
-def patched_class(model: Any) -> Iterator[None]:
+def patched_class(model: Any) -> Foreign:
     kind = type(model.model.layers[0].mlp)
     own = kind.forward
-    kind.forward = lambda self, x: own(self, x) * 0.5
-    yield
-    kind.forward = own
+    return patch.object(kind, "forward", lambda self, x: own(self, x) * 0.5)
 
 
 @contextmanager
@@ -590,8 +583,7 @@ def of_another_class(model: Any) -> Iterator[None]:
     part.__class__ = own
 
 
-@contextmanager
-def wrapped(model: Any) -> Iterator[None]:
+def wrapped(model: Any) -> Foreign:
     own = model.model.layers[2].mlp
 
     class Wrapped(torch.nn.Module):
@@ -602,53 +594,40 @@ def wrapped(model: Any) -> Iterator[None]:
         def forward(self, x: torch.Tensor) -> Any:
             return self.inner(x) * 0.5
 
-    model.model.layers[2].mlp = Wrapped()
-    yield
-    model.model.layers[2].mlp = own
+    return patch.object(model.model.layers[2], "mlp", Wrapped())
 
 
-@contextmanager
-def with_another_function(model: Any) -> Iterator[None]:
-    import transformers.models.llama.modeling_llama as file
-
-    own = file.apply_rotary_pos_emb
-    file.apply_rotary_pos_emb = lambda q, k, *rest, **options: own(q * 0.5, k * 0.5, *rest, **options)
-    yield
-    file.apply_rotary_pos_emb = own
+def with_another_function(model: Any) -> Foreign:
+    own = modeling_llama.apply_rotary_pos_emb
+    return patch.object(
+        modeling_llama, "apply_rotary_pos_emb", lambda q, k, *rest, **more: own(q * 0.5, k * 0.5, *rest, **more)
+    )
 
 
-@contextmanager
-def with_an_object_for_a_function(model: Any) -> Iterator[None]:
-    import transformers.models.llama.modeling_llama as file
-
-    own = file.apply_rotary_pos_emb
-    file.apply_rotary_pos_emb = functools.partial(lambda q, k, *rest, **more: own(q * 0.5, k, *rest, **more))  # type: ignore[assignment]
-    yield
-    file.apply_rotary_pos_emb = own
+def with_an_object_for_a_function(model: Any) -> Foreign:
+    own = modeling_llama.apply_rotary_pos_emb
+    other = functools.partial(lambda q, k, *rest, **more: own(q * 0.5, k, *rest, **more))
+    return patch.object(modeling_llama, "apply_rotary_pos_emb", other)
 
 
-@contextmanager
-def with_torchs_function_patched(model: Any) -> Iterator[None]:
-    own = torch.nn.functional.scaled_dot_product_attention
-    torch.nn.functional.scaled_dot_product_attention = lambda q, *rest, **options: own(q * 0.5, *rest, **options)
-    yield
-    torch.nn.functional.scaled_dot_product_attention = own
+def with_torchs_function_patched(model: Any) -> Foreign:
+    functions, own = torch.nn.functional, torch.nn.functional.scaled_dot_product_attention
+    return patch.object(functions, own.__name__, lambda q, *rest, **more: own(q * 0.5, *rest, **more))
 
 
-@contextmanager
-def with_every_module_patched(model: Any) -> Iterator[None]:
+def with_every_module_patched(model: Any) -> Foreign:
     own = torch.nn.Module.__call__
-    torch.nn.Module.__call__ = lambda self, *rest, **options: own(self, *rest, **options)  # type: ignore[method-assign]
-    yield
-    torch.nn.Module.__call__ = own  # type: ignore[method-assign]
+    return patch.object(torch.nn.Module, "__call__", lambda self, *rest, **more: own(self, *rest, **more))
 
 
 @contextmanager
 def with_attention_of_ones_own(model: Any) -> Iterator[None]:
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
     AttentionInterface.register("sdpa", lambda part, q, *rest, **options: own(part, q * 0.5, *rest, **options))
-    yield
-    AttentionInterface.register("sdpa", own)
+    try:
+        yield
+    finally:
+        AttentionInterface.register("sdpa", own)
 
 
 FOREIGN = [
@@ -741,8 +720,8 @@ def test_known_code_in_anothers_place_is_found_by_what_it_computes(
     model = bare()
     kv = open_tier(model)
     answered(kv)
-    with monkeypatch.context() as patch:
-        patch.setattr(LlamaMLP, "forward", torch.nn.Identity.forward)  # nothing of a name tells
+    with monkeypatch.context() as swapped:
+        swapped.setattr(LlamaMLP, "forward", torch.nn.Identity.forward)  # nothing of a name tells
         for _ in range(2):
             assert answered(kv) == 0
     assert "the model computes other KV than when it was named" in caplog.text

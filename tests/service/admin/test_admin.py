@@ -20,7 +20,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from kvtier.cli import admin_cli
 from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.service.observe import DaemonStatus, statuses
-from kvtier.service.observe.top import hit_share, view_of
+from kvtier.service.observe.top import daemon_row, hit_share
 from kvtier.service.traces import read_trace
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 
@@ -389,16 +389,17 @@ def test_a_row_is_what_changed() -> None:
         status: DaemonStatus = part_of(DaemonStatus, models=[model], clients=clients, status="ok")
         return status
 
-    view = view_of({})
-    row = view.row_of(look(10, 10, 0), look(40, 20, 4_000_000), 2.0)
-    assert (row["clients"], row["leased"], row["used"]) == (1, 3, 0.25)
-    assert (row["lookups"], row["hits"]) == (20.0, 0.75)
-    assert (row["stored"], row["read"]) == (0.0, 2e6)
-    shown = [view.columns[name].text(row[name]) for name in ("used", "lookups", "hits", "read")]
+    row = daemon_row(look(10, 10, 0), look(40, 20, 4_000_000), 2.0)
+    values = {name: value for name, (value, _) in row.items()}
+    assert (values["clients"], values["leased"], values["used"]) == (1, 3, 0.25)
+    assert (values["lookups"], values["hits"]) == (20.0, 0.75)
+    assert (values["stored"], values["read"]) == (0.0, 2e6)
+    shown = [column.text(value) for value, column in (row[name] for name in ("used", "lookups", "hits", "read"))]
     assert shown == ["25.0%", "20", "75.0%", "2 MB/s"]
     # A model that was closed takes its counters along: that is no share.
-    gone = view.row_of(look(40, 20, 9), look(0, 0, 0), 1.0)
-    assert (gone["hits"], view.columns["hits"].text(None)) == (None, "-")
+    gone = daemon_row(look(40, 20, 9), look(0, 0, 0), 1.0)
+    share, column = gone["hits"]
+    assert (share, column.text(share)) == (None, "-")
     assert hit_share({"l2": 1, "miss": 3}) == 0.25
 
 

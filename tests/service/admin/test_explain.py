@@ -276,8 +276,8 @@ def test_what_answers_there_is_no_daemon_or_no_end_comes(monkeypatch: pytest.Mon
         whole = {"block_size": 4, "tokens": 8, "runs": [], "cause": None, "differs": None, "elsewhere": []}
         other.pages["/admin/explain"] = {**whole, "runs": [{"first": "a"}]}
         other.pages["/explain"] = {"lines": [1]}
-        assert "answer of another kvtier: runs.0.first: " in asked("--http", other.name)
-        assert "answer of another kvtier: lines.0: " in asked("--url", f"http://{other.name}")
+        assert "answer of another kvtier (KeyError(" in asked("--http", other.name)
+        assert "answer of another kvtier (TypeError(" in asked("--url", f"http://{other.name}")
         # an answer that comes in pieces, and never ends: each piece in time
         monkeypatch.setattr(http_client, "_MOST_ANSWER", 100_000)
         assert "more than 100000 bytes; is it kvtier?" in asked("--url", f"http://{other.name}/v1/large")

@@ -18,13 +18,24 @@ from typing import Any, TypeVar
 
 import pytest
 import xxhash
-from doubles import BLOCK_SIZE, SLOT_BYTES, MemoryTier, bytes_in_l2, chain_of, hierarchy_of, payload_of, store
+from doubles import (
+    BLOCK_SIZE,
+    SLOT_BYTES,
+    MemoryTier,
+    bytes_in_l2,
+    chain_of,
+    hierarchy_of,
+    payload_of,
+    store,
+    wait_until,
+)
 from extent import brief
 from fault_rig import FINGERPRINT, fetch, forget_l2, over_slab, settle
 from fork_rig import SERVICES, Forked
 from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
 
+from kvtier.service import command_line
 from kvtier.service.archive import archive
 from kvtier.service.archive import archive as archive_copy
 from kvtier.service.archive.archive import (
@@ -302,7 +313,7 @@ def test_an_export_cancelled_at_file_creation_leaves_no_file(tmp_path: Path, mon
         return os.open(path, flags, mode)
 
     # The disk is slow to create the file, and the client leaves before it is there.
-    monkeypatch.setattr(loop_file, "os", SimpleNamespace(**{**vars(os), "open": slow_open}))
+    monkeypatch.setattr(command_line, "os", SimpleNamespace(**{**vars(os), "open": slow_open}))
 
     async def be_cancelled() -> None:
         task = asyncio.create_task(last(export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "all", key=key)))
@@ -312,8 +323,8 @@ def test_an_export_cancelled_at_file_creation_leaves_no_file(tmp_path: Path, mon
             await task
         may_open.set()
 
-    run(be_cancelled())  # ends once the thread has ended
-    assert os.listdir(tmp_path) == ["slab"]
+    run(be_cancelled())
+    wait_until(lambda: os.listdir(tmp_path) == ["slab"])  # once the thread has ended
     settle(source)
 
 
@@ -544,7 +555,7 @@ IMPORTER = """
 import asyncio, sys
 from pathlib import Path
 from fault_rig import FINGERPRINT, over_slab
-from doubles import BLOCK_SIZE
+from doubles import BLOCK_SIZE, wait_until
 from kvtier.service.archive.archive import import_blocks
 
 async def main():

@@ -152,7 +152,7 @@ def test_rubbish_is_an_error_of_one_request_and_no_more(
     (tmp_path / "a").write_text('{"hash_ids": 1}\n{"input_length": 268435457, "hash_ids": [1]}\n\n')
     ended = kvtier("bench", url, "--trace", tmp_path / "a")
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 2)
-    assert f"{tmp_path}/a:1: input_length: missing\n{tmp_path}/a:3: not a JSON" in ended.stderr
+    assert f"{tmp_path}/a:1: hash_ids: Expected `array`, got `int`\n{tmp_path}/a:3: not a JSON" in ended.stderr
     (tmp_path / "a").write_text('{"input_length": 268435457, "hash_ids": [1]}\n')
     with pytest.raises(ConfigError, match="input_length: 268435457 tokens in 1 requests; ask for at most"):
         sessions_of_trace(tmp_path / "a", 1, 1, 1.0)

@@ -377,11 +377,7 @@ def test_a_mistake_in_the_file_is_one_line(
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(
-    home: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[str, ...],
-    status: int,
-    message: str,
+    home: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], status: int, message: str
 ) -> None:
     (home / "setup.cfg").write_text("name: value\n")
     (home / "torn.yml").write_text("services: [")

@@ -27,8 +27,6 @@ from kvtier import __version__
 from kvtier.cli import checks_cli
 from kvtier.service.command_line import Exit
 from kvtier.service.doctor import doctor
-from kvtier.service.doctor import doctor as doctor_checks
-from kvtier.service.doctor import doctor as doctor_memory
 from kvtier.service.doctor.doctor import (
     check_copies,
     check_engines,
@@ -92,20 +90,9 @@ def test_every_check_has_a_line_and_leaves_nothing_behind(disk_dir: Path) -> Non
     done = run("doctor", "--json", file__path=str(disk_dir), file__size="64MiB", host__size="64MiB")
     lines: list[dict[str, str]] = json.loads(done.stdout)
     assert [line["check"] for line in lines] == [
-        *("hashes", "compiled", "memory", "memlock", "files", "huge pages", "glibc", "GPU", "copies"),
-        *(
-            "free space",
-            "O_DIRECT",
-            "disk rate",
-            "encryption",
-            "peers",
-            "redis",
-            "objects",
-            "lossy",
-            "daemon",
-            "engines",
-        ),
-    ]
+        "hashes", "compiled", "memory", "memlock", "files", "huge pages", "glibc", "GPU", "copies",
+        "free space", "O_DIRECT", "disk rate", "encryption", "peers", "redis", "objects", "lossy", "daemon", "engines",
+    ]  # fmt: skip
     assert all(line.keys() == {"check", "status", "found", "fix"} for line in lines)
     found = {line["status"] for line in lines}
     assert done.returncode == (Exit.FAILED if "error" in found else Exit.DEGRADED if "warning" in found else Exit.OK)
@@ -238,15 +225,15 @@ def test_huge_pages(tmp_path: Path, name: str, content: str, options: dict[str, 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the tunable is of x86_64")
 def test_the_tunable_is_named_only_where_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     # Measured for real: either answer may be true here.
-    monkeypatch.setattr(doctor_memory, "_COPY_SECONDS", 100.0)
-    assert doctor_memory._copy_rate() > 1e7  # bytes, on however busy a machine
+    monkeypatch.setattr(doctor, "_COPY_SECONDS", 100.0)
+    assert doctor._copy_rate() > 1e7  # bytes, on however busy a machine
     rates: dict[int, float] = {0: 8e9, 2: 8.5e9}  # without a prefix, and with `env GLIBC_TUNABLES=…`
-    monkeypatch.setattr(doctor_memory, "_copy_rate", lambda *prefix: rates[len(prefix)])
+    monkeypatch.setattr(doctor, "_copy_rate", lambda *prefix: rates[len(prefix)])
     assert check_tunable().status is OK
     rates[2] = 12e9
     finding = check_tunable()
     assert (finding.status, finding.found) == (WARNING, "copies of blocks at 8.0 GB/s, 12.0 with a tunable")
-    assert finding.fix.endswith(f"GLIBC_TUNABLES={doctor_memory.TUNABLE}")
+    assert finding.fix.endswith(f"GLIBC_TUNABLES={doctor.TUNABLE}")
 
     # A machine so busy that a probe takes long is not asked six times.
     runs: list[int] = []
@@ -256,16 +243,16 @@ def test_the_tunable_is_named_only_where_it_helps(monkeypatch: pytest.MonkeyPatc
         time.sleep(0.02)
         return 8e9
 
-    monkeypatch.setattr(doctor_memory, "_COPY_SECONDS", 0.01)
-    monkeypatch.setattr(doctor_memory, "_copy_rate", slow)
+    monkeypatch.setattr(doctor, "_COPY_SECONDS", 0.01)
+    monkeypatch.setattr(doctor, "_copy_rate", slow)
     assert check_tunable() == ok("glibc", "not measured: the machine is too busy, 0.01 s were not enough")
     assert runs == [0, 2]
 
     def fails(*prefix: str) -> float:
         raise subprocess.TimeoutExpired("python", 10)
 
-    monkeypatch.setattr(doctor_memory, "_copy_rate", fails)
-    monkeypatch.setattr(doctor_memory, "_COPY_SECONDS", 100.0)
+    monkeypatch.setattr(doctor, "_copy_rate", fails)
+    monkeypatch.setattr(doctor, "_COPY_SECONDS", 100.0)
     assert check_tunable() == ok("glibc", "not measured: the probe failed")
 
 
@@ -284,12 +271,12 @@ def test_what_the_gpu_probe_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_gpu(well).found == "2 × H200, memory can be pinned, copies in batches, CuPy 14.0"
     assert "driver 570" in read_gpu({**well, "batches": False}).found
     # Its program itself: it runs, fails or hangs in a process of its own.
-    monkeypatch.setattr(doctor_memory, "has_gpu", lambda: True)
+    monkeypatch.setattr(doctor, "has_gpu", lambda: True)
     assert check_gpu().check == "GPU"
-    monkeypatch.setattr(doctor_memory, "_GPU", "raise RuntimeError('cudaErrorInsufficientDriver')")
+    monkeypatch.setattr(doctor, "_GPU", "raise RuntimeError('cudaErrorInsufficientDriver')")
     assert check_gpu().found == "the probe fails: RuntimeError: cudaErrorInsufficientDriver"
-    monkeypatch.setattr(doctor_memory, "_GPU", "import time; time.sleep(60)")
-    monkeypatch.setattr(doctor_memory, "_GPU_SECONDS", 0.2)  # not even to start in
+    monkeypatch.setattr(doctor, "_GPU", "import time; time.sleep(60)")
+    monkeypatch.setattr(doctor, "_GPU_SECONDS", 0.2)  # not even to start in
     assert check_gpu().found.startswith("the driver did not answer")
 
 
@@ -472,7 +459,6 @@ def test_a_socket_that_answers(listener: tuple[Path, socket.socket]) -> None:
     assert "not a socket" in check_socket(service).found
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_pages_that_answer_byte_by_byte_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
 
@@ -484,15 +470,16 @@ def test_pages_that_answer_byte_by_byte_are_not_waited_for(monkeypatch: pytest.M
                 client.sendall(b" ")
                 sent.append(number)
 
-    monkeypatch.setattr(doctor_checks, "_ANSWER", 0.5)
+    monkeypatch.setattr(doctor, "_ANSWER", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as pages:
         dripping = threading.Thread(target=drips)
         dripping.start()
-        assert doctor_checks._status(f"127.0.0.1:{pages.getsockname()[1]}") is None
+        assert doctor._status(f"127.0.0.1:{pages.getsockname()[1]}") is None
         dripping.join(60)
     assert 0 < len(sent) < 3000
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_a_socket_of_another_user(listener: tuple[Path, socket.socket]) -> None:
     os.chown(listener[0], 65534, 65534)
     finding = check_socket(Config.load(service={"socket": listener[0]}).service)

@@ -9,7 +9,7 @@ from anthropic import Anthropic, BadRequestError, NotFoundError
 from server_rig import MODEL, WITH_TOOLS, ServerThread, save_checkpoint, tokenizer
 
 from kvtier.engine.requests import SampledToken
-from kvtier.service.engine.completion import OpenAICompletion, late
+from kvtier.service.engine.loop import LiveRequest, late
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.reuse import Hint, RequestEnd
 
@@ -356,14 +356,15 @@ def test_what_a_response_repeats_is_json(server: ServerThread, value: str) -> No
 
 
 def test_an_error_in_a_stream_is_of_its_kind(server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = OpenAICompletion._next
+    original, begun = LiveRequest.next, set[LiveRequest]()
 
-    async def is_late(self: OpenAICompletion) -> Any:
-        if self._begun:
+    async def is_late(self: LiveRequest) -> Any:
+        if self in begun:
             raise late()
+        begun.add(self)
         return await original(self)
 
-    monkeypatch.setattr(OpenAICompletion, "_next", is_late)
+    monkeypatch.setattr(LiveRequest, "next", is_late)
     ask: dict[str, Any] = {"model": MODEL, "stream": True}
     for path, body in (
         ("messages", {"max_tokens": 40, "messages": [{"role": "user", "content": "?"}]}),

@@ -1,9 +1,7 @@
 """AnnouncedBlocks against what tiers hold: told is just what a lookup can find, and a late reader is told the same."""
 
-import struct
 from collections.abc import Sequence
 
-import xxhash
 from extent import brief
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,17 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtier.service.events.prefix_index import PrefixIndex, prompt_hashes
 from kvtier.service.events.publisher import MAX_RUN, AnnouncedBlocks
-from kvtier.service.events.wire import (
-    BlockRemoved,
-    BlockStored,
-    EventBatch,
-    ExternalHash,
-    KVEvent,
-    decode_batch,
-    encode_batch,
-    external_hash,
-    namespace_of,
-)
+from kvtier.service.events.wire import BlockRemoved, BlockStored, KVEvent, external_hash, namespace_of
 from kvtier.tiers.hierarchy.hierarchy import Removed, Stored
 from kvtier.tiers.kinds import TIERS
 from kvtier.tiers.naming.chain import TokenChain, root_hash
@@ -59,29 +47,6 @@ def test_runs_become_events() -> None:
     assert told.apply(Removed("redis", (CHAIN.hashes[2],))) == [BlockRemoved([NAMES[2]], "EXTERNAL")]
     assert told.num_announced == 4
     told.check()
-
-
-def test_dynamos_router_computes_its_own_hashes_from_our_events() -> None:
-    # its published self-check: tokens [1, 2, 3, 4] in blocks of 4; and the blocks behind them
-    local, chained = [14643705804678351452, 16777012769546811212], [14643705804678351452, 4945711292740353085]
-    chain = chain_of(range(1, 9))
-    told = AnnouncedBlocks(FINGERPRINT)
-    events = [*told.apply(Stored("l1", records(chain, 0))), *told.apply(Stored("l2", records(chain, 0, 1)))]
-    seen: dict[ExternalHash, int] = {}  # as its indexer does: an engine's name → sequence hash
-    for batch in [decode_batch(encode_batch(EventBatch(1.0, [event], 0))) for event in events]:
-        [event] = batch.events
-        assert isinstance(event, BlockStored)
-        assert event.extra_keys is None
-        assert event.lora_name is None
-        parent = None if event.parent_block_hash is None else seen[event.parent_block_hash]
-        for i, name in enumerate(event.block_hashes):
-            tokens = struct.pack(f"<{SIZE}I", *event.token_ids[i * SIZE : (i + 1) * SIZE])
-            block = xxhash.xxh3_64_intdigest(tokens, 1337)
-            parent = block if parent is None else xxhash.xxh3_64_intdigest(struct.pack("<QQ", parent, block), 1337)
-            at = chain.hashes.index(next(each for each in chain.hashes if external_hash(each) == name))
-            assert (block, parent) == (local[at], chained[at])
-            seen[name] = parent
-    assert sorted(seen.values()) == sorted(chained) == sorted(prompt_hashes([*range(1, 9)], SIZE))
 
 
 def test_tenants_have_a_namespace_and_are_told_when_it_is_known() -> None:

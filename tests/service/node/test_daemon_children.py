@@ -1,11 +1,12 @@
 """Partial hits through the daemon: a client is told of the blocks that follow its last common one, and of no others."""
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-from doubles import BLOCK_SIZE, wait_until
+from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, wait_until
 from service_rig import (
     FINGERPRINT,
     PATIENCE,
@@ -25,7 +26,11 @@ from service_rig import (
 from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.daemon.wire import MAX_FRAME, Ask, FrameReader, News, Reserve, Seal, pack_request
 from kvtier.connector.scheduler import SchedulerSide
+from kvtier.service.node.namespaces import BlockDimensions
+from kvtier.service.node.served_tiers import ServedTiers
+from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Overlap, Wanted
+from kvtier.tiers.hierarchy.opening import open_hierarchy
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.tier import BlockRecord, ChildBlock
 
@@ -110,13 +115,13 @@ def test_a_tail_that_is_none_is_refused(home: Path, serve: Serve, attach: Attach
     tiers, stored = attach(), prompt(70, 71, 72, 1)
     store(tiers, stored, last=2)
     with greeted(home / "s") as rude:
-        wanted = Wanted(stored.hashes[2:], stored.hashes[1], stored.tenant, is_tail=True)
+        wanted = Wanted(stored.hashes[2:], stored.hashes[1], stored.tenant, is_partial=True)
         rude.sendall(pack_request(1, [Reserve.of(1, [wanted])]))
         assert rude.recv(4096)
         rude.sendall(pack_request(0, [Seal(0, [1], [1], [np.arange(num_tokens, dtype="<u4").tobytes()])]))
         assert rude.recv(10) == b""
     with greeted(home / "s") as rude:
-        wanted = Wanted(stored.hashes[1:], stored.hashes[0], stored.tenant, is_tail=True)
+        wanted = Wanted(stored.hashes[1:], stored.hashes[0], stored.tenant, is_partial=True)
         rude.sendall(pack_request(1, [Reserve.of(1, [wanted])]))
         assert rude.recv(10) == b""
     wait_until(lambda: served.daemon.counts["malformed_holding"] + served.daemon.counts["malformed"] == 2)
@@ -241,3 +246,26 @@ def test_the_question_for_a_part_is_asked_in_the_step_it_comes_up_in(serve: Serv
     wait_until(takes_the_view)
     wait_until(lambda: side.lookup(request, 0) == 2 * BLOCK_SIZE + 3)
     side.finished("a")
+
+
+# A model's tiers as clients of the daemon have them: what is remembered of questions in vain is soon forgotten.
+
+
+def test_a_question_in_vain_is_remembered_only_while_it_may_be_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hours of them took memory that grew."""
+    monkeypatch.setattr("kvtier.service.node.served_tiers._SAME", 0.05)
+    config = Config.model_validate({"host": {"size": 1 << 20}})
+    hierarchy = open_hierarchy(config, b"f" * 32, BlockDimensions(BLOCK_SIZE, SLOT_BYTES))
+    tiers = ServedTiers(hierarchy, b"f" * 32)
+
+    def ask(number: int) -> None:
+        chain = chain_of(2, first_token=1000 * number)
+        assert tiers.poll(hierarchy.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)) == 0
+
+    for number in range(50):
+        ask(number)
+    time.sleep(0.1)
+    ask(50)
+    assert len(tiers._missed) == 1
+    hierarchy.check()
+    hierarchy.close()

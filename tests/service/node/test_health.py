@@ -1,5 +1,7 @@
 """Health that looks: what an engine that attaches now would not get is said before one comes."""
 
+import os
+import socket as sockets
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,17 +10,23 @@ from typing import Any
 
 import pytest
 from command_rig import kvtier
-from doubles import SLOT_BYTES, chain_of, wait_until
+from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, wait_until
 from http_rig import MODEL, ServedDaemon, ServePages
+from msgspec.structs import astuple
 from redis_rig import standalone
-from service_rig import FINGERPRINT, Attach, fill, load, records, store, wanted
+from service_rig import FINGERPRINT, Attach, DaemonProcess, attach, fill, load, records, store, wanted
 
+from kvtier.connector.daemon import wire
+from kvtier.connector.daemon.link import Peer
+from kvtier.connector.daemon.wire import Hello, pack_frame
 from kvtier.service.command_line import Exit
+from kvtier.service.doctor.doctor import check_refused
 from kvtier.service.node import daemon as daemons
 from kvtier.service.node import health as healths
+from kvtier.service.node.health import Refusals
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.file.store import FileStore
-from kvtier.tiers.finding import Finding
+from kvtier.tiers.finding import Finding, Status
 
 
 @pytest.fixture(autouse=True)
@@ -145,3 +153,125 @@ def test_a_silent_server_is_named(caplog: pytest.LogCaptureFixture, serve_pages:
         redis.start()
         wait_until(lambda: not wanting_in(served))
         assert kvtier("status", "--http", served.http).returncode == Exit.OK
+
+
+# Engines that the daemon refused: /readyz, `kvtier status` and `kvtier doctor` say which, why, how often and when.
+
+
+def say(socket: Path, frame: bytes) -> bytes:
+    """What the daemon answers to this first frame, until it hangs up."""
+    with sockets.socket(sockets.AF_UNIX) as client:
+        client.connect(str(socket))
+        client.sendall(frame)
+        told = b""
+        while more := client.recv(4096):
+            told += more
+        return told
+
+
+def test_an_engine_that_was_refused_is_seen_everywhere_until_one_of_its_model_gets_in(home: Path) -> None:
+    path = home / "s"
+    served = ServedDaemon(path, host={"size": 1 << 20}, service={"socket": path})
+    config = Config.load(service={"socket": path, "http": served.http}).service
+    try:
+        assert [each.found for each in check_refused(config)] == ["none in the last hour"]
+        # An engine of an older kvtier, twice, and one whose blocks are too large for this daemon's memory.
+        hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 20, reset=False)
+        old = pack_frame(["kvtier", wire.OLDEST - 1, "Hello", *astuple(hello)])
+        for _ in range(2):
+            assert b"protocol version" in say(path, old)
+        without = attach(path, slot_bytes=1 << 20)
+        assert "8 of its blocks take 8MiB; raise it there" in without.wanting["daemon"]
+
+        ready = served.client.get("/readyz").json()
+        assert ready["ready"]  # those that fit are served
+        large, older = ready["refused"]
+        assert (large["count"], large["model"], large["pid"], large["uid"]) == (1, MODEL, os.getpid(), os.geteuid())
+        assert large["why"].startswith("[host] size: the daemon has 256KiB of 1MiB for this model")
+        assert (older["count"], older["model"]) == (2, None)
+        both = f"protocol version {wire.OLDEST - 1}, this side speaks {wire.OLDEST} to {wire.VERSION} "
+        assert older["why"].startswith(both)
+        assert 0 <= large["seconds_ago"] <= older["seconds_ago"] < 600
+        lines = kvtier("status", "--http", served.http).stdout.splitlines()
+        told = [line.split(None, 1)[1] for line in lines if line.startswith("  refused")]
+        assert [line.partition(", last ")[0] for line in told] == ["once", "2 times"]
+        assert [line.endswith(each["why"]) for line, each in zip(told, ready["refused"], strict=True)] == [True, True]
+        findings = check_refused(config)
+        assert {each.status for each in findings} == {Status.WARNING}
+        assert [large["why"] in findings[0].found, older["why"] in findings[1].found] == [True, True]
+
+        # The same model with blocks that fit gets in: what kept it out is over. The old engine is as it was.
+        tiers = attach(path)
+        (left,) = served.client.get("/status").json()["refused"]
+        assert left["count"] == 2
+        tiers.close()
+        without.close()
+    finally:
+        served.close()
+    wait_until(lambda: not path.exists())
+    assert check_refused(config) == []  # that nothing answers is another line's matter
+
+
+def test_reasons_are_bounded_and_short() -> None:
+    refusals, peer = Refusals(), Peer(1, 2)
+    for number in range(100):
+        refusals.record(f"reason {number}", peer)
+        refusals.record("the usual one", peer)
+    refusals.record("x" * 5000, peer, b"model")
+    kept = refusals.all()
+    assert len(kept) == 16
+    assert (len(kept[0].why), kept[0].model) == (500, b"model".hex())
+    assert (kept[1].why, kept[1].count) == ("the usual one", 100)
+    assert kept[2].why == "reason 99"
+    refusals.welcomed(b"model")
+    assert len(refusals.all()) == 15
+
+
+# `kvtier serve` looks at what it will use before anybody waits for it: a wrong setting is one line and status 2.
+
+
+SECRET = "hunter2"
+
+
+def refused(home: Path, **options: str) -> str:
+    """What `kvtier serve` says of these options."""
+    done = kvtier("serve", "--socket", home / "s", "--http", "127.0.0.1:0", host__size="1MiB", **options)
+    assert (done.returncode, done.stdout) == (Exit.USAGE, "")
+    (line,) = done.stderr.splitlines()
+    assert SECRET not in line
+    assert not (home / "s").exists()  # nobody could have connected
+    return line.removeprefix("kvtier: ")
+
+
+def test_settings_that_no_model_could_use_end_the_start(home: Path, disk_dir: Path) -> None:
+    (disk_dir / "file").write_text("mine")
+    (disk_dir / "loop").symlink_to("loop")
+    path = disk_dir / "file"
+    name_another = "name a directory that this user can write in"
+    in_its_place = f"a file is in its place; {name_another}"
+    assert refused(home, file__path=str(path)) == f'[file] path "{path}": {in_its_place}'
+    assert refused(home, file__path=str(path / "kv")) == f'[file] path "{path / "kv"}": {in_its_place}'
+    assert refused(home, file__path=str(disk_dir / "loop")).startswith(f'[file] path "{disk_dir / "loop"}": ')
+    assert refused(home, file__path="/proc/kv") == f'[file] path "/proc/kv": it cannot be made; {name_another}'
+    assert path.read_text() == "mine"
+    line = refused(home, file__path=str(disk_dir / "kv"), file__size="900TiB")
+    assert line.startswith('[file] size "900TiB": the directory has ')
+    assert line.endswith(" free; lower size or choose another path")
+    assert refused(home, file__path=str(disk_dir), file__size="5") == (
+        '[file] size "5": 5 bytes are less than a block of any model; did you mean "5GiB"?'
+    )
+    assert refused(home, redis__url=f"redis://:{SECRET}@cache:sixty") == (
+        '[redis] url "redis://…@cache:…": its port is no number from 1 to 65535; '
+        "write it as in redis://HOST:6379/0, and / and # of a password as %2F and %23"
+    )
+    assert refused(home, redis__url="redis://cache", redis__key_file=str(path)).startswith('[redis] key_file "')
+
+
+def test_a_redis_server_that_is_away_ends_nothing_and_the_log_says_what_is_used(home: Path, disk_dir: Path) -> None:
+    options = {"host__size": "1MiB", "file__path": str(disk_dir / "new" / "kv"), "file__size": "4m"}
+    daemon = DaemonProcess(home / "s", redis__url="redis://127.0.0.1:1", **options)
+    assert "ready on" in daemon.first_line
+    assert daemon.end(15) == 0
+    told = "".join(daemon.lines)
+    assert f"INFO kvtier: [file] 0 slabs in {disk_dir / 'new' / 'kv'}, 0 B of [file] size 4MiB; " in told
+    assert "INFO kvtier: [redis] standalone at 127.0.0.1:1\n" in told

@@ -18,7 +18,7 @@ from peers_rig import Fleet, Node, ScriptedPeer, block, borrowing, buffers, key_
 from service_rig import attach, load
 from service_rig import store as store_by
 
-from kvtier.service.node.peer_server import PeerServer
+from kvtier.service.node import peer_server
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
 from kvtier.tiers.peers import wire
@@ -47,7 +47,7 @@ def reads_memory(tier: PeersStore) -> bool:
 
 
 def test_blocks_are_read_from_the_other_nodes_memory(key: Path, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PeerServer, "_send", None)  # nothing is sent over the connection
+    monkeypatch.setattr(peer_server._Loan, "send", None)  # nothing is sent over the connection
     chain = chain_of(6)
     store(node.hierarchy, chain)
     with borrowing(key, node.address, transport="nixl") as tier:

@@ -1,6 +1,7 @@
 """What other nodes hold, known by their KV events: nobody is asked, a wrong hint is a miss, a bad stream is left."""
 
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles import SLOT_BYTES, chain_of, payload_of, store, wait_until
+from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, payload_of, store, wait_until
 from peers_rig import FINGERPRINT, Fleet, ScriptedPeer, TellingNode, block, buffers, following, key_file, record
 from redis_rig import NO_REDIS, standalone
 from service_rig import attach, end_child, load, where
@@ -18,7 +19,7 @@ from zmq.auth import create_certificates
 from kvtier.service.events.publisher import Publisher
 from kvtier.service.events.wire import AllBlocksCleared
 from kvtier.tiers.config.sections import EventsConfig
-from kvtier.tiers.hierarchy.cache_tiers import Attribution
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy, Removed, Stored
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings, Rates, TierPort
 from kvtier.tiers.host.host import HostRegion, HostTier
@@ -79,8 +80,7 @@ def read(tier: PeersStore, chain: TokenChain, first: int = 0, last: int | None =
 
 
 def test_what_events_tell_nobody_is_asked(key: Path, node: TellingNode) -> None:
-    assert store(node.hierarchy, CHAIN, 0, 6) == 6
-    node.tell()
+    node.tell(CHAIN, 0, 6)
     with following(key, node.address) as tier:
         wait_until(lambda: tier.lookup(CHAIN.hashes) == 6)
         sure(tier)
@@ -91,8 +91,7 @@ def test_what_events_tell_nobody_is_asked(key: Path, node: TellingNode) -> None:
         assert read(tier, CHAIN, 0, 6) == [Outcome.OK] * 6
         assert (count(tier, "questions") - asked, count(tier, "hints_right"), count(tier, "hints_wrong")) == (0, 1, 0)
         # What comes and what goes is told.
-        assert store(node.hierarchy, CHAIN, 6, 8) == 2
-        node.tell()
+        node.tell(CHAIN, 6, 8)
         wait_until(lambda: tier.lookup(CHAIN.hashes) == 8)
         node.hierarchy.host.pool.evict(CHAIN.hashes[2:])
         node.tell()
@@ -119,8 +118,7 @@ def test_blocks_of_several_peers_and_of_the_one_that_has_to_be_asked(key: Path, 
 
 def test_a_late_hint_is_a_miss_and_given_once(key: Path, node: TellingNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following_module, "_DOUBT", 1.0)
-    store(node.hierarchy, CHAIN)
-    node.tell()
+    node.tell(CHAIN)
     with following(key, node.address) as tier:
         wait_until(lambda: tier.lookup(CHAIN.hashes) == 8)
         sure(tier)
@@ -144,8 +142,7 @@ def test_a_peer_whose_events_lie_costs_some_misses_and_is_then_asked(key: Path, 
         records = [BlockRecord(name, chain.parent(i), chain.block_tokens(i), 0) for i, name in enumerate(chain.hashes)]
         liar.publisher.announce(FINGERPRINT, [Stored("l2", tuple(records))])
     other = chain_of(4, first_token=90_000)
-    store(honest.hierarchy, other)
-    honest.tell()
+    honest.tell(other)
     with following(key, *(node.address for node in made)) as tier:
         wait_until(lambda: all(tier.lookup(chain.hashes) == len(chain.hashes) for chain in [*chains, other]))
         for chain in chains:
@@ -154,8 +151,7 @@ def test_a_peer_whose_events_lie_costs_some_misses_and_is_then_asked(key: Path, 
         assert count(tier, "hints_wrong") == following_module.MAX_DOUBTS
         # Its events count no more. What it really has is found by asking it.
         fresh = chain_of(2, first_token=80_000)
-        store(liar.hierarchy, fresh)
-        liar.tell()
+        liar.tell(fresh)
         assert (tier.lookup(fresh.hashes), tier.locate(fresh.hashes), count(tier, "questions")) == (0, 2, 1)
         assert read(tier, fresh) == [Outcome.OK] * 2
         # Nobody else's blocks were touched.
@@ -179,8 +175,7 @@ class Losing:
 
 
 def test_after_a_gap_the_peer_is_asked_until_the_gap_is_filled(key: Path, node: TellingNode) -> None:
-    store(node.hierarchy, CHAIN, 0, 4)
-    node.tell()
+    node.tell(CHAIN, 0, 4)
     with following(key, node.address) as tier:
         wait_until(lambda: tier.lookup(CHAIN.hashes) == 4)
         sure(tier)
@@ -191,8 +186,7 @@ def test_after_a_gap_the_peer_is_asked_until_the_gap_is_filled(key: Path, node: 
         node.tell()
         losing.close()
         other = chain_of(2, first_token=700)
-        store(node.hierarchy, other)
-        node.tell()
+        node.tell(other)
         wait_until(lambda: count(tier, "sure") == 0)
         # It is not believed, and asked.
         assert (tier.lookup(CHAIN.hashes), tier.locate(CHAIN.hashes), tier.locate(other.hashes)) == (0, 2, 2)
@@ -205,8 +199,7 @@ def test_after_a_gap_the_peer_is_asked_until_the_gap_is_filled(key: Path, node: 
 
 
 def test_all_cleared_and_a_reset_leave_nothing_to_ask_for(key: Path, node: TellingNode) -> None:
-    store(node.hierarchy, CHAIN)
-    node.tell()
+    node.tell(CHAIN)
     with following(key, node.address) as tier:
         wait_until(lambda: tier.lookup(CHAIN.hashes) == 8)
         node.publisher._submit(1, lambda: node.publisher._send(FINGERPRINT, [AllBlocksCleared()]))
@@ -214,16 +207,14 @@ def test_all_cleared_and_a_reset_leave_nothing_to_ask_for(key: Path, node: Telli
         assert count(tier, "told") == 0
         # The other node was reset: what it stores from then on is not lent, whatever its events say.
         node.hierarchy.reset()
-        store(node.hierarchy, CHAIN)
-        node.tell()
+        node.tell(CHAIN)
         wait_until(lambda: count(tier, "sure") == 0 and tier.lookup(CHAIN.hashes) == 0)
         assert tier.locate(CHAIN.hashes) == 0
         assert count(tier, "hints_wrong") == 0
 
 
 def test_a_stream_that_ends_is_not_believed_and_the_peer_is_asked(key: Path, node: TellingNode) -> None:
-    store(node.hierarchy, CHAIN)
-    node.tell()
+    node.tell(CHAIN)
     with following(key, node.address) as tier:
         wait_until(lambda: tier.lookup(CHAIN.hashes) == 8)
         node.publisher.close()
@@ -254,8 +245,7 @@ def test_a_slow_stream_delays_no_lookup(key: Path, node: TellingNode, monkeypatc
 
 
 def test_more_blocks_than_there_is_room_for_are_asked_for(key: Path, node: TellingNode) -> None:
-    store(node.hierarchy, CHAIN)
-    node.tell()
+    node.tell(CHAIN)
     with following(key, node.address, max_blocks=5) as tier:
         wait_until(lambda: count(tier, "told") == 5)
         wait_until(lambda: tier.locate(CHAIN.hashes) == 8)
@@ -264,14 +254,12 @@ def test_more_blocks_than_there_is_room_for_are_asked_for(key: Path, node: Telli
 
 
 def test_a_node_that_does_not_announce_all_is_asked(key: Path, node: TellingNode) -> None:
-    store(node.hierarchy, CHAIN, 0, 2)
-    node.tell()
+    node.tell(CHAIN, 0, 2)
     with following(key, node.address) as tier:
         sure(tier)
         # A tenant whose root its events do not know: the block is in memory, and is not announced.
         tenant = chain_of(2, salt="tenant")
-        store(node.hierarchy, tenant)
-        node.tell()
+        node.tell(tenant)
         assert not node.feed.tells_all
         wait_until(lambda: count(tier, "sure") == 0)
         assert (tier.lookup(tenant.hashes), tier.locate(tenant.hashes)) == (0, 2)
@@ -284,8 +272,7 @@ def test_a_node_that_does_not_announce_all_is_asked(key: Path, node: TellingNode
 
 
 def test_a_peer_that_is_gone_is_not_believed_though_its_events_were_live(key: Path, node: TellingNode) -> None:
-    store(node.hierarchy, CHAIN)
-    node.tell()
+    node.tell(CHAIN)
     with following(key, node.address) as tier:
         wait_until(lambda: tier.lookup(CHAIN.hashes) == 8)
         node.peer_server.close()  # its publisher still answers
@@ -305,8 +292,7 @@ def test_nodes_read_one_another_with_the_publishers_own_keys(
         create_certificates(tmp_path, name)
     os.umask(before)
     made.append(TellingNode(key, CHAIN, events=guarded(tmp_path)))
-    store(made[0].hierarchy, CHAIN)
-    made[0].tell()
+    made[0].tell(CHAIN)
     with following(key, made[0].address, keys=EventsConfig.model_validate(guarded(tmp_path))) as tier:
         wait_until(lambda: tier.lookup(CHAIN.hashes) == 8)
     # Others are turned away, and the peer is asked: over the other connection, with the other key.
@@ -336,8 +322,7 @@ def test_an_address_that_is_none_is_no_reason_to_fail(key: Path, node: TellingNo
 
 
 def test_a_block_that_was_not_what_events_named_is_not_promised_again_at_once(key: Path, node: TellingNode) -> None:
-    store(node.hierarchy, CHAIN)
-    node.tell()
+    node.tell(CHAIN)
 
     def script(connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, names: list[bytes]) -> None:
         """Its events are true, its bytes are not."""
@@ -389,8 +374,7 @@ def test_a_lookup_that_finds_nothing_does_not_wait_if_all_is_known(key: Path, no
         claim = hierarchy.submit(CHAIN.hashes, CHAIN.root)
         assert (hierarchy.poll(claim), claim.found) == (0, Attribution(8, miss=8))
         # What a peer is known to hold is brought.
-        store(node.hierarchy, CHAIN)
-        node.tell()
+        node.tell(CHAIN)
         wait_until(lambda: tier.lookup(CHAIN.hashes) == 8)
         claim = hierarchy.submit(CHAIN.hashes[:2], CHAIN.root)
         wait_until(lambda: hierarchy.poll(claim) == 2)
@@ -404,8 +388,7 @@ def test_a_lookup_that_finds_nothing_does_not_wait_if_all_is_known(key: Path, no
 
 
 def test_off_means_that_peers_are_asked(key: Path, node: TellingNode) -> None:
-    store(node.hierarchy, CHAIN)
-    node.tell()
+    node.tell(CHAIN)
     with following(key, node.address, events=False) as tier:
         assert (tier.lookup(CHAIN.hashes), tier.locate(CHAIN.hashes), count(tier, "questions")) == (0, 8, 1)
     node.publisher.announce(FINGERPRINT, [Removed("l2", ())])
@@ -456,6 +439,26 @@ def test_a_fleet_knows_what_it_holds_also_after_a_kill_and_a_restart(fleet_of: C
     assert (load(second, other), load(again, chain)) == (4, 8)
     again.close()
     second.close()
+
+
+@pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
+def test_a_node_that_does_not_answer_is_passed_over(fleet_of: Callable[..., Fleet]) -> None:
+    """Its events name the blocks, and it hangs. The first request that asks it finds them in Redis, not in vain."""
+    chain = chain_of(8)
+    with standalone() as server:
+        fleet = fleet_of(2, tell=True, redis__url=server.url, redis__secret="a secret of the fleet")
+        first, second = (attach(path) for path in fleet.sockets)
+        assert store_at(first, chain) == 8
+        knows(fleet, 1, 8)
+        wait_until(lambda: len(server.cli("KEYS", "*").split()) >= 8)
+        fleet.daemons[0].process.send_signal(signal.SIGSTOP)
+        claim = second.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE)
+        wait_until(lambda: second.poll(claim) is not PENDING)
+        assert (second.poll(claim), claim.found) == (8, Attribution(8, redis=8))
+        second.cancel(claim)
+        fleet.daemons[0].process.send_signal(signal.SIGCONT)
+        first.close()
+        second.close()
 
 
 @pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))

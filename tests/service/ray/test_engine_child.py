@@ -1,5 +1,6 @@
 """The engine of a replica on Ray Serve: how it is started, and that it never outlives its replica."""
 
+import importlib
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 
 from kvtier.service.ray.child import EngineChild, held_ports
 from kvtier.service.ray.options import RayOptions
-from kvtier.tiers.errors import ConfigError, KVTierError
+from kvtier.tiers.errors import ConfigError, KVTierError, MissingPackages
 
 PORTS = {"node": "10.0.0.7", "http": "8001", "events": "8002", "replay": "8003"}
 SERVER = """
@@ -166,3 +167,13 @@ def _is_gone(pid: int) -> bool:
         return True
     finally:
         time.sleep(0.05)
+
+
+# The application without Ray; `make test-ray` has the rest.
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "kvtier.service.ray.application", raising=False)
+    with pytest.raises(MissingPackages, match=r"^kvtier.service.ray needs ray: pip install 'ray\[serve\]>=2\.60'$"):
+        importlib.import_module("kvtier.service.ray").build  # noqa: B018

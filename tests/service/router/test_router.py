@@ -286,14 +286,6 @@ def test_one_that_is_not_ready_gets_nothing_new(pair: Pair, router: RoutedReplic
     until(lambda: router.state(pair[0]) == "up")
 
 
-def test_what_others_gave_it_counts(pair: Pair, router: RoutedReplicas, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.service.router.fleet.EVERY", 0.05)
-    pair[0].behave(live=5)
-    until(lambda: router.status()["replicas"][0]["load"] > 0)
-    pair[0].behave()
-    until(lambda: router.status()["replicas"][0]["load"] == 0)
-
-
 def test_one_that_contradicts_its_spec_is_refused(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with replicas(1) as (stranger,), routed(pair[0].url, f"{stranger.url},block_size=16") as router:

@@ -3,15 +3,15 @@
 import importlib
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
 import pytest
 from extent import brief
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from kvtier.service.observe.statuses import LatencyFigures
+from kvtier.service.router.fleet import Latencies
 from kvtier.service.router.proxy import CROWD, LOAD_WEIGHT, WEIGHTS, Candidate, Choice, Reason, choose, sticky
 from kvtier.tiers.compiled import extension
 
@@ -89,20 +89,6 @@ def test_equals_take_turns() -> None:
     # A little less to do is enough to break the tie.
     choice = choose([replica("a", {"GPU": 3}, load=2), replica("b", {"GPU": 3}, load=1)], 9)
     assert (choice.name, choice.reason) == ("b", Reason.LOAD)
-
-
-def test_a_conversation_waits_for_others_as_long_as_that_costs_all_less_than_computing_it_anew() -> None:
-    # a holds 18 of 20 blocks. It has more to do than b, which is borne: what waits weighs a fiftieth.
-    for load, name in ((0, "a"), (10, "a"), (880, "a"), (920, "b")):
-        choice = choose([replica("a", {"GPU": 18}, load), replica("b")], 20, load_weight=0.02)
-        assert (choice.name, choice.reason) == (name, Reason.PREFIX if name == "a" else Reason.LOAD)
-        assert choice.scores[0].work == pytest.approx(2 + load / 50)
-    # It's the difference that counts: where all have as much to do, it waits where its blocks are.
-    fleet = [replica("a", {"GPU": 18}, 2900), replica("b", load=2800), replica("c", load=2700)]
-    assert choose(fleet, 20, load_weight=0.02).name == "a"
-    # A short prompt has less to lose, and is sooner gone.
-    for load, name in ((240, "a"), (260, "b")):
-        assert choose([replica("a", {"GPU": 5}, load), replica("b")], 5, load_weight=0.02).name == name
 
 
 def test_what_is_new_to_all_goes_where_least_is_to_do_however_little_that_counts() -> None:
@@ -244,31 +230,6 @@ def test_a_random_program_is_routed_as_by_the_plain_rule(form: str, monkeypatch:
     assert reasons.keys() == set(Reason) - {Reason.SESSION}
 
 
-CANDIDATES = st.builds(
-    Candidate,
-    name=st.uuids().map(str),
-    prefix=st.dictionaries(st.sampled_from(sorted(WEIGHTS)), st.integers(0, 100)),
-    load=st.integers(0, 200),
-    limit=st.integers(0, 300),
-    is_alive=st.booleans(),
-    is_sure=st.booleans(),
-)
-
-
-@settings(max_examples=brief(60, 300))
-@given(st.lists(CANDIDATES, max_size=6), st.integers(0, 500), st.integers(0, 10_000))
-def test_it_never_chooses_who_cannot_take_it_nor_a_worse_one(fleet: list[Candidate], size: int, turn: int) -> None:
-    choice = choose(fleet, size, turn=turn)
-    able = [score for score in choice.scores if score.work is not None]
-    assert [score.name for score in choice.scores] == [each.name for each in fleet]
-    assert [score.name for score in able] == [each.name for each in fleet if each.can_take]
-    if choice.name is None:
-        assert not able
-    elif choice.reason != Reason.UNSURE:
-        works = {score.name: score.work or 0 for score in able}
-        assert works[choice.name] <= min(works.values()) + 1e-6
-
-
 @pytest.mark.parametrize("name", ["kvtier.service.router.scores", "kvtier.service.router.scores_compiled"])
 def test_columns_refuse_what_does_not_fit_them(name: str) -> None:
     if name.endswith("compiled") and extension(name) is None:
@@ -301,3 +262,49 @@ def test_columns_refuse_what_does_not_fit_them(name: str) -> None:
         scores.choose(1, 0.1, 16.0, 0)
     scores.credit(0, 3, 0, 0.0)
     assert scores.choose(1, 0.1, 16.0, 5)[0] == 0
+
+
+# What a replica's own metrics tell of waiting: of kvtier's engine, of vLLM with two engines, and of neither.
+
+
+def page(family: str, counts: Mapping[str, int], labels: str = "") -> bytes:
+    buckets = [f'{family}_bucket{{{labels}le="{bound}"}} {count}' for bound, count in counts.items()]
+    return "\n".join([f"# TYPE {family} histogram", *buckets, f"{family}_sum 1.0", ""]).encode()
+
+
+def test_figures_are_of_what_came_lately() -> None:
+    told = Latencies()
+    assert told.figures() == {}
+    told.read(page("kvtier_engine_ttft_seconds", {"0.1": 1000, "1.0": 1000, "+Inf": 1000}))
+    assert told.figures() == {}  # all of it may be from long ago
+    ttft = page("kvtier_engine_ttft_seconds", {"0.1": 1000, "1.0": 1090, "+Inf": 1100})
+    told.read(ttft + page("kvtier_engine_itl_seconds", {"0.01": 0, "0.02": 40, "+Inf": 40}))
+    assert told.figures() == {
+        "ttft": LatencyFigures(num=100, p50_s=0.6, p95_s=1.0),  # between 0.1 and 1 s; the last bucket has no end
+        "itl": LatencyFigures(num=40, p50_s=0.015, p95_s=0.0195),
+    }
+    for _ in range(12):  # a minute without requests
+        told.read(ttft)
+    assert told.figures() == {}
+
+
+def test_engines_of_one_server_are_one_and_a_new_process_begins_anew() -> None:
+    told = Latencies()
+    told.read(b"")
+    family = "vllm:time_to_first_token_seconds"
+    one = page(family, {"0.5": 2, "+Inf": 2}, 'engine="0",model_name="m",')
+    told.read(one + page(family, {"0.5": 6, "+Inf": 6}, 'engine="1",model_name="m",'))
+    assert told.figures()["ttft"].num == 8
+    told.read(page(family, {"0.5": 1, "+Inf": 1}, 'engine="1",'))
+    assert told.figures() == {}
+    told.read(page(family, {"0.5": 4, "+Inf": 4}, 'engine="1",'))
+    assert told.figures()["ttft"].num == 3
+
+
+def test_what_is_no_metric_changes_nothing() -> None:
+    told = Latencies()
+    told.read(
+        b"\xff\x00" * 1000 + b'kvtier_engine_ttft_seconds_bucket{le="x"} 1\nkvtier_engine_ttft_seconds_bucket{le="'
+    )
+    told.read(b'sglang:inter_token_latency_seconds_bucket{le="0.1"} e+.\n' * 1000)
+    assert told.figures() == {}

@@ -67,7 +67,7 @@ def test_lru_is_a_plain_lru_and_no_run_beats_the_optimum() -> None:
     trace = trace_of(chats(300))
     replay = TraceReplay(trace, SLOT_BYTES)
     told: list[tuple[int, int]] = []
-    capacities = [Capacity(SLOTS * SLOT_BYTES, policy=policy) for policy in ("lru", "tail")]
+    capacities = [Capacity(SLOTS * SLOT_BYTES, policy=policy) for policy in ("lru", "predicted")]
     runs = sweep(replay, capacities, lambda done, total: told.append((done, total)), num_processes=1)
     assert told == [(0, 2), (1, 2), (2, 2)]
     asked = int(trace.num_prompt.sum())
@@ -117,7 +117,7 @@ def test_the_command_says_what_sizes_are_worth(tmp_path: Path) -> None:
     assert told["kvtier_simulate"] == 1
     assert told["rates"]["prefill"] == 50
     assert [(row["policy"], row["memory_bytes"]) for row in told["rows"]] == [
-        (policy, size) for size in (2048, 1 << 20) for policy in ("tail", "lru")
+        (policy, size) for size in (2048, 1 << 20) for policy in ("predicted", "lru")
     ]
     for row in told["rows"]:
         assert 0 < row["block_hit_share"] <= row["optimum_block_hit_share"]
@@ -209,5 +209,5 @@ def test_every_wrong_line_of_a_trace_is_told_with_status_2(tmp_path: Path) -> No
     (tmp_path / "trace").write_text('{"hash_ids": 1}\n\n')
     ended = kvtier("simulate", tmp_path / "trace")
     assert ended.returncode == 2
-    assert f"kvtier: {tmp_path}/trace:1: input_length: missing" in ended.stderr
+    assert f"kvtier: {tmp_path}/trace:1: hash_ids: Expected `array`, got `int`" in ended.stderr
     assert f"{tmp_path}/trace:2: not a JSON object" in ended.stderr

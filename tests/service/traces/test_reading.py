@@ -29,22 +29,22 @@ def written(path: Path, *lines: object) -> Path:
         (gzip.compress(b"{}", mtime=0), "compressed by gzip; give the file a name that ends in .gz"),
         (b"[" * 100_000, "not a JSON object"),
         (b"\n", "not a JSON object"),
-        (json.dumps(GOOD | {"timestamp": -1}).encode(), "timestamp: not a whole number"),
+        (json.dumps(GOOD | {"timestamp": -1}).encode(), "timestamp: Expected `int` >= 0"),
         (json.dumps(GOOD | {"timestamp": 4}).encode(), "timestamp 4 is before the 5 of the line above"),
-        (json.dumps(GOOD | {"timestamp": True}).encode(), "timestamp: not a whole number"),
-        (json.dumps(GOOD | {"timestamp": -0.5}).encode(), "timestamp: not a whole number"),
-        (b'{"timestamp": NaN, "input_length": 100, "hash_ids": [0]}', "timestamp: not a whole number"),
-        (json.dumps(GOOD | {"input_length": 1.5}).encode(), "input_length: not a whole number"),
-        (json.dumps(GOOD | {"input_length": None}).encode(), "input_length: missing"),
+        (json.dumps(GOOD | {"timestamp": True}).encode(), "timestamp: Expected `int`, got `bool`"),
+        (json.dumps(GOOD | {"timestamp": -0.5}).encode(), "timestamp: Expected `int` >= 0"),
+        (b'{"timestamp": NaN, "input_length": 100, "hash_ids": [0]}', "timestamp: Expected `int`, got `float`"),
+        (json.dumps(GOOD | {"input_length": 1.5}).encode(), "input_length: Expected `int`, got `float`"),
+        (json.dumps(GOOD | {"input_length": None}).encode(), "Object missing required field `input_length`"),
         (json.dumps(GOOD | {"input_length": 1}).encode(), "hash_ids: 2 blocks for an input_length of 1 tokens"),
-        (json.dumps(GOOD | {"output_length": "2"}).encode(), "output_length: not a whole number"),
-        (json.dumps(GOOD | {"hash_ids": "01"}).encode(), "hash_ids: not a list"),
-        (json.dumps(GOOD | {"hash_ids": [0, "1"]}).encode(), "hash_ids: not a whole number"),
-        (json.dumps(GOOD | {"hash_ids": [1 << 63]}).encode(), "hash_ids: not a whole number"),
+        (json.dumps(GOOD | {"output_length": "2"}).encode(), "output_length: Expected `int`, got `str`"),
+        (json.dumps(GOOD | {"hash_ids": "01"}).encode(), "hash_ids: Expected `array`, got `str`"),
+        (json.dumps(GOOD | {"hash_ids": [0, "1"]}).encode(), r"hash_ids\[1\]: Expected `int`, got `str`"),
+        (json.dumps(GOOD | {"hash_ids": [1 << 63]}).encode(), r"hash_ids\[0\]: Expected `int` <= "),
         (json.dumps(GOOD | {"hash_ids": [3, 3]}).encode(), "hash_ids: a block stands there twice"),
-        (json.dumps(GOOD | {"answer_ids": [-1]}).encode(), "answer_ids: not a whole number"),
-        (json.dumps(GOOD | {"block_size": 0}).encode(), "block_size: not a whole number from 1 on"),
-        (json.dumps(GOOD | {"hint": "maybe"}).encode(), "hint 'maybe': use one of goes_on, tool, finished"),
+        (json.dumps(GOOD | {"answer_ids": [-1]}).encode(), r"answer_ids\[0\]: Expected `int` >= 0"),
+        (json.dumps(GOOD | {"block_size": 0}).encode(), "block_size: Expected `int` >= 1"),
+        (json.dumps(GOOD | {"hint": "maybe"}).encode(), "hint: Invalid enum value 'maybe'"),
         (b'{"timestamp": ' + b"9" * 5000 + b"}", "not a JSON object"),
     ],
 )
@@ -63,8 +63,8 @@ def test_all_wrong_lines_are_named_and_the_last_of_many_counted(tmp_path: Path) 
     with pytest.raises(ConfigError) as caught:
         load_lines(path)
     lines = str(caught.value).splitlines()
-    assert lines[0] == f"{path}:2: hash_ids: not a list of numbers"
-    assert lines[19:] == [f"{path}:21: hash_ids: not a list of numbers", f"{path}: 5 more lines are wrong"]
+    assert lines[0] == f"{path}:2: hash_ids: Expected `array`, got `int`"
+    assert lines[19:] == [f"{path}:21: hash_ids: Expected `array`, got `int`", f"{path}: 5 more lines are wrong"]
 
 
 def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from device_rig import pairs
 from engine_layouts import Layout, dimension_first, keys_and_values, one_rank_tokens_first, two_groups, whole_layers
 from extent import brief
 
@@ -66,10 +67,6 @@ def kv(seed: int = 1) -> list[torch.Tensor]:
     shape = (BLOCKS, HEADS, TOKENS, 2 * DIM)
     bits = (torch.randint(-(2**15), 2**15, shape, generator=generator, dtype=torch.int16) for _ in range(LAYERS))
     return [layer.view(torch.bfloat16) for layer in bits]
-
-
-def pairs(blocks: list[int], slots: list[int], layers: tuple[int, int] | None = None) -> BlockCopies:
-    return BlockCopies(np.array(blocks, np.int64), np.array(slots, np.int64), layers)
 
 
 def bits(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

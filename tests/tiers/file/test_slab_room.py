@@ -25,7 +25,7 @@ class Requests:
 
     def __init__(self) -> None:
         self.clock = FakeClock()
-        self._pool = SlotPool(8, policy="tail", clock=self.clock)
+        self._pool = SlotPool(8, policy="predicted", clock=self.clock)
         for number in range(160):
             self.clock.advance(5.0)
             self._told(chain_of(4, first_token=100 * number).hashes, LONG)

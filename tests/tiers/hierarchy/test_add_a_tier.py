@@ -12,6 +12,7 @@ from browser_rig import browser, missing
 from doubles import BLOCK_SIZE, SLOT_BYTES, bytes_in_l2, chain_of, payload_of, store, wait_until
 from http_rig import ServedDaemon
 from memory_tier import ROW, SHELVES
+from peers_rig import Sizes
 from service_rig import attach, load, where
 from service_rig import store as store_remote
 
@@ -35,11 +36,6 @@ FINGERPRINT = b"f" * 32  # the one that `chain_of` names its chains by
 NAME = ROW.name
 
 
-class _Shape:
-    block_size = BLOCK_SIZE
-    block_bytes = SLOT_BYTES
-
-
 @pytest.fixture(autouse=True)
 def _row() -> Iterator[None]:
     """Step 1: the row is in the table. Afterwards nothing of it is left."""
@@ -55,7 +51,7 @@ def _row() -> Iterator[None]:
 
 def opened() -> Hierarchy:
     host = {"size": 32 * SLOT_BYTES, "pin": False, "huge_pages": False}
-    return open_hierarchy(Config.model_validate({"host": host}), FINGERPRINT, _Shape())
+    return open_hierarchy(Config.model_validate({"host": host}), FINGERPRINT, Sizes())
 
 
 def test_blocks_are_stored_in_it_and_come_back_after_a_restart() -> None:

@@ -56,7 +56,7 @@ def test_a_miss_says_which_blocks_were_evicted_and_which_were_never_stored() -> 
 def test_what_is_outranked_is_refused_unless_a_lower_tier_takes_it(
     has_lower: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doubles, "HostTier", partial(HostTier, policy="tail"))
+    monkeypatch.setattr(doubles, "HostTier", partial(HostTier, policy="predicted"))
     tier = MemoryTier() if has_lower else None
     hierarchy = hierarchy_of(slots=8, tier=tier)
     order = hierarchy.host.pool._learned

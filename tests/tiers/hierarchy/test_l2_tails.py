@@ -32,7 +32,7 @@ def tail_of(num_tokens: int = WHOLE + 3, first_token: int = 0, last: int | None 
     chain = TokenChain(chain_of(0).root, BLOCK_SIZE)
     tokens = list(range(first_token, first_token + num_tokens))
     chain.extend(tokens if last is None else [*tokens[:-1], last])
-    tail = chain.tail(num_tokens)
+    tail = chain.partial_block(num_tokens)
     assert tail is not None
     return tail
 
@@ -40,7 +40,7 @@ def tail_of(num_tokens: int = WHOLE + 3, first_token: int = 0, last: int | None 
 def store_partial(hierarchy: Hierarchy, tail: BlockRecord) -> int:
     """Reserve, fill and seal it; how many slots were taken. Waits for the sealing."""
     tenant = chain_of(0).root
-    [reservation] = hierarchy.reserve([Wanted([tail.chain_hash], tail.parent, tenant, is_tail=True)])
+    [reservation] = hierarchy.reserve([Wanted([tail.chain_hash], tail.parent, tenant, is_partial=True)])
     if reservation is None or not len(reservation):
         return 0
     fill_slots(hierarchy, reservation.slots, reservation.hashes)
@@ -91,7 +91,7 @@ def test_a_tail_enters_no_other_tier_and_no_archive(write_policy: str) -> None:
     assert set(tier.blocks) == set(chain_of(2).hashes)
     assert hierarchy.host.pool.counts().dirty == 0
     assert [run.hashes for run in held_runs(hierarchy)] == [chain_of(2).hashes]
-    assert dict(hierarchy.host.held(tails=True))[tail.chain_hash] == tail.parent
+    assert dict(hierarchy.host.held(partial=True))[tail.chain_hash] == tail.parent
     close(hierarchy)
 
 
@@ -174,8 +174,8 @@ def test_switched_off_nothing_is_taken() -> None:
     hierarchy.host = hierarchy.stores._host = HostTier(region, partial_blocks=False)
     tenant = chain_of(0).root
     tail = tail_of()
-    wanted = Wanted([tail.chain_hash], tail.parent, tenant, is_tail=True)
-    reservations = hierarchy.reserve([wanted, replace(wanted, hashes=chain_of(1).hashes, is_tail=False)])
+    wanted = Wanted([tail.chain_hash], tail.parent, tenant, is_partial=True)
+    reservations = hierarchy.reserve([wanted, replace(wanted, hashes=chain_of(1).hashes, is_partial=False)])
     assert [0 if each is None else len(each) for each in reservations] == [0, 1]
     assert not any(name.startswith("kvtier_store_dropped") for name in hierarchy.stats())
 

@@ -6,6 +6,7 @@ from threading import Event, Thread
 
 import pytest
 from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, payload_of, record_of, wait_until
+from peers_rig import buffers
 
 from kvtier.tiers.errors import ConfigError, TierUnavailable
 from kvtier.tiers.hierarchy import lower_tier
@@ -57,10 +58,6 @@ HASHES = CHAIN.hashes
 def state(port: TierPort) -> str:
     """Of the read breaker."""
     return port.breakers["read"].state.value
-
-
-def buffers(count: int) -> list[memoryview]:
-    return [memoryview(bytearray(SLOT_BYTES)) for _ in range(count)]
 
 
 def read(port: TierPort, hashes: list[ChainHash]) -> list[BlockRecord | Outcome]:

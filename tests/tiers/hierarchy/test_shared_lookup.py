@@ -96,6 +96,33 @@ def test_a_prefix_through_all_tiers_is_counted_where_it_was(bench: Bench) -> Non
             assert bytes(bench.hierarchy.host.region.slot(slot)) == payload_of(chain_hash)
 
 
+@pytest.mark.parametrize("outcome", [Outcome.IO_ERROR, Outcome.CHECKSUM, Outcome.TIMEOUT])
+def test_what_a_tier_promised_and_could_not_give_is_looked_for_in_the_others(bench: Bench, outcome: Outcome) -> None:
+    chain = chain_of(6)
+    store(bench.hierarchy, chain, 0, 1)
+    bench.file.fill(chain, 1, 2, 3, 4, 5)
+    bench.shared.fill(chain, 3, 4)
+    bench.file.read_fails[chain.hashes[3]] = outcome
+    claim = bench.tiers.submit(chain.hashes, chain.root, block_size=4)
+    assert bench.settled(claim) == 6
+    assert bench.shared.questions == [3]
+    assert claim.found == Attribution(blocks=6, l2=5, redis=1)  # the file's others are in L2 by now
+    with bench.tiers.lease(claim) as lease:
+        loaded = [bytes(bench.hierarchy.host.region.slot(slot)) for slot in lease.slots]
+        assert loaded == list(map(payload_of, chain.hashes))
+
+
+def test_a_second_failure_is_final(bench: Bench) -> None:
+    chain = chain_of(3)
+    bench.file.fill(chain)
+    bench.shared.fill(chain)
+    bench.file.read_fails = bench.shared.read_fails = dict.fromkeys(chain.hashes, Outcome.IO_ERROR)
+    claim = bench.tiers.submit(chain.hashes, chain.root, block_size=4)
+    assert bench.settled(claim) == 0
+    assert (bench.file.reads, bench.shared.reads) == (chain.hashes, chain.hashes)
+    bench.tiers.cancel(claim)
+
+
 def test_known_blocks_need_no_query(bench: Bench) -> None:
     chain = chain_of(4)
     store(bench.hierarchy, chain)
@@ -147,9 +174,9 @@ def test_a_block_published_while_it_is_looked_for_is_found(
     look = bench.hierarchy._lookup
 
     def overtaken(
-        hashes: Sequence[ChainHash], num_l1: int = 0, places: Places | None = None
+        hashes: Sequence[ChainHash], num_l1: int = 0, places: Places | None = None, avoid: TierPort | None = None
     ) -> tuple[Attribution, Places]:
-        where = look(hashes, num_l1, places)
+        where = look(hashes, num_l1, places, avoid)
         hashing.set()  # behind this look the store ends
         assert bench.hierarchy.drain(60)
         return where

@@ -44,7 +44,7 @@ def put(tier: HostTier, records: list[BlockRecord], parent: ChainHash | None) ->
     if reservation is None:
         return False
     tier.describe(reservation.slots, [records[i] for i in reservation.indices])
-    reservation.is_tail = bool(records) and len(records[0].tokens) < 4 * BLOCK_SIZE
+    reservation.is_partial = bool(records) and len(records[0].tokens) < 4 * BLOCK_SIZE
     tier.pool.seal(reservation).release()
     return True
 
@@ -57,9 +57,9 @@ def test_rows_tell_what_a_dict_would_whatever_comes_and_goes(tier: HostTier, see
         parents = [name for name in model if dice.random() < 0.3] or [ROOT]
         parent = parents[int(dice.integers(len(parents)))]
         chain: list[BlockRecord] = []
-        is_tail = dice.random() < 0.3
-        for _ in range(1 if is_tail else int(dice.integers(1, 20))):
-            num_tokens = int(dice.integers(0, BLOCK_SIZE)) if is_tail else BLOCK_SIZE
+        is_partial = dice.random() < 0.3
+        for _ in range(1 if is_partial else int(dice.integers(1, 20))):
+            num_tokens = int(dice.integers(0, BLOCK_SIZE)) if is_partial else BLOCK_SIZE
             before = chain[-1].chain_hash if chain else parent
             chain.append(record_of(dice.bytes(32), before, dice, num_tokens))
         if put(tier, chain, parent):
@@ -75,7 +75,7 @@ def test_rows_tell_what_a_dict_would_whatever_comes_and_goes(tier: HostTier, see
             assert tier.parent_of(name) == model[name].parent
         # what is told of slots whose block has left is still of one block
         assert all(record == model[record.chain_hash] for record in tier.records if record is not None)
-        assert dict(tier.held(tails=True)) == {name: model[name].parent for name in held}
+        assert dict(tier.held(partial=True)) == {name: model[name].parent for name in held}
         unfinished = {name for name in held if len(model[name].tokens) < 4 * BLOCK_SIZE}
         assert dict(tier.held()) == {name: model[name].parent for name in held if name not in unfinished}
         told = tier.children(parent, 8)

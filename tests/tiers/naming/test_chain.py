@@ -27,6 +27,8 @@ from kvtier.tiers.naming.chain import (
     token_array,
 )
 
+pytestmark = pytest.mark.usefixtures("way")
+
 ROOT = Path(__file__).resolve().parents[3]
 FINGERPRINT = bytes(range(32))
 TOKEN_IDS = st.integers(0, 2**32 - 1)

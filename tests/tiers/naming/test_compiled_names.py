@@ -4,7 +4,7 @@ import hashlib
 import random
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,22 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.tiers.naming import chain
-from kvtier.tiers.naming.chain import (
-    RUN,
-    BlockExtraKeys,
-    HashCache,
-    TokenChain,
-    Tokens,
-    chain_hashes,
-    compiled,
-    root_hash,
-    token_array,
-)
+from kvtier.tiers.naming.chain import TokenChain, chain_hashes, compiled, root_hash, token_array
 
 ROOT = root_hash(bytes(range(32)))
 TWIN = compiled()
 pytestmark = pytest.mark.skipif(TWIN is None, reason="not built: `make compiled`")
-SCHEMES = st.sampled_from(["sha256", "xxh3"])
 IDS = st.one_of(
     st.integers(0, 2**32 - 1),
     st.sampled_from([0, 1, 256, 2**30 - 1, 2**30, 2**31, 2**32 - 1]),  # where an int gets another digit, or a sign
@@ -111,30 +100,6 @@ def test_ids_are_copied() -> None:
         assert grown.block_tokens(0) == array("I", [1, 2]).tobytes()
 
 
-@given(
-    pieces=st.lists(st.lists(IDS, max_size=30), max_size=6),
-    size=st.integers(1, 9),
-    scheme=SCHEMES,
-    extra=st.booleans(),
-    salt=st.sampled_from([None, "", "t1"]),
-)
-def test_growth_in_pieces_gives_the_same_names(
-    pieces: Sequence[Tokens], size: int, scheme: str, extra: bool, salt: str | None
-) -> None:
-    root = root_hash(bytes(32), cache_salt=salt)
-    keys: BlockExtraKeys | None = {1: [("image", b"1")]} if extra else None
-    chains = TokenChain(root, size, scheme, keys), TokenChain(root, size, scheme, keys)
-    for piece in pieces:
-        chains[0].extend(piece)
-        with python_way():
-            chains[1].extend(piece)
-        assert chains[0].hashes == chains[1].hashes
-    assert chains[0].num_tokens == chains[1].num_tokens
-    end = len(chains[0].hashes)
-    assert chains[0].records(0, end) == chains[1].records(0, end)
-    assert chains[0].next_tokens(end) == chains[1].next_tokens(end)
-
-
 @pytest.mark.parametrize("scheme", ["sha256", "xxh3"])
 @pytest.mark.parametrize("size", [5, 6, 7, 16, 21, 22, 23, 64, 1000])  # where padding needs one more chunk, and beside
 def test_more_than_a_piece_of_blocks_with_the_gil_given_up(scheme: str, size: int) -> None:
@@ -144,33 +109,6 @@ def test_more_than_a_piece_of_blocks_with_the_gil_given_up(scheme: str, size: in
     assert len(names) == num_blocks
     with python_way():
         assert names == chain_hashes(ROOT, ids, size, scheme)
-
-
-@given(
-    prompts=st.lists(
-        st.tuples(st.sampled_from(["t1", "t2"]), st.integers(0, 3 * RUN), st.integers(1, 4 * RUN), st.integers(0, 2)),
-        min_size=2,
-        max_size=5,
-    ),
-    scheme=SCHEMES,
-)
-def test_kept_runs_are_found_alike_and_never_another_tenant_s(
-    prompts: list[tuple[str, int, int, int]], scheme: str
-) -> None:
-    """Both keep the same names, and what one way kept the other finds."""
-    kept, plain = HashCache(60_000), HashCache(60_000)
-    for salt, edited, num_blocks, value in prompts:
-        tokens = [1] * (2 * num_blocks)
-        tokens[2 * edited :] = [value] * len(tokens[2 * edited :])
-        root = root_hash(bytes(32), cache_salt=salt)
-        made = TokenChain(root, 2, scheme, kept=kept)
-        made.extend(tokens)
-        with python_way():
-            assert made.hashes == chain_hashes(root, tokens, 2, scheme)
-            reference = TokenChain(root, 2, scheme, kept=plain)
-            reference.extend(tokens)
-        assert list(kept._runs.items()) == list(plain._runs.items())  # the order of use, too
-        assert kept.num_bytes == plain.num_bytes
 
 
 def test_what_is_out_of_bounds_is_refused() -> None:

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from kvtier.tiers.naming import chain as chain_module
 from kvtier.tiers.naming.chain import _OVERHEAD, RUN, HashCache, TokenChain, chain_hashes, compiled, root_hash
 
+pytestmark = pytest.mark.usefixtures("way")
+
 ROOT = root_hash(bytes(range(32)))
 SIZE = 2  # tokens in a block
 TOKENS = [random.Random(3).randrange(2**32) for _ in range(4 * RUN * SIZE + 7)]  # four runs, three blocks and a token

@@ -185,26 +185,18 @@ def test_what_a_store_says_cannot_steer_a_terminal() -> None:
         bucket.close()
 
 
-def test_a_refusal_that_is_not_the_stores_own_is_tried_again_later() -> None:
-    # As a proxy says it on the way: an engine is not to stay away for that.
-    with (
-        scripted_s3(lambda connection, *_: reply(connection, "403 Forbidden", b"<html>proxy</html>")) as server,
-        pytest.raises(TierUnavailable),
-    ):
-        store_at(server)
-
-
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("body", "told"),
     [
-        ("QuotaExceeded", "it answers QuotaExceeded; see what that means there"),
-        ("ExpiredToken", "its credentials have expired; renew them"),
-        ("RequestTimeTooSkewed", "clock and this machine"),
+        (refusal("QuotaExceeded"), "it answers QuotaExceeded; see what that means there"),
+        (refusal("ExpiredToken"), "its credentials have expired; renew them"),
+        (refusal("RequestTimeTooSkewed"), "clock and this machine"),
+        (b"<html>proxy</html>", "see whether it runs"),  # not the store's own: said on the way
     ],
 )
-def test_what_passes_is_no_reason_to_stay_away(code: str, told: str) -> None:
+def test_what_passes_is_no_reason_to_stay_away(body: bytes, told: str) -> None:
     with (
-        scripted_s3(lambda connection, *_: reply(connection, "403 Forbidden", refusal(code))) as server,
+        scripted_s3(lambda connection, *_: reply(connection, "403 Forbidden", body)) as server,
         pytest.raises(TierUnavailable, match=told),
     ):
         store_at(server)

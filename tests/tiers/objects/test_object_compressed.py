@@ -161,6 +161,8 @@ def test_a_daemon_tells_what_it_saved(served: ServedDaemon, home: Path, monkeypa
 
 def test_readers_of_every_setting_find_their_own_and_delete_nothing(server: ObjectServer, tmp_path: Path) -> None:
     settings = [protection(form, tmp_path) for form in ("clear", "sealed", "encrypted", *FORMS)]
+    settings += [protection(form, tmp_path, "!") for form in ("sealed", "encrypted")]
+    settings += [{"prefix": "another/team"}, {"fingerprint": b"another model".ljust(32, b".")}]
     for own in settings:
         with opened(server.endpoint, **own) as one:
             before = server.keys()

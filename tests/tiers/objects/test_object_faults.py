@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, store, wait_until
+from doubles import SLOT_BYTES, chain_of, store, wait_until
 from fault_rig import Settled, drops, fetch, forget_l2, misses, rest
 from object_rig import (
     BUCKET,
@@ -24,6 +24,7 @@ from object_rig import (
     requests,
     written,
 )
+from peers_rig import Sizes
 from redis_stories import until
 
 from kvtier.tiers.config.config import Config
@@ -217,7 +218,7 @@ def test_a_login_or_a_right_that_is_refused_is_one_line(tmp_path: Path) -> None:
 def test_settings_are_checked_before_anybody_waits(tmp_path: Path) -> None:
     # Off: nothing is said, opened or imported.
     assert checked(Config()) is None
-    assert configured(Config(), FINGERPRINT, _Shape()) is None
+    assert configured(Config(), FINGERPRINT, Sizes()) is None
     seen = "import sys, kvtier.tiers.objects.opening; print(sorted({'obstore', 'boto3'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "[]\n"
@@ -291,8 +292,3 @@ def test_locating_what_is_known_costs_no_request(server: ObjectServer) -> None:
     with opened(server.endpoint) as store:
         written(store, CHAIN)
         assert requests(store, lambda: store.locate(CHAIN.hashes)) == {}
-
-
-class _Shape:
-    block_size = BLOCK_SIZE
-    block_bytes = SLOT_BYTES

@@ -1,16 +1,20 @@
 """An object as docs/format.md describes it, byte by byte; the index that knows where blocks lie."""
 
 import hashlib
+import itertools
 import random
 import struct
 
+import numpy as np
 import pytest
 import xxhash
 from doubles import FakeClock, chain_of, payload_of, record_of
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtier.tiers.compression import BlockCodec
 from kvtier.tiers.objects.index import ObjectIndex
-from kvtier.tiers.objects.layout import MAX_BLOCKS, TABLE_BYTES, Edges, ObjectSpace
+from kvtier.tiers.objects.layout import MAX_BLOCKS, TABLE_BYTES, ArrivingRecords, Edges, ObjectSpace
 from kvtier.tiers.shared.forms import ClearForm, EncryptedForm
 from kvtier.tiers.tier import BlockRecord, Outcome
 
@@ -184,3 +188,34 @@ def test_the_index_is_bounded_and_keeps_its_law(clock: FakeClock) -> None:
     index.clear()
     index.check()
     assert len(index) == 0
+
+
+# Records that come in pieces of any size are put together as if they had come at once.
+
+
+HEAD, SLOT = 7, 20
+
+
+@given(
+    lengths=st.lists(st.integers(HEAD, HEAD + SLOT), max_size=6),
+    cuts=st.lists(st.integers(0, 6 * (HEAD + SLOT)), max_size=8),
+    came=st.floats(0, 1.5),
+)
+def test_each_record_is_told_once_when_it_is_whole(lengths: list[int], cuts: list[int], came: float) -> None:
+    sent = np.random.default_rng(1).bytes(int(came * sum(lengths)))
+    slots = [bytearray(SLOT) for _ in lengths]
+    told: list[tuple[int, bytes]] = []
+    views = [memoryview(slot) for slot in slots]
+    records = ArrivingRecords(lengths, HEAD, views, lambda number, record: told.append((number, record)))
+    edges = sorted({0, len(sent), *(cut for cut in cuts if cut < len(sent))})
+    for start, end in itertools.pairwise(edges):
+        records.take(memoryview(sent)[start:end])
+    at, expected = 0, []
+    for number, length in enumerate(lengths):
+        record, at = sent[at : at + length], at + length
+        if len(record) < length:
+            break
+        expected.append((number, record[:HEAD]))
+        assert slots[number] == record[HEAD:].ljust(SLOT, b"\0")
+    assert told == expected
+    assert records.num_whole == len(expected)

@@ -1,37 +1,14 @@
 """The tier itself over a real S3 server: what is stored is found, by anybody, in few requests, and is the same."""
 
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
-import pytest
 from doubles import SLOT_BYTES, chain_of, wait_until
-from object_rig import ObjectServer, object_of, open_store, opened, protection, read, requests, write, written
+from object_rig import ObjectServer, object_of, open_store, opened, read, requests, write, written
 
 from kvtier.tiers.objects.layout import MAX_BLOCKS, TABLE_BYTES
 from kvtier.tiers.tier import Outcome
 
 LONG = chain_of(24)
-FORMS = ("clear", "sealed", "encrypted")
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_what_one_node_stores_another_finds_and_reads(server: ObjectServer, form: str, tmp_path: Path) -> None:
-    sealing: dict[str, Any] = protection(form, tmp_path)
-    with opened(server.endpoint, **sealing) as writer:
-        written(writer, LONG)
-        assert writer.lookup(LONG.hashes) == 24
-        assert read(writer, LONG) == [Outcome.OK] * 24
-    # A process that knows nothing asks the bucket, and then its index knows.
-    with opened(server.endpoint, **sealing) as reader:
-        assert reader.lookup(LONG.hashes) == 0
-        assert read(reader, LONG) == [Outcome.ABSENT] * 24
-        assert reader.locate(LONG.hashes) == 24
-        assert reader.lookup(LONG.hashes) == 24
-        assert all(reader.holds(LONG.hashes))
-        assert read(reader, LONG) == [Outcome.OK] * 24
-        # Blocks in any order, and of the middle alone.
-        assert read(reader, LONG, [LONG.hashes[i] for i in (17, 3, 4, 0)]) == [Outcome.OK] * 4
 
 
 def test_a_batch_is_one_object_and_one_request(server: ObjectServer) -> None:
@@ -107,23 +84,6 @@ def test_two_writers_of_one_chain_store_it_once(server: ObjectServer) -> None:
         assert sorted(server.keys()) == sorted([object_of(one, LONG.hashes[0]), object_of(one, LONG.hashes[10])])
         assert read(one, LONG, LONG.hashes[:10]) == [Outcome.OK] * 10
         assert one.locate(LONG.hashes) == 24
-
-
-def test_models_prefixes_secrets_and_keys_find_nothing_of_each_other(server: ObjectServer, tmp_path: Path) -> None:
-    mine: list[dict[str, Any]] = [
-        {},
-        {"prefix": "another/team"},
-        {"fingerprint": b"another model".ljust(32, b".")},
-        protection("sealed", tmp_path),
-        protection("sealed", tmp_path, "!"),
-        protection("encrypted", tmp_path),
-        protection("encrypted", tmp_path, "!"),
-    ]
-    for number, own in enumerate(mine):
-        with opened(server.endpoint, **own) as store:
-            assert store.locate(LONG.hashes) == 0
-            written(store, LONG)
-        assert len(server.keys()) == number + 1
 
 
 def test_a_discarded_block_goes_for_everybody_and_can_be_stored_again(server: ObjectServer) -> None:

@@ -1,11 +1,10 @@
 """What left a pool is remembered: when, why, and how long it had lived there; both ways of the pool agree."""
 
-from hashlib import sha256
-
 import numpy as np
 import pytest
+from doubles import FakeClock
+from pools import Chain, store
 
-from kvtier.tiers.compiled import extension
 from kvtier.tiers.pool.eviction_log import (
     AGE_BOUNDS,
     EVICTED,
@@ -22,41 +21,16 @@ from kvtier.tiers.pool.pool import SlotPool
 from kvtier.tiers.tier import Outcome
 
 
-def chain(*numbers: int) -> list[bytes]:
-    return [sha256(b"%d" % number).digest() for number in numbers]
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def pool_of(num_slots: int, clock: Clock, *, tier: str = "l2") -> tuple[SlotPool, EvictionLog]:
+def pool_of(num_slots: int, clock: FakeClock, *, tier: str = "l2") -> tuple[SlotPool, EvictionLog]:
     pool, eviction_log = SlotPool(num_slots), EvictionLog(tier, 1 << 16, num_slots + 1, clock)
     pool.remember(eviction_log)
     return pool, eviction_log
 
 
-def store(pool: SlotPool, names: list[bytes]) -> None:
-    reservation = pool.reserve(names)
-    assert reservation is not None
-    pool.seal(reservation).release()
-
-
-@pytest.fixture(params=["python", "compiled"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "compiled" and extension("kvtier.tiers.pool.core_compiled") is None:
-        pytest.skip("not built: `make compiled`")
-    if request.param == "python":
-        monkeypatch.setenv("KVTIER_COMPILED", "off")
-    return str(request.param)
-
-
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("count", [3, 40])
-def test_evicted_blocks_say_when_they_left_and_how_old_they_were(way: str, count: int) -> None:
-    clock = Clock()
+def test_evicted_blocks_say_when_they_left_and_how_old_they_were(chain: Chain, count: int) -> None:
+    clock = FakeClock(0.0)
     pool, eviction_log = pool_of(count, clock)
     first, second = chain(*range(count)), chain(*range(1000, 1000 + count))
     store(pool, first)
@@ -72,8 +46,9 @@ def test_evicted_blocks_say_when_they_left_and_how_old_they_were(way: str, count
     pool.check()
 
 
-def test_every_other_way_out_has_its_name(way: str) -> None:
-    pool, eviction_log = pool_of(32, Clock())
+@pytest.mark.usefixtures("way")
+def test_every_other_way_out_has_its_name(chain: Chain) -> None:
+    pool, eviction_log = pool_of(32, FakeClock(0.0))
     names = chain(*range(10))
     store(pool, names)
     pool.evict(names[8:])
@@ -86,8 +61,8 @@ def test_every_other_way_out_has_its_name(way: str) -> None:
     assert not eviction_log.ages.any()  # nothing was evicted to make room
 
 
-def test_the_tier_that_a_block_left_last_counts() -> None:
-    clock = Clock()
+def test_the_tier_that_a_block_left_last_counts(chain: Chain) -> None:
+    clock = FakeClock(0.0)
     upper, lower = EvictionLog("l2", 64, 0, clock), EvictionLog("file", 64, 0, clock)
     names = chain(*range(6))
     upper.left(names[:4], EVICTED)

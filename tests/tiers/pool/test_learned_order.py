@@ -1,4 +1,4 @@
-"""The policy "tail": blocks go in the order in which their requests return least, and by age where nobody tells."""
+"""The policy "predicted": blocks of requests that return least go first; without reports it goes by age."""
 
 import gzip
 import hashlib
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from _eviction_traces import TRACES, agent_sessions, without_hints
+from doubles import FakeClock
 from extent import brief
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,16 @@ from kvtier.service.simulation import Capacity, TraceReplay
 from kvtier.tiers.pool.core import Lease
 from kvtier.tiers.pool.pool import SlotPool
 from kvtier.tiers.reuse import Hint, LruShadow, RequestEnd, ReusePredictor
-from kvtier.tiers.reuse.predictor import NUM_ANSWERS, NUM_HINTS, class_of
+from kvtier.tiers.reuse.predictor import (
+    EDGES,
+    NUM_AGES,
+    NUM_ANSWERS,
+    NUM_CLASSES,
+    NUM_HINTS,
+    Hazards,
+    class_of,
+    expected,
+)
 from kvtier.tiers.tier import ChainHash
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,21 +39,11 @@ NO_TAGS = np.zeros(0, np.uint64)
 TRACE = ROOT.parent / "shared" / "traces" / "conversation_trace.jsonl.gz"
 
 
-class Clock:
-    """Seconds that a story decides."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Served:
     """A pool that requests come to, and its hits."""
 
-    def __init__(self, num_slots: int, policy: str = "tail", *, tells: bool = True) -> None:
-        self.clock = Clock()
+    def __init__(self, num_slots: int, policy: str = "predicted", *, tells: bool = True) -> None:
+        self.clock = FakeClock(0.0)
         self.pool = SlotPool(num_slots, policy=policy, clock=self.clock)
         self.num_slots, self.tells = num_slots, tells
         self.num_hits = self.num_asked = 0
@@ -203,8 +203,8 @@ class SlowOrder:
 @settings(max_examples=brief(20, 60), deadline=None)
 def test_the_order_is_that_of_a_slow_list(steps: list[tuple[str, int, int]]) -> None:
     """Eight conversations of four blocks each, none of them the parent of another."""
-    clock, slow = Clock(), SlowOrder()
-    pool = SlotPool(32, policy="tail", clock=clock)
+    clock, slow = FakeClock(0.0), SlowOrder()
+    pool = SlotPool(32, policy="predicted", clock=clock)
     order = pool._learned
     assert order is not None
     order.returns = returns = MadeUpReturns()
@@ -270,7 +270,7 @@ def test_on_made_up_traces_it_is_no_more_than_a_point_below_lru(name: str) -> No
     """The first 700 requests each, in a cache that holds a part of what returns."""
     requests = TRACES[name](1)[:700]
     shares = {}
-    for policy in ("tail", "lru"):
+    for policy in ("predicted", "lru"):
         served = Served(360, policy)
         for each in requests:
             served.clock.now = each.arrival
@@ -278,7 +278,7 @@ def test_on_made_up_traces_it_is_no_more_than_a_point_below_lru(name: str) -> No
             served.serve(names, each.num_prompt, tokens=each.num_output_tokens)
         served.pool.check()
         shares[policy] = served.num_hits / served.num_asked
-    assert shares["tail"] >= shares["lru"] - 0.01
+    assert shares["predicted"] >= shares["lru"] - 0.01
 
 
 def test_it_gives_way_while_lru_does_better() -> None:
@@ -341,14 +341,14 @@ def test_the_shadow_counts_the_hits_that_lru_has(name: str, monkeypatch: pytest.
     leads: list[int] = []
     monkeypatch.setattr(LruShadow, "_judge", lambda self, num_prompt, lead: leads.append(lead))
     found = {}
-    for policy in ("tail", "lru"):
+    for policy in ("predicted", "lru"):
         served = Served(500, policy)
         for each in TRACES[name](1)[:600]:
             served.clock.now = each.arrival
             names = [(block + 1).to_bytes(32, "little") for block in each.blocks]
             served.serve(names, each.num_prompt, tokens=each.num_output_tokens)
         found[policy] = served.num_hits
-    assert found["tail"] - sum(leads) == pytest.approx(found["lru"], rel=0.01)
+    assert found["predicted"] - sum(leads) == pytest.approx(found["lru"], rel=0.01)
 
 
 def test_a_beginning_that_requests_share_outlives_what_they_have_alone() -> None:
@@ -368,7 +368,7 @@ def test_a_beginning_that_requests_share_outlives_what_they_have_alone() -> None
 def test_what_is_worth_less_than_all_that_is_here_is_refused() -> None:
     """Long conversations go on every minute, more than fit. Those that are here stay, so some of them always hit."""
     shares = {}
-    for policy in ("tail", "lru"):
+    for policy in ("predicted", "lru"):
         served = Served(400, policy)
         for turn in range(1, 60):
             for who in range(6):
@@ -377,7 +377,7 @@ def test_what_is_worth_less_than_all_that_is_here_is_refused() -> None:
         shares[policy] = served.num_hits / served.num_asked
         served.pool.check()
     assert shares["lru"] == 0.0
-    assert shares["tail"] > 0.3
+    assert shares["predicted"] > 0.3
 
 
 class FixedReturns(ReusePredictor):
@@ -390,7 +390,7 @@ class FixedReturns(ReusePredictor):
 
 
 def test_a_refusal_keeps_the_head_and_says_how_much_it_left() -> None:
-    pool = SlotPool(8, policy="tail")
+    pool = SlotPool(8, policy="predicted")
     order = pool._learned
     assert order is not None
     order.returns = returns = FixedReturns()
@@ -428,7 +428,7 @@ def test_after_a_reset_lru_would_have_nothing_either(monkeypatch: pytest.MonkeyP
 def test_on_recorded_agents_it_beats_lru_by_far(num_slots: int, lead: float) -> None:
     assert agents is not None
     replay, asked = TraceReplay(without_hints(agents), 1), int(agents.num_prompt.sum())
-    lru, tail = (replay.run(Capacity(num_slots, policy=policy)).found.sum() / asked for policy in ("lru", "tail"))
+    lru, tail = (replay.run(Capacity(num_slots, policy=policy)).found.sum() / asked for policy in ("lru", "predicted"))
     assert tail >= lru + lead
 
 
@@ -438,7 +438,7 @@ def test_on_the_production_trace_it_beats_lru_by_far() -> None:
     shares = {}
     with gzip.open(TRACE, "rt") as lines:
         rows = [json.loads(line) for line, _ in zip(lines, range(4000), strict=False)]
-    for policy in ("tail", "lru"):
+    for policy in ("predicted", "lru"):
         served = Served(2048, policy)
         for row in rows:
             served.clock.now = row["timestamp"] / 1e3
@@ -446,7 +446,7 @@ def test_on_the_production_trace_it_beats_lru_by_far() -> None:
             served.serve(names, len(names), tokens=row["output_length"])
         served.pool.check()
         shares[policy] = served.num_hits / served.num_asked
-    assert shares["tail"] >= shares["lru"] + 0.02
+    assert shares["predicted"] >= shares["lru"] + 0.02
 
 
 def note(returns: ReusePredictor, now: float, tags: list[int], **told: Any) -> int:
@@ -489,3 +489,36 @@ def test_a_conversation_that_began_shorter_than_a_block_is_known_by_its_answer()
     answer = np.array([1, 2], np.uint64)
     assert returns.record(RequestEnd((), 0, 100), answer, lambda _: 0, lambda: 1.0).kind == class_of(0, 100, 0)
     assert note(returns, 50.0, [1, 2, 3]) == 1
+
+
+# What classes of requests waited, in sums: the same as each request's own seconds at each age.
+
+
+Ages = NDArray[np.float64]
+
+
+def spans(start: Ages, end: Ages) -> Ages:
+    """`[n, ages]`: how much of the time from one age to another, in seconds, lies in each of the ages."""
+    upper = np.append(EDGES[1:], np.inf)
+    between: Ages = np.maximum(np.minimum(end[:, None], upper) - np.maximum(start[:, None], EDGES), 0.0)
+    return between
+
+
+def test_sums_by_age_are_those_of_single_requests() -> None:
+    draw = np.random.default_rng(3)
+    start = np.append(draw.uniform(0, 1.5 * EDGES[-1], 3000), [0.0, EDGES[5], 0.0])
+    end = np.append(start[:3000] + draw.choice([0.0, 1.0, 300.0, 5000.0], 3000), [0.0, EDGES[6], 9e4])
+    kinds = draw.integers(0, NUM_CLASSES, len(start))
+    hazards = Hazards()
+    hazards.waited(kinds, start, end)
+    one_by_one = np.zeros((NUM_CLASSES, NUM_AGES))
+    np.add.at(one_by_one, kinds, spans(start, end))
+    assert np.allclose(hazards._waited, one_by_one, rtol=1e-9, atol=1e-6)
+    assert (hazards._waited >= 0).all()
+
+
+def test_returns_to_be_expected_are_the_hazard_times_the_seconds() -> None:
+    draw = np.random.default_rng(4)
+    start, hazard = draw.uniform(0, 1.2 * EDGES[-1], 500), draw.uniform(0.001, 0.1, NUM_AGES)
+    end = start + draw.choice([0.0, 5.0, 4000.0], 500)
+    assert np.allclose(expected(hazard, start, end), spans(start, end) @ hazard)

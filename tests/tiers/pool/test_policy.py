@@ -160,6 +160,6 @@ def test_s3fifo_passes_over_slots_in_use_and_keeps_their_place() -> None:
 
 def test_policies_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIER_COMPILED", "off")
-    assert [type(make_core(4, name).order) for name in ("lru", "s3fifo", "tail")] == [LRU, S3FIFO, Learned]
+    assert [type(make_core(4, name).order) for name in ("lru", "s3fifo", "predicted")] == [LRU, S3FIFO, Learned]
     with pytest.raises(ValueError, match="'fifo': use one of lru, s3fifo"):
         make_core(4, "fifo")

@@ -22,7 +22,6 @@ from redis_rig import NO_REDIS, RedisServer, cluster
 from redis_stories import (
     CHAIN,
     FINGERPRINT,
-    OTHER,
     SECRET,
     key_of,
     kv_of,
@@ -316,28 +315,6 @@ def test_short_and_long_values_of_one_keyspace_are_read_in_one_batch(
         outcomes = read(store, chain)
         assert (outcomes[5], outcomes[9]) == (Outcome.EVICTED, Outcome.CHECKSUM)
         assert whole(outcomes[:5] + outcomes[6:9] + outcomes[10:])
-
-
-@on_a_server
-@pytest.mark.usefixtures("kv")
-def test_both_settings_over_one_server_find_their_own_and_delete_nothing(server: RedisServer) -> None:
-    with opened(server.url, compression="zstd") as shorter, opened(server.url) as plain:
-        written(shorter, CHAIN)
-        written(plain, OTHER)
-        before = server.all_keys()
-        assert plain.locate(CHAIN.hashes) == 0
-        assert shorter.locate(OTHER.hashes) == 0
-        assert set(read(plain, CHAIN)) == set(read(shorter, OTHER)) == {Outcome.ABSENT}
-        assert server.all_keys() == before
-        # side by side under one name
-        written(plain, CHAIN)
-        assert whole(read(plain, CHAIN))
-        assert whole(read(shorter, CHAIN))
-        # one's reset is not the other's
-        plain.reset()
-        assert whole(read(shorter, CHAIN))
-    with opened(server.url, compression="zstd") as again:
-        assert again.locate(CHAIN.hashes) == len(CHAIN.hashes)
 
 
 @on_a_server

@@ -8,7 +8,7 @@ from redis_rig import NO_REDIS, RedisServer
 from redis_stories import CHAIN, OTHER, key_of, opened, read, whole, written
 
 from kvtier.tiers.naming.chain import TokenChain
-from kvtier.tiers.pool import tags_of
+from kvtier.tiers.pool.changes import tags_of
 from kvtier.tiers.redis.names import LearnedExpiries
 from kvtier.tiers.redis.store import RedisStore
 from kvtier.tiers.reuse import MOST_AHEAD, ClassifiedEnd, ReusePredictor

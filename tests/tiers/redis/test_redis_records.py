@@ -195,31 +195,6 @@ def test_no_two_forms_meet_under_one_name() -> None:
         assert not any(isinstance(taken(form, value), BlockRecord) for value in others if len(value) > form.head_bytes)
 
 
-def test_without_the_secret_nobody_writes_what_is_served() -> None:
-    """Who knows the format makes a record of a payload of his own: it counts without a secret, and not with one."""
-    forged = hashlib.shake_128(b"poison").digest(4096)
-    record = replace(RECORD, checksum=checksum(memoryview(forged)))
-    assert taken(CLEAR, written(CLEAR, record, payload=forged)) == record  # the reason for the secret
-    honest = written(SEALED)
-    head = honest[: SEALED.head_bytes]
-    swapped = head[:-40] + record.checksum.to_bytes(8, "little")  # xxh3 computed anew
-    for seal in (head[-32:], bytes(32), hashlib.sha256(swapped + forged).digest(), hmac.digest(b"", swapped, "sha256")):
-        assert taken(SEALED, swapped[: len(head) - 32] + seal + forged) is Outcome.CHECKSUM
-    guessed = ClearForm(MODEL, 4096, 4, SECRET[:-1])
-    assert taken(SEALED, written(guessed, record, payload=forged)) is Outcome.CHECKSUM
-
-
-def test_what_is_encrypted_shows_neither_tokens_nor_payload_nor_names_nor_that_two_stores_are_alike() -> None:
-    value = written(HIDDEN)
-    seen = value + b"".join(Keyspace("kvtier", HIDDEN, 4096, 4).keys([HASH], EPOCH))
-    for private in (TOKENS, HASH, HASH.hex().encode(), PARENT, MODEL, MODEL.hex()[:16].encode(), PAYLOAD[:16]):
-        assert private not in seen
-        assert private in written(CLEAR) + b"".join(Keyspace("kvtier", CLEAR, 4096, 4).keys([HASH], EPOCH)) + MODEL
-    other = written(HIDDEN)
-    assert sum(a == b for a, b in zip(value[-4096:], other[-4096:], strict=True)) < 100  # by chance 16
-    assert taken(HIDDEN, other) == RECORD
-
-
 def test_a_payload_is_encrypted_beside_and_decrypted_in_its_place() -> None:
     """The slot of a store may be read by others at that moment; that of a load belongs to nobody else yet."""
     slot = bytearray(PAYLOAD)
@@ -228,6 +203,8 @@ def test_a_payload_is_encrypted_beside_and_decrypted_in_its_place() -> None:
     arrived = bytearray(body)
     assert HIDDEN.decode(head, memoryview(arrived), HASH, EPOCH) == RECORD
     assert arrived == PAYLOAD
+    # Nothing tells that two stores are of one block.
+    assert sum(a == b for a, b in zip(body, written(HIDDEN)[-4096:], strict=True)) < 100  # by chance 16
 
 
 def test_forms_show_neither_secret_nor_key() -> None:

@@ -24,7 +24,7 @@ from kvtier.tiers.hierarchy.lower_tier import Rates
 from kvtier.tiers.hierarchy.opening import open_ports
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.identity import KVShape
-from kvtier.tiers.pool import tags_of
+from kvtier.tiers.pool.changes import tags_of
 from kvtier.tiers.redis.lanes import Lane
 from kvtier.tiers.redis.opening import check_redis
 from kvtier.tiers.redis.options import _untrusted

@@ -111,27 +111,6 @@ def test_values_misses_and_refusals_in_any_pieces(items: list[Item], pieces: lis
     assert wire.is_clean
 
 
-@given(items=ITEMS.filter(len), pieces=st.lists(st.integers(1, 700), max_size=60), refused=st.booleans())
-def test_values_received_together_are_the_same_if_some_are_missing(
-    items: list[Item], pieces: list[int], refused: bool
-) -> None:
-    """The server said all would come, and did something else: each answer is still its own block's."""
-    expiry = b"-READONLY You can't write\r\n" if refused else b":1\r\n"
-    said = expiry * len(items) + b"".join(spelled(item) for item in items) + b"+PONG\r\n"
-    wire = scripted(said, 2 * len(items) + 1, pieces)
-    assert wire.all_are(b":1\r\n", len(items)) or all(isinstance(wire.reply(), Refusal) for _ in items)
-    buffers = [memoryview(bytearray(PAYLOAD)) for _ in items]
-    heads = list(wire.values(HEAD, buffers))
-    for item, head, into in zip(items, heads, buffers, strict=True):
-        if isinstance(item, bytes):
-            assert head == item[:HEAD]
-            assert into == item[HEAD:]
-        else:
-            assert head == item
-    assert wire.reply() == b"PONG"
-    assert wire.is_clean
-
-
 @given(
     said=st.lists(st.sampled_from([b"+OK\r\n", b":1\r\n", b"-OOM no memory\r\n", b"$-1\r\n"]), min_size=1, max_size=30),
     usual=st.sampled_from([b"+OK\r\n", b":1\r\n"]),

@@ -14,9 +14,9 @@ from statistics import median
 from typing import Final
 
 import numpy as np
-from _blocks import random_names
-from _races import Row, took
-from _report import parser, progress, report
+from _blocks import random_names, reserved
+from _races import took
+from _report import Row, parser, progress, report
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.pool import SlotPool
@@ -25,41 +25,37 @@ from kvtier.tiers.reuse import RequestEnd
 SIZES: Final = (8, 32, 128, 512)  # blocks of a request
 FULL: Final = 4  # times as many blocks as there are slots, before anything is measured
 GROUP: Final = 10  # requests: a plan of victims is for many of them
-OUTPUT_TOKENS: Final = (10, 100, 300, 600)
 
 
 def serve(pool: SlotPool, known: list[ChainHash], new: list[ChainHash], tokens: int) -> None:
     """One request, from its lookup to its end."""
     names = [*known, *new]
     lease = pool.lease(names)
-    reservation = pool.reserve(names[len(lease) :], names[len(lease) - 1] if len(lease) else None)
-    if reservation is None:
-        raise RuntimeError("the pool has no room, although nothing is leased")
-    stored = pool.seal(reservation)
+    stored = pool.seal(reserved(pool, names[len(lease) :], names[len(lease) - 1] if len(lease) else None))
     lease.release()
     stored.release()
     pool.ended(RequestEnd(names, len(names), tokens))
 
 
 def measure(size: int, num_slots: int, num_requests: int) -> Row:
-    """Median CPU time a block of each policy, µs, and what tail takes more in the median group of requests."""
-    pools = {policy: SlotPool(num_slots, policy=policy) for policy in ("lru", "tail")}
+    """Median CPU time a block of each policy, µs, and what predicted takes more in the median group of requests."""
+    pools = {policy: SlotPool(num_slots, policy=policy) for policy in ("lru", "predicted")}
     rng, dice, half = np.random.default_rng(7), random.Random(1), size // 2
     lately: deque[list[ChainHash]] = deque(maxlen=16)
     took_of: dict[str, list[float]] = {policy: [] for policy in pools}
     progress(f"{num_requests} requests of {size} blocks")
     for number in range(FULL * num_slots // size + num_requests):
         known = dice.choice(lately) if lately else random_names(rng, half)
-        new, tokens = random_names(rng, half), dice.choice(OUTPUT_TOKENS)
+        new, tokens = random_names(rng, half), dice.choice((10, 100, 300, 600))
         for policy in sorted(pools, reverse=bool(number % 2)):
             fresh = [bytes(bytearray(name)) for name in known]
             took_of[policy].append(took(partial(serve, pools[policy], fresh, new, tokens), time.thread_time))
         lately.append([*known[: half // 2], *new[: half - half // 2]])
     for pool in pools.values():
         pool.check()
-    groups = [np.array(took_of[policy][-num_requests:]) for policy in ("lru", "tail")]
-    lru, tail = (each[: len(each) // GROUP * GROUP].reshape(-1, GROUP).mean(1) / size * 1e6 for each in groups)
-    columns = {"lru us": lru, "tail us": tail, "more us": tail - lru, "ratio": tail / lru}
+    groups = [np.array(took_of[policy][-num_requests:]) for policy in ("lru", "predicted")]
+    lru, predicted = (each[: len(each) // GROUP * GROUP].reshape(-1, GROUP).mean(1) / size * 1e6 for each in groups)
+    columns = {"lru us": lru, "predicted us": predicted, "more us": predicted - lru, "ratio": predicted / lru}
     return {"blocks": size, **{name: float(median(each)) for name, each in columns.items()}}
 
 
@@ -67,7 +63,7 @@ def main() -> int:
     chosen = parser(__doc__).parse_args()
     num_slots, num_blocks = (4_096, 1 << 15) if chosen.quick else (16_384, 1 << 17)
     rows = [measure(size, num_slots, max(100, num_blocks // size)) for size in SIZES]
-    return report("tail_cost", rows, [], chosen.json, chosen.save)
+    return report("order_cost", rows, [], chosen.json, chosen.save)
 
 
 if __name__ == "__main__":
