@@ -192,7 +192,7 @@ def main() -> int:
     else:
         production_sizes = (GOAL_SIZE,) if given.quick else PRODUCTION_SIZES
         rows += kept(PRODUCTION, production, production_sizes, slabs, processes=1 if given.quick else 0)
-    rows += through_a_hierarchy(40 if given.quick else 120)
+    rows += through_a_hierarchy(40 if given.quick else 1500)
     rows.append(costs(timed_name, timed, size, 1 if given.quick else 5))
     if given.save:
         save_png(RESULTS / "eviction.png", charts(rows))

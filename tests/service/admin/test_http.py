@@ -31,7 +31,6 @@ from kvtier.service.command_line import Exit
 from kvtier.service.web import http_client, http_server
 from kvtier.service.web.http_server import HttpServer, HttpSocket
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.hierarchy import begun
 
 TOKEN = "a secret nobody sees"
 HEAD = b"POST /admin/reset HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -166,7 +165,6 @@ def test_a_mistake_that_is_found_late_is_one_all_the_same(
     home: Path, served: ServedDaemon, monkeypatch: pytest.MonkeyPatch, attach: Attach
 ) -> None:
     monkeypatch.setattr(http_app, "PERIOD", 0.0)  # nothing is refused at once
-    monkeypatch.setattr(http_app, "begun", lambda name, work: begun(name, lambda: (time.sleep(0.2), work())))
     attach()
     *_, last = served.post("import", file=str(home / "none")).text.splitlines()
     told = {"error": f"{home / 'none'}: not a file; name a file that an export wrote", "mistake": True}
