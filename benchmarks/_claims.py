@@ -80,7 +80,7 @@ eviction:
 order_cost:
   same, requests of 8 to 512 blocks in a full pool | ^predicted over LRU | The cost of predicted
 eviction:
-  chats through a whole hierarchy, live less simulated: points | ^hierarchy | Live and simulated
+  chats through a whole hierarchy, live less simulated: points | ^hierarchy
 simulate_speed:
   `kvtier simulate`, 100,000 requests: CPU s | ^simulate
 # copies and tiers
