@@ -132,7 +132,7 @@ class ModelRunner:
             return []
         raw = logits
         if any(each.params.adjusts for each in sampling):
-            logits = adjusted(raw, sampling)
+            logits = adjusted(raw, sampling, self.model.eos_token_ids)
         greedy: list[int] = logits.argmax(-1).tolist()
         read = [row for row, each in enumerate(sampling) if each.params.temperature or each.params.keep_logits]
         values_of: dict[int, NDArray[np.float32]] = {}

@@ -54,6 +54,7 @@ class SamplingParams:
     logit_bias: abc.Mapping[int, float] = field(default_factory=dict, hash=False)  # by token id
     seed: int | None = None  # None: a random one per request
     stop_token_ids: abc.Collection[int] = ()
+    min_tokens: int = 0  # before so many no end-of-sequence or stop token is sampled
     ignore_eos: bool = False
     keep_logits: bool = False  # every Output has its row of logits
     logprobs: int | None = None  # every Output has its token's, and those of so many likeliest tokens
@@ -84,15 +85,23 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 0):
                 raise RequestError(f"{name} {value!r}: use a whole number of at least 0, or None")
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens {self.min_tokens}: more than max_tokens {self.max_tokens}; lower it")
+        if self.min_tokens and self.guide is not None:
+            raise RequestError(
+                f"min_tokens {self.min_tokens}: a guide decides where an answer ends; leave out one of them"
+            )
         penalises = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         object.__setattr__(self, "has_penalties", bool(penalises))
-        object.__setattr__(self, "adjusts", bool(penalises or self.logit_bias or self.guide is not None))
+        object.__setattr__(
+            self, "adjusts", bool(penalises or self.logit_bias or self.min_tokens or self.guide is not None)
+        )
         object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
         if self.hint is not None:
             object.__setattr__(self, "hint", hint_of(self.hint))
 
 
-_INTEGERS: Final = (("max_tokens", 1, 2**31), ("top_k", 0, 2**31))
+_INTEGERS: Final = (("max_tokens", 1, 2**31), ("min_tokens", 0, 2**31), ("top_k", 0, 2**31))
 _NUMBERS: Final = (
     ("temperature", 0.0, sys.float_info.max, "0 (greedy) or a positive number"),
     ("top_p", math.ulp(0.0), 1.0, "a number above 0 and up to 1"),

@@ -2,7 +2,7 @@
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Rows
 from itertools import accumulate
 
@@ -53,15 +53,19 @@ def _likeliest(scaled: NDArray[np.float64], params: SamplingParams) -> NDArray[n
 
 
 @torch.inference_mode()
-def adjusted(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
+def adjusted(logits: torch.Tensor, sequences: Rows[Sequence], eos_token_ids: Collection[int]) -> torch.Tensor:
     """The logits `[rows, vocab]` adjusted by the rows' parameters, in fp32; the argument is unchanged."""
     changed = logits.to(torch.float32, copy=True)
-    biased, repeated, penalised = _Cells(), _Cells(), _Cells()
+    biased, repeated, penalised, early = _Cells(), _Cells(), _Cells(), _Cells()
     masks: dict[int, NDArray[np.uint32]] = {}
     for row, sequence in enumerate(sequences):
         params = sequence.params
         if params.logit_bias:
             biased.add(row, np.fromiter(params.logit_bias, np.int64), np.fromiter(params.logit_bias.values(), float))
+        if sequence.num_generated < params.min_tokens:
+            ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+            known = np.array(sorted(token for token in ends if token < logits.shape[1]), np.int64)
+            early.add(row, known, np.zeros(len(known)))
         if params.guide is not None:
             if sequence.sampling.guided is None:
                 sequence.sampling.guided = params.guide.start(sequence.token_ids, sequence.num_prompt_tokens)
@@ -88,6 +92,9 @@ def adjusted(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
     if penalised.rows:
         rows, tokens, penalty = penalised.sent(changed)
         changed[rows, tokens] -= penalty
+    if early.rows:
+        rows, tokens, _ = early.sent(changed)
+        changed[rows, tokens] = -torch.inf
     if masks:
         _mask(changed, masks)
     return changed

@@ -88,13 +88,19 @@ class TextLogprobs:
 class AnswerText:
     """Tokens in, text out. Holds back text that may begin a stop string until it is certain."""
 
-    def __init__(self, detokenizer: openai.Detokenizer, stops: Sequence[str]) -> None:
+    def __init__(self, detokenizer: openai.Detokenizer, stops: Sequence[str], min_tokens: int = 0) -> None:
+        """`min_tokens`: in the text of so many no stop string is looked for."""
+        self._num_free = min_tokens
         self.stopped_by: str | None = None  # the stop string that was found: no more text is sent
         self._detokenizer, self._stops = detokenizer, stops
         self._held = ""
 
     def push(self, token_id: int) -> str:
-        return self._release(self._detokenizer.push(token_id))
+        piece = self._detokenizer.push(token_id)
+        if self._num_free:
+            self._num_free -= 1
+            return piece
+        return self._release(piece)
 
     def end(self) -> str:
         ready = self._release(self._detokenizer.end())
@@ -192,6 +198,7 @@ class CompletionRequest:
     num_choices: int
     deadline: float  # on the event loop's clock
     streams: bool = False
+    only_echoes: bool = False  # no token of an answer is sent
     wants_usage: bool = False  # at the end of a stream
 
 
@@ -350,8 +357,11 @@ class OpenAICompletion:
     def _text_of(self, update: SequenceUpdate) -> tuple[str, str | None]:
         """The text that a token adds, and why its choice has ended, if it has."""
         text = self._wanted.texts[update.index]
-        self._usage.completion_tokens += 1
         sent = "" if update.source is None else self._begin(update, update.source)
+        if self._wanted.only_echoes:
+            self._unfinished.discard(update.index)
+            return sent, FinishReason.LENGTH.value
+        self._usage.completion_tokens += 1
         if update.finish_reason is not FinishReason.STOP:  # a stop token has no text
             sent += text.push(update.token_id)
             logprobs = self._wanted.logprobs[update.index]

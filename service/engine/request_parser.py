@@ -120,9 +120,16 @@ def params_of(loop: EngineLoop, body: AnyBody, prompt: list[int], guide: Guide |
     is_chat = isinstance(body, ChatBody)
     left = loop.room - len(prompt)
     wanted = body.max_completion_tokens or body.max_tokens if isinstance(body, ChatBody) else body.max_tokens
+    if wanted == 0:  # the prompt alone: what is computed behind it is not sent
+        wanted = 1
     max_tokens = wanted or max(1, left if is_chat else min(_SHORT_ANSWER, left))
     require_computable(loop, "messages" if is_chat else "prompt", prompt, max_tokens)
     _require_tokens(loop, "logit_bias", body.logit_bias or ())
+    if body.min_tokens and (body.min_tokens > max_tokens or guide is not None):
+        why = "a response_format or tool_choice decides where the answer ends; leave out one of the two"
+        raise bad_field(
+            "min_tokens", why if guide is not None else f"more than the answer's {max_tokens} at most; lower it"
+        )
     return SamplingParams(
         max_tokens=max_tokens,
         seed=None if body.seed is None else body.seed % _SEEDS,
@@ -135,6 +142,7 @@ def params_of(loop: EngineLoop, body: AnyBody, prompt: list[int], guide: Guide |
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         logit_bias=body.logit_bias or {},
         stop_token_ids=body.stop_token_ids or (),
+        min_tokens=body.min_tokens or 0,
         ignore_eos=bool(body.ignore_eos),
         logprobs=body.num_logprobs,
         prompt_logprobs=_of_prompt(loop, body),
@@ -352,13 +360,17 @@ def completion_of(served: Served, kind: type[AnyBody], data: bytes, deadline: fl
         model=served.name,
         fingerprint=f"kvtier-{loop.fingerprint[:16]}",
         inputs=inputs,
-        texts=[completion.AnswerText(served.prompts.detokenizer(marks), body.stop or ()) for _ in inputs],
+        texts=[
+            completion.AnswerText(served.prompts.detokenizer(marks), body.stop or (), body.min_tokens or 0)
+            for _ in inputs
+        ],
         logprobs=[None if logprobs is None else logprobs(served.prompts.token_texts) for _ in inputs],
         readers=[reader_of(body, served.call_form) for _ in inputs],
         echoes=[echo for echo in echoes for _ in range(num_choices)],
         num_choices=num_choices,
         deadline=deadline,
         streams=bool(body.stream),
+        only_echoes=not isinstance(body, ChatBody) and body.max_tokens == 0,
         wants_usage=body.wants_usage,
     )
 

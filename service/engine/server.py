@@ -34,7 +34,7 @@ from kvtier.service.events import Publisher, Source, namespace_of
 from kvtier.service.explain import RequestLog
 from kvtier.service.observe import EXPOSITION, counter, figures, gauge, histogram, labelled, statuses, text_of, wanting
 from kvtier.service.openai import ChatBody, CompletionBody, MessagesBody, OpenAIError, Prompts, ResponsesBody, bad_field
-from kvtier.service.web import Guard, HttpServer, HttpSocket, disconnected, page, read_body
+from kvtier.service.web import Guard, HttpServer, HttpSocket, cors, disconnected, page, read_body
 from kvtier.tiers import L1, ChainHash, RequestError
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import EventSource, Hierarchy, TierEvents, check_tiers
@@ -317,7 +317,8 @@ def make_app(served: Served) -> Starlette:
         page("/readyz", lambda: _readiness(served.loop)),
         page("/status", lambda: JSONResponse(status(served.loop, served.name).as_json())),
     ]
-    return Starlette(routes=routes, exception_handlers=openai.error_handlers(served.loop.tally.refused))
+    handlers = openai.error_handlers(served.loop.tally.refused)
+    return Starlette(routes=routes, middleware=cors(served.config.cors_origins), exception_handlers=handlers)
 
 
 def _translated(

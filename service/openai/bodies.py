@@ -423,8 +423,8 @@ class Sampling(Tolerant):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None  # of others no logits are left
     logit_bias: Annotated[dict[ApiTokenId, Bias], BeforeValidator(_by_token)] | None = None
     response_format: ResponseFormat | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_NUMBER)] | None = None
     # vLLM's; they would change the answer
-    min_tokens: Annotated[None, must_be(0)] = None
     bad_words: Annotated[None, must_be([])] = None
     allowed_token_ids: Annotated[None, must_be()] = None
     structured_outputs: Annotated[None, must_be({}, fix=_AS_FORMAT)] = None
@@ -521,10 +521,17 @@ class CompletionBody(CompletionPrompt, Sampling):
 
     kvtier: CompletionReuse | None = None
     kv_hints: KVHints = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_NUMBER)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None  # of so many likeliest tokens
     suffix: Annotated[None, must_be("")] = None
     best_of: Annotated[None, must_be(1)] = None
+
+    @model_validator(mode="after")
+    def _computes_or_echoes(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 is for echo true alone; write at least 1")
+        return self
 
     @property
     def hint(self) -> Hint | None:

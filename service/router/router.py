@@ -40,7 +40,7 @@ from kvtier.service.router.holdings import FleetHoldings, Held
 from kvtier.service.router.processes import TELL, Seat
 from kvtier.service.router.proxy import NOT_ASKED, ClientReply, Ledger, Proxy, RoutedRequest, passed
 from kvtier.service.router.replica_list import Publishers, ReplicaList
-from kvtier.service.web import Guard, HttpServer, HttpSocket, disconnected, page, read_body
+from kvtier.service.web import Guard, HttpServer, HttpSocket, cors, disconnected, page, read_body
 from kvtier.tiers import TIERS, ConfigError, tier_captions
 from kvtier.tiers.config import RouterConfig
 
@@ -664,14 +664,14 @@ def serve(
 ) -> HttpServer:
     """The router's server, not started yet. The options are passed to `Router`. Raises ConfigError."""
     router, stopping = Router(config, strict=strict, prefix=prefix, seat=seat), Event()
-    app = make_app(router, config.token, stopping)
+    app = make_app(router, config.token, stopping, config.cors_origins)
     listening = HttpSocket(config.http, "router", config.allowed_hosts, is_shared=seat is not None)
     return HttpServer(
         app, listening, max_requests=_MAX_REQUESTS, refusal=openai.refusal, drain=config.patience, stopping=stopping
     )
 
 
-def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starlette:
+def make_app(router: Router, token: SecretStr | None, stopping: Event, origins: Sequence[str] = ()) -> Starlette:
     """The application; the router starts and stops with it. Pages are free, `/v1/` needs the token."""
     guard = Guard(token)
 
@@ -714,7 +714,8 @@ def make_app(router: Router, token: SecretStr | None, stopping: Event) -> Starle
         page("/status", lambda: JSONResponse(router.status().as_json())),
         *live.routes(),
     ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=openai.error_handlers(router.ledger.errors))
+    handlers, pages = openai.error_handlers(router.ledger.errors), cors(origins)
+    return Starlette(routes=routes, middleware=pages, lifespan=lifespan, exception_handlers=handlers)
 
 
 class _Forwarding:

@@ -3,6 +3,7 @@ from .http_client import get_page as get_page
 from .http_server import Guard as Guard
 from .http_server import HttpServer as HttpServer
 from .http_server import HttpSocket as HttpSocket
+from .http_server import cors as cors
 from .http_server import disconnected as disconnected
 from .http_server import page as page
 from .http_server import read_body as read_body

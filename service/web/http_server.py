@@ -10,7 +10,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -18,6 +18,8 @@ import h11
 import uvicorn
 from pydantic import SecretStr
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -31,6 +33,21 @@ _BODY: Final = 10.0  # seconds in which a request's body must arrive
 _LOOPBACK: Final = ("127.", "::1", "::ffff:127.")
 _FROM_A_PAGE: Final = {"origin", "sec-fetch-site"}  # of browsers, which may send some other types to any site
 _LOCAL_NAMES: Final = ("127.0.0.1", "localhost", "[::1]", "::1")
+
+
+def cors(origins: Sequence[str]) -> list[Middleware]:
+    """Lets pages of these origins call an API from a browser. Empty: no page may."""
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+    ]
 
 
 @dataclass(frozen=True, slots=True)

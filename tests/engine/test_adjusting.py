@@ -17,6 +17,7 @@ from kvtier.engine.sequence import Sequence
 from kvtier.tiers import RequestError
 
 VOCAB = 32
+EOS = frozenset({5, 99})  # the second is no token
 PROMPT = [int(token) for token in np.random.default_rng(3).integers(0, 200, 150)]
 
 
@@ -43,7 +44,9 @@ def by_definition(logits: NDArray[np.float32], prompt: list[int], answer: list[i
         if token in prompt or token in answer:
             logit = logit / params.repetition_penalty if logit > 0 else logit * params.repetition_penalty
         count = answer.count(token)
-        found.append(logit - params.frequency_penalty * count - params.presence_penalty * (count > 0))
+        logit -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
+        is_end = token in params.stop_token_ids or (token in EOS and not params.ignore_eos)
+        found.append(-np.inf if is_end and len(answer) < params.min_tokens else logit)
     return found
 
 
@@ -55,13 +58,15 @@ def test_a_batch_is_adjusted_by_definition() -> None:
         SamplingParams(),
         SamplingParams(frequency_penalty=2.0),
         SamplingParams(repetition_penalty=0.5),
+        SamplingParams(min_tokens=4, stop_token_ids=[9]),
+        SamplingParams(min_tokens=4, stop_token_ids=[9], ignore_eos=True),
     ]
     prompt, answer = dice.integers(0, VOCAB, 6).tolist(), dice.integers(0, VOCAB, 9).tolist()
     rows = [Sequence(str(number), list(prompt), params, None, number) for number, params in enumerate(asked)]
     for length in range(len(answer) + 1):  # step by step, as an answer grows
         logits = dice.normal(size=(len(rows), VOCAB)).astype(np.float32)
         kept = torch.from_numpy(logits.copy())
-        found = adjusted(kept, rows)
+        found = adjusted(kept, rows, EOS)
         expected = [
             by_definition(row, prompt, answer[:length], params) for row, params in zip(logits, asked, strict=True)
         ]
@@ -232,9 +237,17 @@ def test_uniform_numbers_are_uniform() -> None:
         *(("top_p", value) for value in (0.0, 1.01, float("nan"), None)),
         *(("top_k", value) for value in (-1, 1.5, None)),
         *(("max_tokens", value) for value in (0, -3, 2.0, True)),
+        *(("min_tokens", value) for value in (-1, 1.5, None)),
         *(("seed", value) for value in (-1, 2**64, 1.0, "x")),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(RequestError, match=f"{field} .*: use"):
         SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+
+def test_an_answer_that_cannot_be_so_long_is_refused() -> None:
+    with pytest.raises(RequestError, match="min_tokens 5: more than max_tokens 4; lower it"):
+        SamplingParams(max_tokens=4, min_tokens=5)
+    with pytest.raises(RequestError, match="min_tokens 2: a guide decides where an answer ends"):
+        SamplingParams(min_tokens=2, guide=SimpleNamespace())  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from kvtier.tiers.config.quantities import format_size
 from kvtier.tiers.config.values import (
     AccessKeyId,
     Address,
+    ApiSection,
     BucketName,
     ByteSize,
     CacheSalt,
@@ -280,7 +281,7 @@ class ServiceConfig(HttpSection):
     request_log: FileName | None = option(None, "file for a JSON line about each request; none = off")
 
 
-class ServerConfig(HttpSection):
+class ServerConfig(HttpSection, ApiSection):
     """`kvtier engine`: where it listens, and how many requests it takes at once."""
 
     http: Address = option("127.0.0.1:8000", "address of the OpenAI API of `kvtier engine`")
@@ -372,7 +373,7 @@ _Replicas = Annotated[
 ]
 
 
-class RouterConfig(HttpSection):
+class RouterConfig(HttpSection, ApiSection):
     """`kvtier route`: where it listens, its replicas, and its time limits."""
 
     http: Address = option("127.0.0.1:8080", "address of the OpenAI API of `kvtier route`")

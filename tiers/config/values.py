@@ -238,6 +238,14 @@ AllowedHosts = Annotated[
         'not a list of names without a port; write one, as in ["node-a"]',
     ),
 ]
+Origins = Annotated[
+    tuple[str, ...],
+    NoDecode,
+    listed(
+        re.compile(r"\*|https?://[\w.-]{1,253}(:\d{1,5})?", re.ASCII).fullmatch,
+        'not a list of origins; write one, as in ["https://chat.example"]',
+    ),
+]
 NodeAddresses = Annotated[
     tuple[str, ...], NoDecode, listed(_is_node, 'not a list of HOST:PORT; write one, as in ["node-b:9402"]')
 ]
@@ -280,6 +288,12 @@ class Section(BaseModel):
     """Options that belong together. Defaults are written as a user would write them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=False, validate_default=True)
+
+
+class ApiSection(Section):
+    """An API that pages in a browser may call."""
+
+    cors_origins: Origins = option((), "origins whose pages may call the API from a browser; * = any")
 
 
 class HttpSection(Section):

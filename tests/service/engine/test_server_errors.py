@@ -15,6 +15,7 @@ from doubles import wait_until
 from extent import brief
 from http_rig import talk
 from pydantic import ValidationError
+from router_rig import routed, until
 from server_rig import MODEL, ServerThread, client, serving
 
 from kvtier.service.engine import server as server_process
@@ -309,3 +310,26 @@ def nearly_right(dice: random.Random) -> tuple[str, bytes]:
         body[field] = dice.choice(values)
     content = json.dumps(body, ensure_ascii=dice.random() < 0.9).encode(errors="surrogatepass")
     return verb, content[: dice.randrange(len(content))] if dice.random() < 0.1 else content
+
+
+PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+
+
+@pytest.mark.parametrize("origins", [(), ("https://chat.example",)])
+def test_pages_of_listed_origins_may_call_the_api(model: Path, origins: tuple[str, ...]) -> None:
+    def allowed(client: httpx2.Client, origin: str) -> str | None:
+        asked = client.options("/v1/completions", headers={"origin": origin, **PREFLIGHT})
+        answered = client.get("/v1/models", headers={"origin": origin})
+        assert answered.status_code == 200
+        found = {each.headers.get("access-control-allow-origin") for each in (asked, answered)}
+        assert len(found) == 1
+        return found.pop()
+
+    with (
+        serving(model, server={"cors_origins": origins}) as engine,
+        routed(f"http://{engine.http.base_url.netloc.decode()}", cors_origins=origins) as router,
+    ):
+        until(lambda: router.client.get("/readyz").status_code == 200)
+        for each in (engine.http, router.client):
+            assert allowed(each, "https://chat.example") == (origins[0] if origins else None)
+            assert allowed(each, "https://evil.example") is None

@@ -42,7 +42,6 @@ def test_unknown_fields_are_ignored_and_counted(server: ServerThread, caplog: py
 @pytest.mark.parametrize(
     ("field", "value", "neutral"),
     [
-        ("min_tokens", 4, 0),
         ("bad_words", ["x"], []),
         ("structured_outputs", {"json": {}}, None),
         ("guided_json", {"type": "object"}, None),

@@ -96,3 +96,50 @@ def test_a_tokens_bytes_are_those_of_its_text() -> None:
     assert b"".join(texts.of(each)[1] for each in ids) == "aé\n😀".encode()
     assert texts.of(ids[0]) == ("a", b"a")
     assert texts.of(256) == ("<|begin|>", b"<|begin|>")
+
+
+def test_an_answer_is_no_shorter_than_min_tokens(server: ServerThread) -> None:
+    """An end that the bias makes certain, by a token and by a string, comes as soon as it may."""
+    (star, dot) = tokenizer().encode("*.").ids
+    ends = {str(dot): 100, str(star): 90}
+    own = {"stop_token_ids": [dot], "min_tokens": 4}
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 9, "temperature": 0, "prompt": PROMPT}
+    answer = server.client.completions.create(**asked, logit_bias=ends, extra_body=own)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("****", "stop")
+    stars: dict[str, Any] = {**asked, "logit_bias": {str(star): 100}, "stop": ["*"], "extra_body": {"min_tokens": 3}}
+    assert server.client.completions.create(**stars).choices[0].text == "***"
+    chunks = list(server.client.completions.create(**stars, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "***"
+    for wrong, why in (
+        ({"min_tokens": 10}, "min_tokens: more than the answer's 9 at most; lower it"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 2, "response_format": {"type": "json_object"}}, "min_tokens: a response_format or tool_choice"),
+    ):
+        refused = server.post("completions", **{**asked, **wrong})
+        assert refused.status_code == 400
+        assert why in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_alone_scores_the_prompt_and_answers_nothing(server: ServerThread, *, stream: bool) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "echo": True, "temperature": 0, "logprobs": 1}
+    more = server.client.completions.create(**asked, max_tokens=1).choices[0].logprobs
+    assert more is not None
+    if stream:
+        chunks = list(
+            server.client.completions.create(**asked, max_tokens=0, stream=True, stream_options={"include_usage": True})
+        )
+        (choice,), usage = chunks[0].choices, chunks[-1].usage
+    else:
+        whole = server.client.completions.create(**asked, max_tokens=0)
+        (choice,), usage = whole.choices, whole.usage
+    assert (choice.text, choice.finish_reason) == (PROMPT, "length")
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == (more.tokens or [])[:-1]
+    assert (choice.logprobs.token_logprobs or [])[1:] == pytest.approx((more.token_logprobs or [])[1:-1], abs=1e-3)
+    assert usage is not None
+    assert (usage.completion_tokens, usage.total_tokens) == (0, len(PROMPT))
+    server.settle()
+    refused = server.post("completions", model=MODEL, prompt=PROMPT, max_tokens=0)
+    assert refused.status_code == 400
+    assert "max_tokens: 0 is for echo true alone; write at least 1" in refused.json()["error"]["message"]
