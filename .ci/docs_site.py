@@ -60,13 +60,12 @@ def _reference() -> str:
 
 
 def _homes(package: str) -> Iterator[tuple[str, str]]:
-    """Each name of a face, and the module that defines it."""
-    stub = ROOT / package.replace(".", "/") / "__init__.pyi"
-    for node in ast.parse(stub.read_text()).body:
-        if isinstance(node, ast.ImportFrom):
-            module = f"{package}.{node.module}"
+    """Each name of a face, and the module that defines it. A lazy face's names are in its stub."""
+    folder = ROOT / package.replace(".", "/")
+    stub = folder / "__init__.pyi"
+    for node in ast.parse((stub if stub.exists() else folder / "__init__.py").read_text()).body:
+        if isinstance(node, ast.ImportFrom) and (node.level or str(node.module).startswith(f"{package}.")):
+            module = f"{package}.{node.module}" if node.level else str(node.module)
             for alias in node.names:
-                if (ROOT / module.replace(".", "/") / "__init__.pyi").exists():
-                    yield alias.name, dict(_homes(module))[alias.name]
-                else:
-                    yield alias.name, module
+                is_face = (ROOT / module.replace(".", "/") / "__init__.py").exists()
+                yield alias.name, dict(_homes(module))[alias.name] if is_face else module
