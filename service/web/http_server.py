@@ -172,7 +172,7 @@ _STOPPED: Final = 3.0  # seconds that the thread may take beyond that
 _LOOK: Final = 0.02  # seconds between two checks that they have ended
 _PAUSE: Final = 60.0  # seconds between two log lines that no connection can be accepted
 _NO_FILES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_HEAD_BEGINS: Final = b"HTTP/"
+_MAX_HELD: Final = 64 << 10  # bytes of an answer that wait for the next turn of the loop
 _MANY: Final = "too many requests at once; try again later"
 _TWO_LENGTHS: Final = "content-length, transfer-encoding: a body has only one of them; send one"
 _NO_HTTP: Final = "request: not HTTP/1.1; see what the client sends before the body"
@@ -380,31 +380,35 @@ def _named(scope: Scope, receive: Receive, send: Send) -> tuple[Scope, Receive, 
     return {**scope, "headers": [*passed, header]}, receive, answer
 
 
-class _HeadFirst:
-    """A transport that sends an answer's head together with what follows it: each `send` of a socket costs as much.
+class _OneSend:
+    """A transport that joins what is written in one turn of the loop: each `send` of a socket costs as much.
 
-    A head that nothing follows in the same turn of the loop goes by itself. All else is the transport's own.
+    So an answer's head, its body and its end go together. All else is the transport's own.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
-        self._head = b""
+        self._held = b""
         self.is_closing = transport.is_closing
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        if self._head:
-            data, self._head = self._head + data, b""
-        elif data.startswith(_HEAD_BEGINS):
-            self._head = data
-            self._loop.call_soon(self.write, b"")
-            return
-        self._transport.write(data)
+        if not self._held:
+            self._loop.call_soon(self.flush)
+        self._held += data
+        if len(self._held) > _MAX_HELD:
+            self.flush()
+
+    def flush(self, data: bytes = b"") -> None:
+        """Send what was written, and this behind it."""
+        data, self._held = self._held + data, b""
+        if data:
+            self._transport.write(data)
 
     def close(self) -> None:
-        self.write(b"")
+        self.flush()
         self._transport.close()
 
 
@@ -428,7 +432,7 @@ class _Protocol(H11Protocol):
         return cycle is None or bool(cycle.response_complete)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(cast(asyncio.Transport, _HeadFirst(transport, self.loop)))
+        super().connection_made(cast(asyncio.Transport, _OneSend(transport, self.loop)))
         self.app_state = {**self.app_state, "pass_chunks": self._pass_chunks}
         self._timer = self.loop.call_later(_HEAD, self._look)
         self._wait()
@@ -473,7 +477,7 @@ class _Protocol(H11Protocol):
         is_body = self.conn.our_state is h11.SEND_BODY and self.conn.their_http_version == b"1.1"
         if not is_body or self.flow.write_paused or self.transport.is_closing():
             return False
-        self.transport.write(chunks)
+        cast(_OneSend, self.transport).flush(chunks)
         return True
 
     def _look(self) -> None:

@@ -30,7 +30,7 @@ from starlette.types import Message, Scope
 from kvtier.service.admin.http_app import Pages
 from kvtier.service.command_line import JsonLine, LogFormat, TextLine, log_to_stderr
 from kvtier.service.web import http_server
-from kvtier.service.web.http_server import HostNames, HttpServer, HttpSocket, _HeadFirst
+from kvtier.service.web.http_server import HostNames, HttpServer, HttpSocket, _OneSend
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
 
@@ -296,15 +296,14 @@ def test_no_text_is_taken_for_an_address_or_a_name_of_ours(text: str) -> None:
     assert hosts.admits("/healthz", host)
 
 
-def test_a_head_goes_with_what_follows_it_or_by_itself() -> None:
+def test_what_is_written_in_one_turn_goes_by_one_send() -> None:
     class Sent:
         def __init__(self) -> None:
             self.pieces: list[bytes] = []
             self.is_closed = False
 
         def write(self, data: bytes) -> None:
-            if data:
-                self.pieces.append(data)
+            self.pieces.append(data)
 
         def close(self) -> None:
             self.is_closed = True
@@ -314,20 +313,24 @@ def test_a_head_goes_with_what_follows_it_or_by_itself() -> None:
 
     async def story() -> None:
         sent = Sent()
-        transport = _HeadFirst(cast(asyncio.Transport, sent), asyncio.get_running_loop())
-        transport.write(b"HTTP/1.1 200 OK\r\n\r\n")
-        transport.write(b"body")
-        transport.write(b"more")
-        assert sent.pieces == [b"HTTP/1.1 200 OK\r\n\r\nbody", b"more"]
-        # nothing follows for now: it is not held back
-        transport.write(b"HTTP/1.1 204 \r\n\r\n")
-        await asyncio.sleep(0)
-        assert sent.pieces[2:] == [b"HTTP/1.1 204 \r\n\r\n"]
-        # a body that begins as a head does; two heads in a row; an end
-        for piece in (b"HTTP/1.1 ", b"HTTP/1.1 400 \r\n\r\n", b"HTTP/"):
+        transport = _OneSend(cast(asyncio.Transport, sent), asyncio.get_running_loop())
+        for piece in (b"head ", b"", b"body ", b"end"):
             transport.write(piece)
+        assert sent.pieces == []
+        await asyncio.sleep(0)
+        assert sent.pieces == [b"head body end"]
+        # a ready piece does not wait, and stays behind what was written before
+        transport.write(b"head ")
+        transport.flush(b"piece")
+        assert sent.pieces[1:] == [b"head piece"]
+        # much is not held back
+        transport.write(bytes(1 << 20))
+        assert len(sent.pieces[2]) == 1 << 20
+        # an end is the last
+        transport.write(b"rest")
         transport.close()
-        assert sent.pieces[3:] == [b"HTTP/1.1 HTTP/1.1 400 \r\n\r\n", b"HTTP/"]
+        await asyncio.sleep(0)
+        assert sent.pieces[3:] == [b"rest"]
         assert transport.is_closing()
 
     asyncio.run(story())
