@@ -79,6 +79,7 @@ TORCH_FILES: Final = (
 LOADS_TORCH: Final = (*TORCH_FOLDERS, "service/engine")
 FOR_ENGINES: Final = {
     "KVTierConnector",
+    "KVTierECConnector",
     "KVTierSecondaryTier",
     "KVTierStorage",
     "KVTier",

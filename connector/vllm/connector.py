@@ -97,6 +97,8 @@ class KVTierProm(KVConnectorPromMetrics):
     Names begin with "vllm:", since vLLM unregisters such series when an engine ends.
     """
 
+    PREFIX = "vllm:"
+
     def __init__(
         self,
         vllm_config: Any,
@@ -110,7 +112,7 @@ class KVTierProm(KVConnectorPromMetrics):
             options: dict[str, Any] = {} if family.is_counter else {"multiprocess_mode": "mostrecent"}
             options |= {"documentation": family.text, "labelnames": [*labelnames, *family.labels]}
             make = metric_types[Counter if family.is_counter else Gauge]
-            self._families[family.name] = family, make(name=f"vllm:{family.name}", **options)
+            self._families[family.name] = family, make(name=self.PREFIX + family.name, **options)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, series in transfer_stats_data.items():

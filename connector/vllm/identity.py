@@ -107,6 +107,36 @@ def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: Cach
     return with_lossy(exact, cache.lossy, plan.block_bytes, unlike=_unlike(vllm_config, plan, spec))
 
 
+def encoder_identity(vllm_config: Any, width: int, rows: int, cache: CacheConfig) -> ModelIdentity:
+    """Everything that the outputs of a model's encoders depend on, besides the item that is encoded.
+
+    `width` is that of the widest output, in numbers; `rows` of it are a block.
+    """
+    model, parts = vllm_config.model_config, vllm_config.model_config.multimodal_config
+    if parts is None:
+        raise ConfigError(f"model {model.model!r}: it has no encoder; leave --ec-transfer-config out")
+    path, dtype = checkpoint_path(model), str(model.dtype).removeprefix("torch.")
+    shaping = ("mm_processor_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype", "video_pruning_rate")
+    settings = ", ".join(f"{name} {getattr(parts, name, None)}" for name in (*shaping, "video_pruning_method"))
+    return ModelIdentity(
+        model=name_of(path),
+        revision=revision_of(path),
+        config_digest=config_digest(model.hf_config.to_dict()),
+        rope_factor=float(model.max_model_len),
+        dtype=dtype,
+        kv_dtype=dtype,
+        compute_dtype=dtype,
+        quantization=_quantization(model),
+        num_kv_heads=1,
+        head_dim=width,
+        block_size=rows,
+        layers=(0,),
+        kind="encoder",
+        layout=f"encoder rows, {settings}",
+        epoch=cache.epoch,
+    )
+
+
 def _unlike(vllm_config: Any, plan: SlotPlan, spec: Any) -> str | None:
     """Why a slot has other values than numbers of the first layer's dtype; None if it has not."""
     if spec is not None and is_packed(spec):

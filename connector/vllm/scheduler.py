@@ -8,7 +8,6 @@ from itertools import chain
 from typing import Any, Final
 
 from kvtier.connector import Answered, CopyOp, SchedulerSide, StepPlan, WorkerReport
-from kvtier.connector.daemon import RemoteTiers
 from kvtier.connector.vllm.events import VllmEvents
 from kvtier.connector.vllm.keys import RequestNames, ServedAdapters
 from kvtier.connector.vllm.messages import CopyReports, StepMessage, WatchedOps
@@ -29,7 +28,7 @@ from kvtier.connector.vllm.requests import (
 )
 from kvtier.connector.vllm.slots import SlotPlan
 from kvtier.connector.vllm.states import StateSide, exactly
-from kvtier.connector.vllm.worker import RegionHandle, with_blocks
+from kvtier.connector.vllm.worker import RegionHandle, handle_of, with_blocks
 from kvtier.tiers import L2, ChainHash
 from kvtier.tiers.config import CacheConfig
 from kvtier.tiers.hierarchy import PENDING, CacheTiers, Hierarchy, Pending
@@ -211,8 +210,9 @@ class SchedulerHalf:
         self._keep_late(written)
         fences = self._ops.readers(written)
         self._expect(plan)
+        self.memory = handle_of(self.side.tiers, self.memory)
         return StepMessage(
-            region=self._handle(),
+            region=self.memory,
             plan=plan.encode(),
             final_stores=final_stores.encode(),
             is_idle=self._was_idle,
@@ -440,14 +440,6 @@ class SchedulerHalf:
 
     def _translate(self, op: CopyOp, tables: Tables) -> CopyOp:
         return with_blocks(replace(op, request_id=owner(op.request_id)), *self._worker_blocks(tables, op.device_blocks))
-
-    def _handle(self) -> RegionHandle | None:
-        """The handle by which workers find L2. It changes when the daemon restarts."""
-        tiers, known = self.side.tiers, self.memory
-        region, member = tiers.region, tiers.member if isinstance(tiers, RemoteTiers) else None
-        if region is not None and (known is None or (known.region_id, known.client) != (region.region_id, member)):
-            self.memory = RegionHandle.of(region, member)
-        return self.memory
 
     def _worker_blocks(self, tables: Tables, positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """vLLM's blocks for these of kvtier's, in every lane of K and V, without those not kept; and each one's

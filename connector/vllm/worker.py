@@ -11,10 +11,11 @@ from typing import Final
 import torch
 
 from kvtier.connector import CopyOp, StepPlan, WorkerReport, WorkerSide
-from kvtier.connector.daemon import join
+from kvtier.connector.daemon import RemoteTiers, join
 from kvtier.connector.vllm.slots import SlotPlan, engine_blocks
 from kvtier.tiers import ConfigError, TierUnavailable
 from kvtier.tiers.copies import CopyStream, CopyWays, CudaCopyStream, EngineBlocks, HostCopyStream
+from kvtier.tiers.hierarchy import CacheTiers
 from kvtier.tiers.host import HostRegion
 
 
@@ -48,6 +49,14 @@ class RegionHandle:
             return HostRegion.attach(fd, self.num_slots, self.slot_bytes)
         finally:
             os.close(fd)
+
+
+def handle_of(tiers: CacheTiers, known: RegionHandle | None) -> RegionHandle | None:
+    """The handle by which workers find L2, `known` if it is still right. It changes when the daemon restarts."""
+    region, member = tiers.region, tiers.member if isinstance(tiers, RemoteTiers) else None
+    if region is not None and (known is None or (known.region_id, known.client) != (region.region_id, member)):
+        return RegionHandle.of(region, member)
+    return known
 
 
 @dataclass

@@ -90,7 +90,7 @@ FORMAT_VERSION: Final = 2  # of the canonical block layout and of how blocks are
 
 _FEW: Final = 4  # values of a list that are shown one by one
 _SHORT: Final = 80  # characters of a field that are shown
-_KINDS: Final = ("full", "sliding", "mla", "state")
+_KINDS: Final = ("full", "sliding", "mla", "state", "encoder")
 _REVISION: Final = re.compile(r"([a-z0-9]+:)?[0-9a-f]{16,128}")
 _CONFIG_DIGEST: Final = re.compile(r"(length-rope:)?[0-9a-f]{64}")
 _LENGTH_ROPE: Final = "length-rope:"
@@ -128,7 +128,7 @@ class ModelIdentity:
     kv_scales: tuple[float, ...] | None = None  # of a quantised kv_dtype, K and V per layer
     quantization: str | None = None  # of the weights: method and its settings
     rope_factor: float | None = None  # which one is meant, if RoPE depends on the length: 1.0 is that of short texts
-    kind: str = "full"  # or "sliding", "mla", "state"
+    kind: str = "full"  # or "sliding", "mla", "state", "encoder": outputs of a model's encoders
     window: int | None = None  # tokens, of a sliding group
     tp_ranks: tuple[int, int] = (0, 1)  # the tensor-parallel ranks whose parts make up a block, in this order
     tp_size: int = 1
