@@ -23,6 +23,7 @@ NO_COMMANDS: Final = ("router,", "closed:", "redis", "for ", "out ", "with ", "d
 # What configurations of engines, packages and services name. `imports` looks at them, since docs/architecture.md does.
 CONFIGURED: Final = (
     "kvtier.connector.vllm:KVTierConnector",
+    "kvtier.connector.vllm:KVTierECConnector",
     "kvtier.connector.vllm_tier:KVTierSecondaryTier",
     "kvtier.connector.vllm.plugin:register",
     "kvtier.connector.sglang:KVTierStorage",
