@@ -77,6 +77,10 @@ eviction:
   same, less the best of LRU, S3-FIFO, 2Q, ARC and LHD | best of others, points$
   recorded agents, L2 of 2,720 blocks: % of the way from LRU to the optimum | way from LRU | Agents and the optimum
   `predicted` less LRU in a replay: CPU µs a block | ^.*: CPU of predicted | The cost of predicted
+hints:
+  hints of which nine of ten are right, six traces, by who says what: points more than none | 9 of 10 right
+  same, five of ten | 5 of 10 right | Hints at random
+  same, none | 0 of 10 right
 order_cost:
   same, requests of 8 to 512 blocks in a full pool | ^predicted over LRU | The cost of predicted
 eviction:

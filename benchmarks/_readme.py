@@ -198,7 +198,7 @@ def written(page: Path, table: str) -> str:
     return text[:start] + table + text[text.index(END, start) :]
 
 
-# tables of scale in docs/performance.md, and of compression in docs/storage.md
+# tables of scale and hints in docs/performance.md, and of compression in docs/storage.md
 
 
 def tables() -> dict[str, str]:
@@ -223,6 +223,8 @@ def tables() -> dict[str, str]:
     made["compression"] = "\n".join([*(table(rows) for rows in (kinds, tiers, kept) if rows), _machine(compressed)])
     packed = [{name: row[name] for name in row if name not in LEFT_OUT} for row in packed]
     made["lossy"] = f"{table(packed)}\n{table(answers)}\n{_machine(compressed)}" if packed else ""
+    worth = [{name: row[name] for name in row if name != "lru %"} for row in results["hints"]["results"]]
+    made["hints"] = f"{table(worth)}\n{_machine(results['hints'])}"
     return made
 
 

@@ -1,4 +1,4 @@
-from .chat import AS_SENT, ChatPrefix, hint_in, is_cache_mark, named_line
+from .chat import AS_SENT, ChatPrefix, agent_hint, hint_in, is_cache_mark, named_line
 from .local import LocalConnector, open_apart, open_tiers
 from .overlapped import OverlappedLoad
 from .plan import CopyOp, StepPlan, WorkerReport
@@ -37,6 +37,7 @@ __all__ = [
     "Turns",
     "WorkerReport",
     "WorkerSide",
+    "agent_hint",
     "best_child",
     "hint_in",
     "is_cache_mark",

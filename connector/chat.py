@@ -155,6 +155,33 @@ def is_cache_mark(value: object) -> bool:
     return isinstance(value, Mapping) and value.get("type") == "ephemeral"
 
 
+def agent_hint(extension: Any, ignored: Callable[[str], None]) -> Hint | None:
+    """The hint in Dynamo's `nvext`; `ignored` is called with the reason if it is malformed.
+
+    A closed session is finished. An open one goes on, as does one with a prefill ahead of its next turn, a priority
+    above 0 or `cache_control`; below 0 it is finished.
+    Source: NVIDIA Dynamo 1.5, "NVIDIA Request Extensions (nvext)" and "Agent Hints".
+    """
+    if not isinstance(extension, Mapping):
+        ignored("malformed")
+        return None
+    session, hints = (extension.get(name) or {} for name in ("session_control", "agent_hints"))
+    if not isinstance(session, Mapping) or not isinstance(hints, Mapping):
+        ignored("malformed")
+        return None
+    if (action := session.get("action")) == "close":
+        return Hint.FINISHED
+    try:
+        priority = _number(hints.get("priority") or 0)
+    except (TypeError, ValueError):
+        ignored("malformed")
+        priority = 0
+    goes_on = action == "open" or hints.get("speculative_prefill") is True or priority > 0
+    if goes_on or is_cache_mark(extension.get("cache_control")):
+        return Hint.GOES_ON
+    return Hint.FINISHED if priority < 0 else None
+
+
 def hint_in(envelope: Any, ignored: Callable[[str], None]) -> Hint | None:
     """The hint in an envelope's actions; `ignored` is called with the reason when an action is skipped.
 

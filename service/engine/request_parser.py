@@ -20,6 +20,7 @@ from kvtier.service.engine.loop import EngineLoop, SequenceInput
 from kvtier.service.openai import CallForm, ChatBody, CompletionBody, OpenAIError, Prompts, bad_field, parse
 from kvtier.tiers import MissingPackages, RequestError, require_extra
 from kvtier.tiers.config import ServerConfig
+from kvtier.tiers.reuse import Hint
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -327,8 +328,13 @@ def require_model(served: Served, name: str | None) -> None:
         raise openai.unknown_model(name, served.name)
 
 
-def completion_of(served: Served, kind: type[AnyBody], data: bytes, deadline: float) -> completion.CompletionRequest:
-    """What a body requests, with `n` inputs for each prompt. Raises OpenAIError if it cannot be computed."""
+def completion_of(
+    served: Served, kind: type[AnyBody], data: bytes, deadline: float, *, is_last: bool = False
+) -> completion.CompletionRequest:
+    """What a body requests, with `n` inputs for each prompt. Raises OpenAIError if it cannot be computed.
+
+    `is_last`: a header says that its session ends, unless the body has a hint.
+    """
     body: AnyBody = parsed(served, kind, data)
     loop, num_choices = served.loop, body.n or 1
     require_model(served, body.model)
@@ -340,6 +346,8 @@ def completion_of(served: Served, kind: type[AnyBody], data: bytes, deadline: fl
     prompts = served.prompts.tokenized(body)
     guide = _guide_of(served, body)
     params = [params_of(loop, body, prompt.token_ids, guide) for prompt in prompts]
+    if is_last and body.hint is None:
+        params = [replace(each, hint=Hint.FINISHED) for each in params]
     repair = repair_of(body, loop.engine)
     segments = segments_of(body, prompts, repair, loop.engine)
     named = [loop.engine.prompt(prompt.token_ids, body.cache_salt) for prompt in prompts]

@@ -278,7 +278,8 @@ def make_app(served: Served) -> Starlette:
 
     def post(path: str, body_type: type[CompletionBody] | type[ChatBody], form: completion.CompletionFormat) -> Route:
         async def endpoint(request: Request) -> Response:
-            wanted = await read(request, partial(request_parser.completion_of, served, body_type))
+            is_last = _ends_session(request)
+            wanted = await read(request, partial(request_parser.completion_of, served, body_type, is_last=is_last))
             return await _answered(request, OpenAICompletion(wanted, form, served.loop))
 
         return Route(path, endpoint, methods=["POST"])
@@ -321,6 +322,11 @@ def make_app(served: Served) -> Starlette:
     return Starlette(routes=routes, middleware=cors(served.config.cors_origins), exception_handlers=handlers)
 
 
+def _ends_session(request: Request) -> bool:
+    """Dynamo's header: this is the last request of its session."""
+    return request.headers.get("x-dynamo-session-final", "").lower() == "true"
+
+
 def _translated(
     served: Served,
     read: Callable[[Request, Callable[[bytes, float], Any]], Awaitable[Any]],
@@ -329,13 +335,13 @@ def _translated(
 ) -> Route:
     """Another API's requests, which are chats in other words."""
 
-    def wanted(data: bytes, deadline: float) -> Any:
+    def wanted(data: bytes, deadline: float, *, is_last: bool) -> Any:
         body = request_parser.parsed(served, body_type, data)
         chat = json.dumps(body.chat).encode()
-        return body, request_parser.completion_of(served, ChatBody, chat, deadline)
+        return body, request_parser.completion_of(served, ChatBody, chat, deadline, is_last=is_last)
 
     async def endpoint(request: Request) -> Response:
-        body, of_chat = await read(request, wanted)
+        body, of_chat = await read(request, partial(wanted, is_last=_ends_session(request)))
         return await _answered(request, completion.TranslatedCompletion(of_chat, served.loop, body))
 
     return Route(path, endpoint, methods=["POST"])

@@ -9,7 +9,7 @@ import msgspec
 import pydantic
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
-from kvtier.connector import ChatPrefix, hint_in, is_cache_mark
+from kvtier.connector import ChatPrefix, agent_hint, hint_in, is_cache_mark
 from kvtier.service import Json, first_error, object_in, shown, writable
 from kvtier.service.openai.chat import Chat, PromptPiece, chat_of, text_pieces
 from kvtier.service.openai.errors import OpenAIError
@@ -146,11 +146,18 @@ def _envelope(value: object, info: ValidationInfo) -> Hint | None:
     return None if value is None else hint_in(value, lambda _: _note_unknown(info, "kv_hints"))
 
 
+def _extension(value: object, info: ValidationInfo) -> Hint | None:
+    return None if value is None else agent_hint(value, lambda _: _note_unknown(info, "nvext"))
+
+
 CacheMark = Annotated[bool, BeforeValidator(_mark)]
 """Anthropic's `cache_control`: whether it is one. Other values are ignored."""
 
 KVHints = Annotated[Hint | None, BeforeValidator(_envelope)]
 """vLLM's `kv_hints`. Unknown values are ignored."""
+
+AgentHints = Annotated[Hint | None, BeforeValidator(_extension)]
+"""Dynamo's `nvext`. Unknown values are ignored."""
 
 
 class ChatReuse(Strict):
@@ -521,6 +528,7 @@ class CompletionBody(CompletionPrompt, Sampling):
 
     kvtier: CompletionReuse | None = None
     kv_hints: KVHints = None
+    nvext: AgentHints = None
     max_tokens: Annotated[int, Field(ge=0, le=MAX_NUMBER)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None  # of so many likeliest tokens
@@ -535,7 +543,7 @@ class CompletionBody(CompletionPrompt, Sampling):
 
     @property
     def hint(self) -> Hint | None:
-        return (None if self.kvtier is None else self.kvtier.hint) or self.kv_hints
+        return (None if self.kvtier is None else self.kvtier.hint) or self.kv_hints or self.nvext
 
     @property
     def num_logprobs(self) -> int | None:
@@ -550,6 +558,7 @@ class ChatBody(ChatPrompt, Sampling):
 
     kvtier: ChatReuse | None = None
     kv_hints: KVHints = None
+    nvext: AgentHints = None
     cache_control: CacheMark = False
     max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
@@ -581,7 +590,7 @@ class ChatBody(ChatPrompt, Sampling):
 
     @property
     def hint(self) -> Hint | None:
-        if hint := (None if self.kvtier is None else self.kvtier.hint) or self.kv_hints:
+        if hint := (None if self.kvtier is None else self.kvtier.hint) or self.kv_hints or self.nvext:
             return hint
         tools: list[Any] = self.tools or []
         is_marked = self.cache_control or any(message.is_marked for message in self.messages)

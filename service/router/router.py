@@ -50,17 +50,26 @@ _MAX_VALUES: Final = 1024  # JSON values of a conversation's head that are hashe
 _MAX_TEXT: Final = 64 << 10  # characters of one text that are hashed
 # The field with the turns, by path.
 _TURNS: Final = {"/v1/chat/completions": "messages", "/v1/messages": "messages", "/v1/responses": "input"}
+# What identifies an agent's session, or its family's: a sub-agent goes where its parent's beginning is. In order.
+_SESSION_HEADERS: Final = (
+    *(b"x-dynamo-parent-session-id", b"x-dynamo-session-id", b"x-claude-code-session-id", b"x-parent-session-id"),
+    *(b"x-session-id", b"session-id", b"x-correlation-id"),
+)
 _HEAD_FIELDS: Final = ("model", "cache_salt", "system", "instructions")  # hashed besides the first turns
 
 
-def session_of(path: str, body: Mapping[str, Any]) -> bytes | None:
-    """A digest of a request's `prompt_cache_key`, else of everything up to the first user turn; None if it has neither.
+def session_of(path: str, body: Mapping[str, Any], headers: Headers = ()) -> bytes | None:
+    """A digest of `prompt_cache_key`, else of a session's header, else of all up to the first user turn; or None.
 
     Chats, Anthropic's messages and OpenAI's responses have turns. A plain prompt has none, so it has no conversation.
+    Sources of the headers: NVIDIA Dynamo 1.5, "Session IDs" (its own, Claude Code's, Codex's, OpenCode's); AIPerf.
     """
     key = body.get("prompt_cache_key")
     if isinstance(key, str) and key:
         return _digest([body.get("cache_salt"), key])
+    given = {name: value for name, value in headers if value}
+    if (name := next((each for each in _SESSION_HEADERS if each in given), None)) is not None:
+        return _digest([body.get("cache_salt"), given[name].decode("latin-1")])
     turns = body.get(_TURNS.get(path, ""))
     if isinstance(turns, str):
         turns = [{"role": "user", "content": turns}]
@@ -471,7 +480,7 @@ class Router:
         begun = time.perf_counter()
         known = await self._known(request.path, fields, request.body)
         self.ledger.seconds["tokenise"] += time.perf_counter() - begun
-        session = session_of(request.path, fields)
+        session = session_of(request.path, fields, request.headers)
         version = self.fleet.version_for(model, session, known.tokens[:_START])
         request = replace(request, session=session, model=model, version=version)
         if known.unknown is not None:
@@ -525,7 +534,8 @@ class Router:
         if is_json and body.count(b",") < _MAX_ITEMS:
             with suppress(OpenAIError):  # the replica reports whatever is wrong
                 fields = json_object(body)
-                model, session = fields.get("model"), session_of(request.path.partition("?")[0], fields)
+                model = fields.get("model")
+                session = session_of(request.path.partition("?")[0], fields, request.headers)
         if not isinstance(model, str) or model not in self.fleet.served:
             model = None  # the replica reports that, too
         sure = frozenset(self.fleet.names) if session is None else frozenset[str]()

@@ -65,6 +65,16 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather"}}
         ({"body": retain({"priority": 50, "start": 0, "end": 9})}, Hint.GOES_ON, 0),
         ({"body": retain({"priority": 1}, kind="kv.prefetch")}, None, 1),
         ({"body": {"kv_hints": ["keep"]}}, None, 1),
+        ({"body": {"nvext": {"agent_hints": {"priority": 5, "osl": 1024}}}}, Hint.GOES_ON, 0),  # Dynamo's
+        ({"body": {"nvext": {"agent_hints": {"speculative_prefill": True}}}}, Hint.GOES_ON, 0),
+        ({"body": {"nvext": {"agent_hints": {"priority": -1}}}}, Hint.FINISHED, 0),
+        ({"body": {"nvext": MARK}}, Hint.GOES_ON, 0),
+        ({"body": {"nvext": {"session_control": {"session_id": "s", "action": "open"}}}}, Hint.GOES_ON, 0),
+        ({"body": {"nvext": {"session_control": {"action": "close"}, **MARK}}}, Hint.FINISHED, 0),
+        ({"body": {"nvext": {"agent_hints": {"osl": 9}, "annotations": []}}}, None, 0),
+        ({"body": {"nvext": {"agent_hints": {"priority": "high"}}}}, None, 1),
+        ({"body": {"nvext": ["keep"]}}, None, 1),
+        ({"body": {"nvext": {"session_control": "close"}}}, None, 1),
         ({"content": [{**PART, "cache_control": "ephemeral"}]}, None, 1),
         ({"body": {"cache_control": {"type": ["ephemeral"]}, "tools": [{**TOOL, "cache_control": 1}]}}, None, 1),
     ],
@@ -79,6 +89,22 @@ def test_marks_and_hints_of_other_servers_are_heard(
     wait_for(lambda: len(told) == 1)
     assert (told[0].hint, told[0].is_derived) == (hint, False)
     assert sum(server.loop.tally.ignored.counts.values()) == before + ignored
+
+
+def test_the_last_request_of_a_session_is_finished_unless_its_body_says_otherwise(
+    server: ServerThread, told: list[RequestEnd]
+) -> None:
+    final, messages = {"x-dynamo-session-final": "true"}, [{"role": "user", "content": PROMPT}]
+    claude = {"messages": messages, "max_tokens": 1, "model": MODEL}
+    for path, body in (
+        ("completions", {"prompt": PROMPT, "max_tokens": 1, **ASK}),
+        ("messages", claude),
+        ("completions", {"prompt": PROMPT, "max_tokens": 1, **ASK, "kvtier": {"hint": "tool"}}),
+    ):
+        answer = server.http.post(f"/v1/{path}", json=body, headers=final)
+        assert answer.status_code == 200, answer.text
+    wait_for(lambda: len(told) == 3)
+    assert [end.hint for end in told] == [Hint.FINISHED, Hint.FINISHED, Hint.TOOL]
 
 
 def test_an_answer_that_calls_a_tool_says_so_itself() -> None:

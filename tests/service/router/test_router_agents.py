@@ -129,6 +129,34 @@ def test_a_key_keeps_requests_together_whatever_they_say(pair: Pair) -> None:
         assert set.union(*by_key.values()) == {replica.name for replica in pair}
 
 
+@pytest.mark.parametrize(
+    ("own", "parent"),
+    [
+        ("x-dynamo-session-id", "x-dynamo-parent-session-id"),
+        ("x-claude-code-agent-id", "x-claude-code-session-id"),
+        ("x-session-id", "x-parent-session-id"),
+    ],
+)
+def test_an_agents_header_keeps_its_requests_and_its_sub_agents_together(pair: Pair, own: str, parent: str) -> None:
+    """A sub-agent has another conversation, and often its parent's beginning."""
+    with routed(*(replica.url for replica in pair)) as router:
+        families: list[set[str]] = []
+        for family in "abcdefghijklmnopqrst":
+            root = {parent if "claude" in own else own: family}
+            asked = [root, root, {own: f"{family} helps", parent: family}]
+            answers = [
+                router.client.post(
+                    "/v1/chat/completions",
+                    json={"model": "m", "messages": [{"role": "user", "content": f"{family}{number}"}]},
+                    headers=headers,
+                )
+                for number, headers in enumerate(asked)
+            ]
+            families.append({answer.headers["x-kvtier-replica"] for answer in answers})
+        assert all(len(home) == 1 for home in families)
+        assert set.union(*families) == {replica.name for replica in pair}
+
+
 def test_turns_of_other_apis_stay_together_too(pair: Pair) -> None:
     with routed(*(replica.url for replica in pair)) as router:
         for number in range(8):
