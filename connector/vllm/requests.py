@@ -278,6 +278,12 @@ class TrackedRequest:
     is_counted: bool = False  # its misses, if there was nothing to look up
     awaited: Awaited | None = None  # until a prefill node's blocks are here or late
     border: int = 0  # the last one in its prompt with all blocks and states stored
+    most_loaded: int | None = None  # tokens that its client lets it load beyond L1's; None: no bound
+    most_stored: int | None = None  # leading tokens that its client lets it store
+
+    def __post_init__(self) -> None:
+        given = self.request.kv_transfer_params or {}
+        self.most_loaded, self.most_stored = (_limit(given, name) for name in ("max_load_tokens", "max_offload_tokens"))
 
     @property
     def chain(self) -> BlockChain:
@@ -286,6 +292,15 @@ class TrackedRequest:
     @property
     def num_tokens(self) -> int:
         return int(self.request.num_tokens)
+
+
+def _limit(given: Mapping[str, Any], name: str) -> int | None:
+    """A bound in `kv_transfer_params`, by the name that vLLM's own offloading has for it."""
+    value = given.get(name)
+    if value is not None and (type(value) is not int or value < 0):
+        _log.warning("kv_transfer_params, %s %r: ignored; use a number of tokens from 0 on", name, value)
+        return None
+    return value
 
 
 @dataclass(slots=True)

@@ -133,7 +133,7 @@ class SchedulerHalf:
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """vLLM's `get_num_new_matched_tokens`: tokens that can be loaded, and whether the load is asynchronous."""
         row = self._row(request)
-        if row is None or request.skip_reading_prefix_cache:
+        if row is None or request.skip_reading_prefix_cache or row.most_loaded == 0:
             return 0, False
         if request.lora_request is not None and not self._is_of_its_adapter(row, num_computed_tokens):
             self._forget(row)
@@ -148,6 +148,8 @@ class SchedulerHalf:
         if isinstance(found, Pending) or (found and self._is_arriving(row)):
             row.answer, row.good_until = (None, False), now + _LOOK_AGAIN
             return row.answer
+        if row.most_loaded is not None and found > row.most_loaded:
+            found = 0 if self._states is not None else row.most_loaded // self._plan.block_size * self._plan.block_size
         row.synchronous = self._is_synchronous(found)
         row.answer, row.good_until = (found, bool(found) and not row.synchronous), now + _ASK_AGAIN
         return row.answer
@@ -198,7 +200,7 @@ class SchedulerHalf:
             if row is not None and self._stores:
                 drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
                 self._offer(row, num_scheduled - drafts, output.kv_connector_block_state)
-                if self._states is not None and not drafts:
+                if self._states is not None and not drafts and row.most_stored is None:
                     of_last_step = self._states.offer(row, num_scheduled, output)
                     self._final.update(dict.fromkeys(of_last_step, ()))
         final_stores, plan = self._planned()
@@ -388,6 +390,8 @@ class SchedulerHalf:
             return []
         if not self._cache.store_generated:
             num_computed = min(num_computed, row.request.num_prompt_tokens)
+        if row.most_stored is not None:
+            num_computed = min(num_computed, row.most_stored)
         first, size = row.stored or 0, self._plan.block_size
         if row.refused is not None:
             first = min(first, row.refused)

@@ -9,7 +9,7 @@ from extent import brief
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 import torch
-from vllm_rig import BLOCK, FAMILIES, engine, greedy, make_checkpoint, prompt, said, tiers
+from vllm_rig import BLOCK, FAMILIES, Engine, engine, greedy, make_checkpoint, prompt, said, tiers
 
 from kvtier.tiers.errors import ConfigError
 
@@ -45,6 +45,32 @@ def test_a_new_engine_finds_what_an_old_one_stored(family: str, models: dict[str
         second.forget_l1()
         assert second.text(PROMPTS) == expected
         assert second.found_in("l2") == sum(BLOCKS)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_client_bounds_what_its_request_loads_and_stores(
+    family: str, models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the names that vLLM's own offloading has for it."""
+
+    def cached(vllm: Engine, **bounds: object) -> int:
+        vllm.forget_l1()
+        params = greedy(4)
+        params.extra_args = {"kv_transfer_params": bounds}
+        [output] = vllm.llm.generate([{"prompt_token_ids": PROMPTS[0]}], params, use_tqdm=False)
+        texts.add(tuple(output.outputs[0].token_ids))
+        return int(output.num_cached_tokens)
+
+    texts: set[tuple[int, ...]] = set()
+    with engine(models[family], tiers(tmp_path)) as vllm:
+        assert cached(vllm, max_offload_tokens=0) == 0
+        assert cached(vllm, max_offload_tokens=3 * BLOCK + 5) == 0
+        assert cached(vllm, max_load_tokens=2 * BLOCK + 5, max_offload_tokens=0) == 2 * BLOCK
+        assert cached(vllm, max_load_tokens=0) == 0
+        assert cached(vllm, max_load_tokens=-1, max_offload_tokens="all") == 6 * BLOCK
+        assert "max_load_tokens -1: ignored" in caplog.text
+        assert "max_offload_tokens 'all': ignored" in caplog.text
+    assert len(texts) == 1
 
 
 @pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="vLLM's MLA has no float32 on a CPU with AMX")

@@ -52,7 +52,9 @@ class Story:
         attention = [(1, None)] if self.keeps_blocks else []
         plan: Any = SimpleNamespace(states=states, block_size=BLOCK_SIZE, attention=attention)
         self.states = StateSide(self.side, plan, NUM_BLOCKS, keeps_answers=True)
-        request = SimpleNamespace(num_tokens=6 * BLOCK_SIZE + 1, num_computed_tokens=0, num_prompt_tokens=25)
+        request = SimpleNamespace(
+            num_tokens=6 * BLOCK_SIZE + 1, num_computed_tokens=0, num_prompt_tokens=25, kv_transfer_params=None
+        )
         keys: Any = Keys(self.chain)
         self.row = TrackedRequest(request, "r", keys)
         self.side.admit(self.row)
