@@ -278,8 +278,7 @@ def make_app(served: Served) -> Starlette:
 
     def post(path: str, body_type: type[CompletionBody] | type[ChatBody], form: completion.CompletionFormat) -> Route:
         async def endpoint(request: Request) -> Response:
-            is_last = _ends_session(request)
-            wanted = await read(request, partial(request_parser.completion_of, served, body_type, is_last=is_last))
+            wanted = await read(request, _completing(served, body_type, request))
             return await _answered(request, OpenAICompletion(wanted, form, served.loop))
 
         return Route(path, endpoint, methods=["POST"])
@@ -322,9 +321,14 @@ def make_app(served: Served) -> Starlette:
     return Starlette(routes=routes, middleware=cors(served.config.cors_origins), exception_handlers=handlers)
 
 
-def _ends_session(request: Request) -> bool:
-    """Dynamo's header: this is the last request of its session."""
-    return request.headers.get("x-dynamo-session-final", "").lower() == "true"
+Completing = Callable[[bytes, float], completion.CompletionRequest]
+"""(body, deadline) → what it requests."""
+
+
+def _completing(served: Served, kind: type[CompletionBody] | type[ChatBody], request: Request) -> Completing:
+    """`completion_of` for this request. Dynamo's header says that it is the last one of its session."""
+    is_last = request.headers.get("x-dynamo-session-final", "").lower() == "true"
+    return partial(request_parser.completion_of, served, kind, is_last=is_last)
 
 
 def _translated(
@@ -335,13 +339,12 @@ def _translated(
 ) -> Route:
     """Another API's requests, which are chats in other words."""
 
-    def wanted(data: bytes, deadline: float, *, is_last: bool) -> Any:
+    def wanted(completing: Completing, data: bytes, deadline: float) -> Any:
         body = request_parser.parsed(served, body_type, data)
-        chat = json.dumps(body.chat).encode()
-        return body, request_parser.completion_of(served, ChatBody, chat, deadline, is_last=is_last)
+        return body, completing(json.dumps(body.chat).encode(), deadline)
 
     async def endpoint(request: Request) -> Response:
-        body, of_chat = await read(request, partial(wanted, is_last=_ends_session(request)))
+        body, of_chat = await read(request, partial(wanted, _completing(served, ChatBody, request)))
         return await _answered(request, completion.TranslatedCompletion(of_chat, served.loop, body))
 
     return Route(path, endpoint, methods=["POST"])
