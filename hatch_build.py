@@ -22,6 +22,8 @@ try:
 except ImportError:  # called as a program: Cython is enough
     BuildHookInterface = object
 
+_COMMIT: Final = Path("kvtier/commit.txt")
+_FROM: Final = "BUILD_COMMIT"  # the commit of what is packed, where that is a copy without git
 _OFF: Final = "KVTIER_EXTENSIONS"  # "off": build none
 _FLAGS: Final = ("-O2", "-g0", "-fPIC", "-shared", "-fwrapv", "-fno-strict-aliasing", "-w")
 # Run interpreted, too: the module of each is NAME_compiled.
@@ -32,20 +34,41 @@ _SECONDS: Final = 900  # for Cython, or the compiler, with one module
 
 
 class Extensions(BuildHookInterface):
-    """Adds the extension modules to a wheel; of an editable install they lie beside their sources."""
+    """Adds the extension modules to a wheel, and its commit to what is packed; `kvtier --version` shows it.
+
+    Of an editable install the modules lie beside their sources.
+    """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called by hatchling before it packs."""
-        if self.target_name != "wheel":
-            return
         root = Path(self.root)
         if version == "editable":
             build(root)
             return
         place = Path(tempfile.mkdtemp(prefix="kvtier-extensions-"))
+        if commit := commit_of(root):
+            (place / _COMMIT.name).write_text(commit)
+            build_data["force_include"][str(place / _COMMIT.name)] = str(_COMMIT)
+        if self.target_name != "wheel":
+            return
         if built := build(root, place):
             build_data["pure_python"], build_data["infer_tag"] = False, True
             build_data["force_include"].update({str(file): name for name, file in built.items()})
+
+
+def commit_of(root: Path) -> str:
+    """This checkout's commit, "-dirty" behind it if files differ. Empty: an sdist has its own, or there is no git."""
+    if (root / _COMMIT).exists():
+        return ""
+    if given := os.environ.get(_FROM):
+        return given
+    if not (root / ".git").exists():
+        return ""
+    told = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+        cwd=root, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    return told.stdout.strip()
 
 
 def build(root: Path, place: Path | None = None) -> dict[str, Path]:

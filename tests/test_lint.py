@@ -203,6 +203,10 @@ PLANTED: Final[dict[str, tuple[Mapping[str, str], str]]] = {
         },
         "Down: an alert without a story",
     ),
+    "licences": (
+        {"pyproject.toml": "[project]\ndependencies = ['numpy', 'nvidia-cuda-nvrtc']\noptional-dependencies = {}\n"},
+        "nvidia-cuda-nvrtc has the licence 'LicenseRef-NVIDIA-Proprietary'",
+    ),
     "panels": (
         {**dashboard(panel(1, "rate(up[$__rate_interval])"), panel(2, "sum(")), "deploy/prometheus/rules.yml": ""},
         "promtool check rules",

@@ -90,14 +90,15 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, root / name, follow_symlinks=False)
     files = set(tree(root))
-    for git in (["init", "--quiet"], ["add", "--all", "--force"]):
+    by = ["-c", "user.name=Tests", "-c", "user.email=tests@example.org"]
+    for git in (["init", "--quiet"], ["add", "--all", "--force"], [*by, "commit", "--quiet", "--message", "all"]):
         subprocess.run(["git", *git], cwd=root, check=True, capture_output=True)
     for stray in ("tiers/stray.py", "kvtier/stray.py", "engine/.env"):
         (root / stray).write_text("secret = 1\n")
     environment = {**without_make(), "VENV": sys.prefix}
     done = subprocess.run(["make", "dist"], cwd=root, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    return Checkout(root, files, done.stdout.splitlines())
+    return Checkout(root, files | {"kvtier/commit.txt"}, done.stdout.splitlines())
 
 
 def typed_to_install() -> list[str]:
@@ -184,7 +185,9 @@ def test_the_printed_commands_install_into_a_fresh_environment(checkout: Checkou
         done = subprocess.run(["bash", "-euc", there], cwd=checkout.root, env=environment, capture_output=True,
                               text=True, timeout=100, check=False)  # fmt: skip
         assert done.returncode == 0, command + done.stderr
-        assert done.stdout.split()[-1] == __version__
+        described = ["git", "describe", "--always", "--abbrev=12"]
+        commit = subprocess.run(described, cwd=checkout.root, capture_output=True, text=True, check=True).stdout.strip()
+        assert done.stdout.splitlines()[-1] == f"kvtier {__version__} ({commit})"
         assert (own / "kvtier" / "cli" / "__init__.py").exists()
     all_of_it_is_there([str(home / "bin" / "python"), "-c", PROGRAM], {"PYTHONPATH": ""}, tmp_path)
 

@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 if not __package__:  # run as a folder: its files are known as `lint.…` alone
     sys.path[0] = str(HERE.parent)
 
-from lint import deploy_files, fault_table, figures, prose, references  # noqa: E402
+from lint import deploy_files, fault_table, figures, licences, prose, references  # noqa: E402
 from lint.tree import Rule, Skip, Tree  # noqa: E402
 
 # Each with what it goes through, and how many of these there are at least.
@@ -50,6 +50,7 @@ RULES: Final = (
     Rule(figures.six, "figures", 6),
     Rule(figures.models, "rows", 120),
     # what is deployed
+    Rule(licences.licences, "packages", 40),
     Rule(deploy_files.compose, "files", 2),
     Rule(deploy_files.docker_compose, "services", 10),
     Rule(deploy_files.workflow, "files"),

@@ -3,6 +3,7 @@
 import os
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
 import typer
@@ -137,7 +138,8 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"kvtier {__version__}")
+        packed = Path(__file__).parents[1] / "commit.txt"  # of a wheel; a checkout has git
+        print(f"kvtier {__version__}" + (f" ({packed.read_text()})" if packed.exists() else ""))
         raise typer.Exit(Exit.OK)
 
 
