@@ -278,6 +278,7 @@ class TrackedRequest:
     is_counted: bool = False  # its misses, if there was nothing to look up
     awaited: Awaited | None = None  # until a prefill node's blocks are here or late
     border: int = 0  # the last one in its prompt with all blocks and states stored
+    loaded: int = 0  # tokens that the tiers promised to load for it
 
     @property
     def chain(self) -> BlockChain:
