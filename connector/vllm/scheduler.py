@@ -389,7 +389,7 @@ class SchedulerHalf:
         known, request = self.side.requests[row.request_id], row.request
         loaded = known.loaded_by_tier(row.loaded)
         loaded[L1] += row.num_l1_tokens
-        hits = {f"hit_tokens.{tier}": num_tokens for tier, num_tokens in loaded.items()}
+        hits = {f"hit_tokens.{tier}": num_tokens for tier, num_tokens in loaded.items() if num_tokens}
         counts = {"input_tokens": request.num_prompt_tokens, "output_tokens": request.num_output_tokens}
         usage = {f"gen_ai.usage.{name}": count for name, count in counts.items()}
         trace.end({**usage, **hits, **tracing.missed(known.missed)})

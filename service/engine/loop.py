@@ -109,13 +109,13 @@ class FinishedSequences:
 
 def _outcome(sequence: Sequence, end: str) -> tracing.Attributes:
     """The attributes of a sequence's span: where its prompt's KV came from, and why the rest was nowhere."""
-    by_label = {} if sequence.ttft is None else sequence.cached_tokens
-    cached = {name: by_label[kind.label] for name, kind in TIERS.items() if kind.label in by_label}
+    cached = {} if sequence.ttft is None else sequence.cached_tokens
+    hits = {name: num_tokens for name, kind in TIERS.items() if (num_tokens := cached.get(kind.label))}
     return {
         "gen_ai.usage.input_tokens": sequence.num_prompt_tokens,
         "gen_ai.usage.output_tokens": sequence.num_generated,
         **({} if sequence.ttft is None else {"gen_ai.latency.time_to_first_token": sequence.ttft}),
-        **{f"hit_tokens.{tier}": num_tokens for tier, num_tokens in cached.items()},
+        **{f"hit_tokens.{tier}": num_tokens for tier, num_tokens in hits.items()},
         **tracing.missed(sequence.causes),
         "preempted": sequence.num_preempted,
         "end": str(end),

@@ -1,7 +1,7 @@
 """A collector in this process: it takes OTLP by HTTP, and shows the spans of one trace as a tree."""
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,12 +30,14 @@ class Collector:
 
     def __init__(self) -> None:
         self.status = 200
+        self.before: Callable[[], object] = lambda: None  # what it does before it answers
         self.spans: list[SeenSpan] = []
         collector = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
+                collector.before()
                 if self.path == "/v1/traces" and collector.status == 200:
                     collector.spans += spans_in(ExportTraceServiceRequest.FromString(body))
                 self.send_response(collector.status)
@@ -92,10 +94,13 @@ def _attributes(pairs: Any) -> dict[str, Any]:
     return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in pairs}
 
 
-def tree(spans: Sequence[SeenSpan]) -> list[tuple[int, SeenSpan]]:
-    """Each with its depth, below its parent, by their start. AssertionError if one's parent is not there."""
-    names = {each.id for each in spans}
-    orphans = [each.name for each in spans if each.parent and each.parent not in names]
+def tree(spans: Sequence[SeenSpan], client: str = "") -> list[tuple[int, SeenSpan]]:
+    """Each with its depth, below its parent, by their start. AssertionError if one's parent is not there.
+
+    `client`: the span of a client that they all are below.
+    """
+    names = {each.id for each in spans} | {client}
+    orphans = [each.name for each in spans if each.parent not in names]
     assert not orphans, f"without their parents: {orphans}"
 
     def below(parent: str, depth: int) -> Iterator[tuple[int, SeenSpan]]:
@@ -104,13 +109,13 @@ def tree(spans: Sequence[SeenSpan]) -> list[tuple[int, SeenSpan]]:
                 yield depth, each
                 yield from below(each.id, depth + 1)
 
-    return list(below("", 0))
+    return list(below(client, 0))
 
 
-def drawn(spans: Sequence[SeenSpan]) -> list[str]:
+def drawn(spans: Sequence[SeenSpan], client: str = "") -> list[str]:
     """The tree as text: when each began and how long it took, in milliseconds, and what it says."""
     first, lines = min(each.start for each in spans), []
-    for depth, each in tree(spans):
+    for depth, each in tree(spans, client):
         shown = {name.removeprefix("kvtier."): value for name, value in each.attributes.items()}
         about = " ".join(f"{name}={value}" for name, value in shown.items())
         at, took = (each.start - first) / 1e6, (each.end - each.start) / 1e6
