@@ -123,7 +123,7 @@ def start(service: str, target: OtlpTarget | None) -> None:
 
 
 def stop() -> None:
-    """Export what waits, for at most two seconds. Idempotent."""
+    """Export what waits, for at most two seconds; then it is off, and nothing is counted any more. Idempotent."""
     global ON
     ON = False
     _process.stop()
@@ -223,6 +223,9 @@ class _Process:
             last = Thread(target=processor.shutdown, name="kvtier-tracing-stop", daemon=True)
             last.start()
             last.join(_STOP)
+        self.why, self._num_waiting = None, 0
+        self.counts.clear()
+        self.blocks.clear()
 
     def begin(self, name: str, parent: str | None, kind: Kind, attributes: Attributes) -> Trace | None:
         if (span := self._span(name, parent, kind, attributes, None)) is None:

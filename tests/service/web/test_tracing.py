@@ -139,14 +139,12 @@ def test_a_request_is_one_tree_from_the_router_to_the_slab(home: Path, model: Pa
 @contextmanager
 def tracing_to(url: str) -> Iterator[None]:
     """This process's requests are traced."""
-    tracing._process.__init__()
     tracing.start("here", tracing.OtlpTarget(f"{url}/v1/traces"))
     assert tracing.ON
     try:
         yield
     finally:
         tracing.stop()
-        tracing._process.__init__()
 
 
 def test_a_replica_that_fails_is_a_span_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +253,8 @@ def test_without_its_packages_a_daemon_starts_and_says_what_to_install(
         assert not part.is_needed
     finally:
         served.close()
-        tracing._process.__init__()
+        tracing.stop()
+        assert not tracing.wanting()
 
 
 @pytest.mark.parametrize(
