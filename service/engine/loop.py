@@ -117,7 +117,7 @@ def _outcome(sequence: Sequence, end: str) -> tracing.Attributes:
         **({} if sequence.ttft is None else {"gen_ai.latency.time_to_first_token": sequence.ttft}),
         **{f"hit_tokens.{tier}": num_tokens for tier, num_tokens in hits.items()},
         **tracing.missed(sequence.causes),
-        "preempted": sequence.num_preempted,
+        **({"preempted": sequence.num_preempted} if sequence.num_preempted else {}),
         "end": str(end),
     }
 

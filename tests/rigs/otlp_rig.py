@@ -72,6 +72,9 @@ def collecting() -> Iterator[Collector]:
         collector.close()
 
 
+_LONG = ("url.path", "fingerprint", "replica", "latency.time_to_first_token")  # what a line of `drawn` leaves out
+
+
 def spans_in(request: ExportTraceServiceRequest) -> Iterator[SeenSpan]:
     for of_process in request.resource_spans:
         service = _attributes(of_process.resource.attributes)["service.name"]
@@ -116,8 +119,10 @@ def drawn(spans: Sequence[SeenSpan], client: str = "") -> list[str]:
     """The tree as text: when each began and how long it took, in milliseconds, and what it says."""
     first, lines = min(each.start for each in spans), []
     for depth, each in tree(spans, client):
-        shown = {name.removeprefix("kvtier."): value for name, value in each.attributes.items()}
-        about = " ".join(f"{name}={value}" for name, value in shown.items())
+        shown = {
+            name.rpartition("gen_ai.")[2].removeprefix("kvtier."): value for name, value in each.attributes.items()
+        }
+        about = " ".join(f"{name}={value}" for name, value in shown.items() if name not in _LONG)
         at, took = (each.start - first) / 1e6, (each.end - each.start) / 1e6
         lines.append(
             f"{at:8.1f} {took:8.1f}  {'  ' * depth}{each.service.removeprefix('kvtier-')}: {each.name}  {about}"
