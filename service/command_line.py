@@ -66,7 +66,10 @@ class TextLine(logging.Formatter):
 
 
 class JsonLine(logging.Formatter):
-    """One object: `time` (UTC, ISO 8601), `level`, `logger`, `message`; if any `request_id`, `trace_id`, `traceback`."""
+    """One object: `time` (UTC, ISO 8601), `level`, `logger`, `message`, `request_id`, `trace_id`, `traceback`.
+
+    The last three if there are any.
+    """
 
     default_time_format = "%Y-%m-%dT%H:%M:%S"
     default_msec_format = "%s.%03dZ"
