@@ -206,7 +206,7 @@ class _Process:
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
 
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # each failed message would be a line
+        logging.getLogger(OTLPSpanExporter.__module__).setLevel(logging.CRITICAL)  # each failed message would be a line
         own: Attributes = {"service.name": service, "host.name": socket.gethostname(), "process.pid": getpid()}
         provider = TracerProvider(resource=Resource(own).merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
         self._processor = _batches(OTLPSpanExporter(target.url, timeout=_EXPORT), self, target.url)
@@ -309,16 +309,20 @@ def _batches(exporter: "SpanExporter", process: _Process, url: str) -> "SpanProc
 
     class Counting(SpanExporter):
         def export(self, spans: "Sequence[ReadableSpan]") -> "SpanExportResult":
-            result = exporter.export(spans)
-            process.exported(len(spans), None if result is SpanExportResult.SUCCESS else why)
-            return result
+            is_well = False
+            try:
+                result = exporter.export(spans)
+                is_well = result is SpanExportResult.SUCCESS
+                return result
+            finally:
+                process.exported(len(spans), None if is_well else why)
 
         def shutdown(self) -> None:
             exporter.shutdown()
 
     class Bounded(BatchSpanProcessor):
         def on_end(self, span: "ReadableSpan") -> None:
-            if process.has_room():
+            if span.context is not None and span.context.trace_flags.sampled and process.has_room():
                 super().on_end(span)
 
     return Bounded(Counting(), _QUEUE, _EVERY, _BATCH)

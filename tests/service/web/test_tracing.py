@@ -1,5 +1,7 @@
 """One request's spans, through router, engine, daemon and tiers, as a collector gets them; and what is off costs."""
 
+import json
+import logging
 import subprocess
 import sys
 import threading
@@ -19,6 +21,7 @@ from router_rig import replicas, routed
 from server_rig import BLOCK, MODEL, ServerProcess, serving
 from service_rig import DaemonProcess, DaemonThread, end_child, environment
 
+from kvtier.service.command_line import JsonLine
 from kvtier.service.node.status import wanting_parts
 from kvtier.tiers import extras, tracing
 from kvtier.tiers.config.config import Config
@@ -234,6 +237,15 @@ def test_spans_that_find_no_room_are_dropped_and_counted() -> None:
             for _ in range(300):
                 trace.record("each", 0.0, {})
             assert tracing.counts()["too_many"] == 300 + many // 100 - 256
+
+
+def test_log_lines_name_the_trace_of_their_request() -> None:
+    record = logging.LogRecord("kvtier.here", logging.WARNING, "", 0, "it took long", (), None)
+    with collecting() as collector, tracing_to(collector.url):
+        named = tracing.current.set(tracing.begin("slow", f"00-{TRACE}-{CLIENT}-01", "server", {}))
+        assert json.loads(JsonLine().format(record))["trace_id"] == TRACE
+        tracing.current.reset(named)
+    assert "trace_id" not in json.loads(JsonLine().format(record))
 
 
 def test_without_its_packages_a_daemon_starts_and_says_what_to_install(
