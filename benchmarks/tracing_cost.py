@@ -1,10 +1,10 @@
 """What tracing costs a request: through a router, an engine of 50 M random weights, its daemon, to a slab and back.
 
-All processes trace, to a collector that is a process of its own. Clients ask in turns with a trace that they record and
-with one that they do not: of that no spans are made, as without tracing. A prompt is one of several long prefixes, and
-a tail that is new; L1 has room for one of them, so that prefixes come from the daemon. The figures are medians over
-rounds of a round's ratio: of the median time of a request, and of the CPU time of all three processes. "Spans alone"
-are as many as a request has, made and exported in one process that does nothing else: their CPU time by a request's.
+All processes trace, to a collector that is a process of its own. Pairs of requests, one after another in either order:
+one with a trace that its client records, one with a trace that it does not, of which no spans are made. A prompt is one
+of several long prefixes, and a tail that is new; L1 has room for one of them, so that prefixes come from the daemon.
+"time ratio" is the median over pairs. "Spans alone" are as many as a request has, made and exported in one process that
+does nothing else: their CPU time, and what it is of the CPU time that all three processes take for a request.
 """
 
 import http.client
@@ -14,9 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -31,7 +29,6 @@ from kvtier.tiers import tracing
 BLOCK_SIZE: Final = 16
 PREFIX, TAIL, ANSWER = 512, 32, 8  # tokens
 PREFIXES: Final = 6
-RECORDED, OTHERS = "recorded", "not recorded"
 
 
 class Stack:
@@ -54,38 +51,20 @@ class Stack:
             stack.callback(process.stop)
             self._processes.append(process)
 
-    def cpu_seconds(self) -> tuple[float, float]:
-        """Of all three, and of the router."""
-        each = [process.cpu_seconds() for process in self._processes]
-        return sum(each), each[-1]
+    def cpu_seconds(self) -> float:
+        return sum(process.cpu_seconds() for process in self._processes)
 
 
-@dataclass
-class Arm:
-    stack: Stack
-    traceparent: str
-    seconds: list[float] = field(default_factory=list)  # a request's, the median of each round
-    cpu: list[float] = field(default_factory=list)  # a request's, of each round
-    router: list[float] = field(default_factory=list)  # the router's part of that
-
-    def serve(self, prompts: Sequence[list[int]], *, counts: bool = True) -> None:
-        times, before = [], self.stack.cpu_seconds()
-        headers = {"content-type": "application/json", "traceparent": self.traceparent}
-        with closing(http.client.HTTPConnection("127.0.0.1", self.stack.port, timeout=120)) as connection:
-            for prompt in prompts:
-                body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": ANSWER, "temperature": 0})
-                began = time.perf_counter()
-                connection.request("POST", "/v1/completions", body, headers)
-                answer = connection.getresponse()
-                told = answer.read()
-                times.append(time.perf_counter() - began)
-                assert answer.status == 200, told
-        time.sleep(1.5)  # what is exported, and written, is this round's
-        if counts:
-            self.seconds.append(statistics.median(times))
-            spent = [(now - then) / len(prompts) for now, then in zip(self.stack.cpu_seconds(), before, strict=True)]
-            self.cpu.append(spent[0])
-            self.router.append(spent[1])
+def ask(connection: http.client.HTTPConnection, prompt: list[int], flag: int) -> float:
+    """Seconds of a request. `flag`: whether the client records its trace."""
+    headers = {"content-type": "application/json", "traceparent": f"00-{'a' * 32}-{'b' * 16}-0{flag}"}
+    body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": ANSWER, "temperature": 0})
+    began = time.perf_counter()
+    connection.request("POST", "/v1/completions", body, headers)
+    answer = connection.getresponse()
+    told = answer.read()
+    assert answer.status == 200, told
+    return time.perf_counter() - began
 
 
 def collect(tell: int, asked: int) -> None:
@@ -115,48 +94,45 @@ def spans_alone(url: str, count: int, requests: int) -> float:
 
 def main() -> int:
     args = parser(__doc__).parse_args()
-    rounds, requests = (1, 4) if args.quick else (20, 20)
+    num_pairs = 6 if args.quick else 300
+    times: dict[int, list[float]] = {0: [], 1: []}
     with ExitStack() as stack:
         home = Path(stack.enter_context(scratch("tracing")))
         os.environ["SPANS"] = str(home / "spans")
-        url, ask, _ = stack.enter_context(forked(collect))
+        url, asks, _ = stack.enter_context(forked(collect))
         subprocess.run([sys.executable, *kvtier("model", str(home / "model"))], check=True)
         progress("starting router, engine and daemon")
         traced = Stack(stack, home / "traced", str(home / "model"), TRACING__ENDPOINT=url)
-        arms = {name: Arm(traced, f"00-{'a' * 32}-{'b' * 16}-0{flag}") for name, flag in ((RECORDED, 1), (OTHERS, 0))}
         draw = np.random.default_rng(0)
         prefixes = [random_tokens(draw, PREFIX) for _ in range(PREFIXES)]
-        arms[OTHERS].serve([prefix + random_tokens(draw, TAIL) for prefix in prefixes], counts=False)
-        for number in range(rounds):
-            progress(f"round {number + 1}/{rounds}")
-            prompts = [prefixes[draw.integers(PREFIXES)] + random_tokens(draw, TAIL) for _ in range(requests)]
-            for name in draw.permutation([*arms]):
-                arms[name].serve(prompts)
-        os.write(ask, b"?")
+        connection = stack.enter_context(closing(http.client.HTTPConnection("127.0.0.1", traced.port, timeout=120)))
+        for prefix in prefixes:
+            ask(connection, prefix + random_tokens(draw, TAIL), 0)
+        before, number = traced.cpu_seconds(), 0
+        for pair in range(num_pairs):
+            if pair % 50 == 0:
+                progress(f"pair {pair}/{num_pairs}")
+            for flag in draw.permutation(2).tolist():
+                prompt = prefixes[number % PREFIXES] + random_tokens(draw, TAIL)
+                times[flag].append(ask(connection, prompt, flag))
+                number += 1
+        cpu = (traced.cpu_seconds() - before) / number
+        time.sleep(2.0)  # for the last spans
+        os.write(asks, b"?")
         time.sleep(1.0)
-        num_spans = round(int((home / "spans").read_text()) / (rounds * requests))
-        alone = spans_alone(url, num_spans, 100 * requests)
-    without = arms[OTHERS]
-    cpu = statistics.median(without.cpu)
+        num_spans = round(int((home / "spans").read_text()) / num_pairs)
+        alone = spans_alone(url, num_spans, 2000)
     rows: list[Row] = [
-        {
-            "trace": name,
-            "spans": num_spans if name == RECORDED else 0,
-            "a request, ms": statistics.median(arm.seconds) * 1e3,
-            "time ratio": of_pairs(arm.seconds, without.seconds),
-            "CPU of a request, ms": statistics.median(arm.cpu) * 1e3,
-            "CPU ratio": of_pairs(arm.cpu, without.cpu),
-            "router's CPU, ms": statistics.median(arm.router) * 1e3,
-        }
-        for name, arm in arms.items()
+        {"client's trace": "recorded", "spans": num_spans, "a request, ms": statistics.median(times[1]) * 1e3},
+        {"client's trace": "not recorded", "spans": 0, "a request, ms": statistics.median(times[0]) * 1e3},
+        {"client's trace": "spans alone", "spans": num_spans, "CPU ms": alone * 1e3},
+        {"client's trace": "either", "CPU ms": cpu * 1e3},
     ]
-    rows.append({"trace": "spans alone", "spans": num_spans, "CPU of a request, ms": alone * 1e3})
     targets = [
-        Target("a request with a trace that is recorded: time of one without", 1.01, rows[0]["time ratio"]),
-        Target("a request with a trace that is recorded: CPU time of one without", 1.01, rows[0]["CPU ratio"]),
-        Target("CPU time of a request's spans alone, of the request's", 0.01, alone / cpu),
+        Target("time of a request with a trace that is recorded, of one without", 1.01, of_pairs(times[1], times[0])),
+        Target("CPU time of a request's spans, of the request's", 0.01, alone / cpu),
     ]
-    return report("tracing_cost", rows, targets, args.json, args.save, {"rounds": rounds, "requests": requests})
+    return report("tracing_cost", rows, targets, args.json, args.save, {"pairs": num_pairs})
 
 
 if __name__ == "__main__":

@@ -356,7 +356,8 @@ class SchedulerSide:
             return
         if known.claim is not None:
             self._cancel(known)
-        self.traces.pop(request_id, None)
+        if self.traces:
+            self.traces.pop(request_id, None)
         if answered is not None:
             self._finished.append(answered.finish_of(known.request.chain, request_id))
             if not self._wanted:
@@ -409,10 +410,12 @@ class SchedulerSide:
         if known.spares:
             size, overlap = known.spares, Overlap.WHOLE
         num_l1 = known.num_l1 if known.num_l1 < len(hashes) else len(hashes)  # `min` is a call
-        trace = self._begin_lookup(known, len(hashes)) if self.traces else None
-        known.claim = claim = self.tiers.submit(
-            hashes, chain.root, num_l1, block_size=size, overlap=overlap, trace=trace
-        )
+        if self.traces:
+            trace = self._begin_lookup(known, len(hashes))
+            claim = self.tiers.submit(hashes, chain.root, num_l1, block_size=size, overlap=overlap, trace=trace)
+        else:  # without the argument, which a hit would notice
+            claim = self.tiers.submit(hashes, chain.root, num_l1, block_size=size, overlap=overlap)
+        known.claim = claim
         self._has_lookups |= claim.promised is None
 
     def _begin_lookup(self, known: ConnectedRequest, num_blocks: int) -> tracing.Trace | None:
