@@ -33,19 +33,19 @@ RUN .ci/debian-package gcc gcc && .ci/debian-package '' libc6-dev
 
 # What options of a configuration need is in every image: nothing can be installed in one that runs.
 FROM sources AS build-plain
-RUN python -m venv /opt/kvtier && /opt/kvtier/bin/pip install ".[compression,encryption,objects,peers]"
+RUN python -m venv /opt/kvtier && /opt/kvtier/bin/pip install ".[compression,encryption,objects,peers,tracing]"
 
 FROM sources AS build-cpu
 ARG TORCH=torch==2.13.0
 ARG PIP_EXTRA_INDEX_URL
 RUN .ci/venv-with-torch /opt/kvtier "$TORCH" >constraints.txt \
-    && /opt/kvtier/bin/pip install --constraint constraints.txt ".[compression,encryption,engine,objects,peers]"
+    && /opt/kvtier/bin/pip install --constraint constraints.txt ".[compression,encryption,engine,objects,peers,tracing]"
 
 FROM sources AS build-cuda
 ARG TORCH=torch
 ARG PIP_EXTRA_INDEX_URL
 RUN .ci/venv-with-torch /opt/kvtier "$TORCH" >constraints.txt \
-    && /opt/kvtier/bin/pip install --constraint constraints.txt ".[compression,cuda,encryption,engine,objects,peers]"
+    && /opt/kvtier/bin/pip install --constraint constraints.txt ".[compression,cuda,encryption,engine,objects,peers,tracing]"
 
 
 # What runs: no compiler, no package tool at work, nobody's account but one without a password or a shell. A volume mounted at

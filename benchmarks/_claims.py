@@ -195,6 +195,9 @@ router_race:
   a replica dies: answers that just end, later chats unanswered | a replica dies
 serving:
   `kvtier engine`, L2, L3, a cluster: requests/s, first token, p99 ÷ off
+tracing_cost:
+  a request whose trace is recorded: time ÷ one whose trace is not | ^time of a request
+  its spans: CPU ÷ the request's | ^CPU time
 # a GPU
 gpu_bandwidth:
   GPU ↔ L2, pieces ≥ 512 KiB, one way ÷ one big copy | ^one way.*big copy |  | limit

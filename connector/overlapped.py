@@ -51,6 +51,7 @@ class OverlappedLoad:
         assert claim.split is not None
         self._tiers = tiers
         self._chain, self._root, self._size = chain, root, claim.block_size
+        self._trace = claim.trace
         self._clock = clock
         self._per_group = max(1, min(_GROUP_BLOCKS, _GROUP_TOKENS // self._size))
         self._end = claim.found.blocks - claim.found.miss  # blocks: what follows is in no tier
@@ -150,7 +151,7 @@ class OverlappedLoad:
             stop, self._lowest = self._lowest, max(first, self._lowest - self._per_group)
             hashes = self._chain[self._lowest : stop]
             parent = self._chain[self._lowest - 1] if self._lowest else self._root
-            claim = self._tiers.submit(hashes, parent, block_size=self._size, overlap=Overlap.BACK)
+            claim = self._tiers.submit(hashes, parent, block_size=self._size, overlap=Overlap.BACK, trace=self._trace)
             self._groups.insert(0, Group(self._lowest, stop, claim))
 
     def _look(self) -> None:

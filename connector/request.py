@@ -7,7 +7,7 @@ from typing import Final, NamedTuple, Protocol, TypeGuard
 import numpy as np
 
 from kvtier.connector.plan import CopyOp
-from kvtier.tiers import L2, BlockRecord, ChainHash, ChildBlock, Outcome
+from kvtier.tiers import L1, L2, TIERS, BlockRecord, ChainHash, ChildBlock, Outcome
 from kvtier.tiers.hierarchy import Attribution, Claim, Wanted
 from kvtier.tiers.naming import state_name
 from kvtier.tiers.pool import Causes, Lease, Reservation
@@ -307,6 +307,19 @@ class ConnectedRequest:
     whole_only: bool = False  # no more views: one was refused
     was_crowded: bool = False  # others used all of L2 for longer than it waits
     recompute: bool = False  # final: loading is slower, or has failed
+
+    def loaded_by_tier(self, num_tokens: int) -> dict[str, int]:
+        """Where the tokens that were loaded were at first. Found but not loaded ones were computed."""
+        size = self.request.chain.block_size
+        in_part = num_tokens % size if self.found_in_part else 0
+        loaded, left = dict.fromkeys(TIERS, 0), num_tokens - in_part
+        for tier in (name for name in TIERS if name != L1):  # nearest first
+            loaded[tier] = min(left, 0 if self.found is None else self.found[tier] * size)
+            left -= loaded[tier]
+        loaded[L2] += left  # moved to L2 meanwhile: a load is always from there
+        if self.found_in_part:
+            loaded[self.found_in_part] += in_part
+        return loaded
 
     @property
     def missed(self) -> Causes:

@@ -23,8 +23,8 @@ from kvtier.connector.request import (
     pays,
     tier_of_last,
 )
-from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome, value
-from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Filled, Overlap, Pending
+from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome, tracing, value
+from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Filled, Overlap, Pending, end_lookup
 from kvtier.tiers.pool import Lease, Reservation
 from kvtier.tiers.reuse import RequestEnd
 
@@ -75,6 +75,7 @@ class SchedulerSide:
         self.writing: list[int] = []  # L1 blocks that the last plan's copies fill, except those of `allocated`
         self.refused: list[tuple[str, int]] = []  # of the last plan: requests, and their first block without a slot
         self.late: dict[int, StoringOp] = {}  # of the last plan: stores that may be retried
+        self.traces: dict[str, tracing.Trace] = {}  # of live requests that are traced: the engine adds them
         self._clock = clock
         self._keeps_blocks = keeps_blocks
         self._partial_blocks = partial_blocks
@@ -212,6 +213,8 @@ class SchedulerSide:
             hashes, chain.parent(first_block), chain.tenant,
             request_id=request_id, chain=chain, first_block=first_block, epoch=known.epoch, blocks=blocks,
         )  # fmt: skip
+        if self.traces:
+            self._wanted[op_id].trace = self._trace_of(request_id)
         return op_id
 
     def offer_again(self, op_ids: Iterable[int]) -> None:
@@ -310,6 +313,8 @@ class SchedulerSide:
             elif (load := self._loads.pop(op_id, None)) is not None:
                 loaded.append(load.op.request_id)
                 self.tiers.metrics.moved(L2, "load", load.num_bytes, time.monotonic() - load.planned_at)
+                if self.traces and (trace := self._trace_of(load.op.request_id)) is not None:
+                    trace.record("load", load.planned_at, {"blocks": len(load.op), "bytes": load.num_bytes})
                 load.lease.release()
             elif (copy := self._behind.pop(op_id, None)) is not None:
                 self._overlapped_copied(copy, well=True)
@@ -351,6 +356,8 @@ class SchedulerSide:
             return
         if known.claim is not None:
             self._cancel(known)
+        if self.traces:
+            self.traces.pop(request_id, None)
         if answered is not None:
             self._finished.append(answered.finish_of(known.request.chain, request_id))
             if not self._wanted:
@@ -403,8 +410,20 @@ class SchedulerSide:
         if known.spares:
             size, overlap = known.spares, Overlap.WHOLE
         num_l1 = known.num_l1 if known.num_l1 < len(hashes) else len(hashes)  # `min` is a call
-        known.claim = claim = self.tiers.submit(hashes, chain.root, num_l1, block_size=size, overlap=overlap)
+        if self.traces:
+            trace = self._begin_lookup(known, len(hashes))
+            claim = self.tiers.submit(hashes, chain.root, num_l1, block_size=size, overlap=overlap, trace=trace)
+        else:  # without the argument, which a hit would notice
+            claim = self.tiers.submit(hashes, chain.root, num_l1, block_size=size, overlap=overlap)
+        known.claim = claim
         self._has_lookups |= claim.promised is None
+
+    def _begin_lookup(self, known: ConnectedRequest, num_blocks: int) -> tracing.Trace | None:
+        trace = self._trace_of(known.request.request_id)
+        return None if trace is None else trace.begin("lookup", {"blocks": num_blocks}, "client")
+
+    def _trace_of(self, request_id: str) -> tracing.Trace | None:
+        return self.traces.get(request_id.partition("\0")[0])  # an engine may have more requests for one: "ID\0…"
 
     def _answer(self, known: ConnectedRequest, least: int, *, is_fresh: bool = False) -> int | None:
         """How many leading tokens L1 and the promise cover, 0 without a promise; None: pending.
@@ -429,6 +448,8 @@ class SchedulerSide:
             return self._answer(known, least)
         if isinstance(promised, Pending):
             return None
+        if claim.trace is not None:
+            end_lookup(claim, promised)
         covered = claim.num_l1 + promised
         tokens = covered * known.request.chain.block_size if known.view is None else known.view.covered(covered)
         if claim.refusal is None and (found is None or found.loadable):
@@ -467,7 +488,9 @@ class SchedulerSide:
         self.tiers.cancel(claim)
         known.view = PartialView([*chain.hashes[:num_found], best[0].chain_hash], best[1], size)
         self._has_lookups = True
-        known.claim = self.tiers.submit(known.view.hashes, known.request.chain.root, claim.num_l1, block_size=size)
+        known.claim = self.tiers.submit(
+            known.view.hashes, known.request.chain.root, claim.num_l1, block_size=size, trace=claim.trace
+        )
         return True
 
     # overlapped loads
@@ -522,6 +545,8 @@ class SchedulerSide:
         claim, known.claim, known.view = known.claim, None, None
         if claim is not None:
             self.tiers.cancel(claim)
+            if claim.trace is not None:
+                claim.trace.end()
 
     def _reserved(self) -> list[CopyOp]:
         """Reserve slots for all wanted stores in one call; returns the copies."""

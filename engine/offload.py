@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvtier.connector import Answered, ConnectorUpdate, Request, StepPlan, WorkerReport, WorkerSide
-from kvtier.tiers import BlockRecord
+from kvtier.tiers import BlockRecord, tracing
 from kvtier.tiers.hierarchy import Pending
 from kvtier.tiers.naming import ModelIdentity
 
@@ -52,6 +52,7 @@ class NoOffload:
         self.released: list[int] = []
         self.overlapped: dict[str, OverlappedLoad] = {}
         self.requests: dict[str, ConnectedRequest] = {}
+        self.traces: dict[str, tracing.Trace] = {}
 
     @property
     def scheduler(self) -> "NoOffload":
@@ -87,7 +88,7 @@ class NoOffload:
         return ConnectorUpdate()
 
     def finished(self, request_id: str, answered: Answered | None = None) -> None:
-        """Does nothing."""
+        self.traces.pop(request_id, None)
 
     def end_overlapped(self, request_id: str) -> int:
         return 0

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvtier.connector import ConnectedRequest, StepPlan
 from kvtier.engine.requests import SEED_RANGE, FinishReason, Sampling, SamplingParams, TokenLogprobs
-from kvtier.tiers import L1, L2, TIERS, ChainHash
+from kvtier.tiers import L1, TIERS, ChainHash
 from kvtier.tiers.naming import TokenChain
 from kvtier.tiers.pool import Causes
 
@@ -108,22 +108,13 @@ class Sequence:
 
     @property
     def cached_tokens(self) -> dict[str, int]:
-        """Prompt tokens that were not computed, by the tier they came from; found but not loaded ones were computed.
+        """Prompt tokens that were not computed, by the tier they came from.
 
         Valid once it has a token.
         """
-        tier_in_part = None if self.lookup is None else self.lookup.found_in_part
-        found = None if self.lookup is None else self.lookup.found
-        in_part = self.num_external_tokens % self.chain.block_size if tier_in_part else 0
-        cached, left = {L1: self.num_l1_tokens}, self.num_external_tokens - in_part
-        for tier in (name for name in TIERS if name != L1):  # nearest first
-            num_found = 0 if found is None else found[tier] * self.chain.block_size
-            cached[tier] = min(left, num_found)
-            left -= cached[tier]
-        cached[L2] += left  # moved to L2 meanwhile: a load is always from there
-        if tier_in_part:
-            cached[tier_in_part] += in_part
-        return {TIERS[tier].label: num_tokens for tier, num_tokens in cached.items()}
+        external = self.num_external_tokens
+        loaded = dict.fromkeys(TIERS, 0) if self.lookup is None else self.lookup.loaded_by_tier(external)
+        return {TIERS[tier].label: num + (tier == L1) * self.num_l1_tokens for tier, num in loaded.items()}
 
     @property
     def generated(self) -> list[int]:

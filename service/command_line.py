@@ -14,7 +14,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, Generic, Literal, TypeVar
 
-from kvtier.tiers import ConfigError
+from kvtier.tiers import ConfigError, tracing
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -66,7 +66,10 @@ class TextLine(logging.Formatter):
 
 
 class JsonLine(logging.Formatter):
-    """One object: `time` (UTC, ISO 8601), `level`, `logger`, `message`, and `request_id` and `traceback` if any."""
+    """One object: `time` (UTC, ISO 8601), `level`, `logger`, `message`, `request_id`, `trace_id`, `traceback`.
+
+    The last three if there are any.
+    """
 
     default_time_format = "%Y-%m-%dT%H:%M:%S"
     default_msec_format = "%s.%03dZ"
@@ -84,6 +87,8 @@ class JsonLine(logging.Formatter):
         }
         if (named := request_id()) is not None:
             fields["request_id"] = named
+        if (trace := tracing.current.get()) is not None:
+            fields["trace_id"] = trace.trace_id
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
         return json.dumps(fields)

@@ -1,3 +1,4 @@
+from . import tracing as tracing
 from .breaker import Breaker as Breaker
 from .checksum import checksum as checksum
 from .checksum import checksum_of as checksum_of

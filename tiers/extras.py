@@ -22,6 +22,10 @@ EXTRAS: Final = {
     "objects": {"obstore": "obstore>=0.12"},
     "peers": {"aeg": "aeg~=0.9.0", "cryptography": "cryptography>=43"},
     "ray": {"ray": "ray[serve]>=2.60"},
+    "tracing": {
+        "opentelemetry.sdk": "opentelemetry-sdk>=1.30",
+        "opentelemetry.exporter.otlp.proto.http": "opentelemetry-exporter-otlp-proto-http>=1.30",
+    },
     "transformers": {"safetensors": "safetensors>=0.5", "torch": "torch>=2.6", "transformers": "transformers>=5.0"},
 }
 _NO_CUDA: Final = "https://download.pytorch.org/whl/cpu"
@@ -35,9 +39,16 @@ def install_command(extra: str, *packages: str) -> str:
 
 def require_extra(what: str, extra: str) -> None:
     """MissingPackages, if anything is that an extra brings: `what` needs it, and how to install it. Imports nothing."""
-    missing = [package for package in EXTRAS[extra] if find_spec(package) is None]
+    missing = [package for package in EXTRAS[extra] if not _is_there(package)]
     if missing:
         fix = install_command(extra, *missing)
         if "torch" in missing:  # PyPI's brings CUDA
             fix += f"; without a GPU, first {install_command(extra, 'torch')} --index-url {_NO_CUDA}"
         raise MissingPackages(f"{what} needs {', '.join(missing)}: {fix}") from None
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # not even what it is a part of
+        return False

@@ -42,7 +42,7 @@ from kvtier.connector.daemon.wire import (
     unpack_found,
     unpack_grants,
 )
-from kvtier.tiers import L2, BlockRecord, ChainHash, ChildBlock, FormatError, Metrics, Outcome
+from kvtier.tiers import L2, BlockRecord, ChainHash, ChildBlock, FormatError, Metrics, Outcome, tracing
 from kvtier.tiers.hierarchy import PENDING, Attribution, Claim, Filled, Overlap, Pending, Wanted
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.pool import Causes, Lease, Reservation, lease_type
@@ -137,9 +137,12 @@ class RemoteTiers:
         *,
         block_size: int = 0,
         overlap: Overlap = Overlap.NONE,
+        trace: tracing.Trace | None = None,
     ) -> Claim:
         """Add the lookup to the next message; a later `poll` has the answer."""
         claim = RemoteClaim(list(hashes), parent, num_l1, block_size, overlap)
+        if trace is not None:
+            claim.trace = trace
         with self._lock:
             self._ask(claim, self._attachment.link or self._pump())
         return claim
@@ -245,6 +248,9 @@ class RemoteTiers:
                 self.is_late = link is not None and (bool(link.overdue) or link.is_silent(now, self._deadline))
                 if self.is_late:
                     return self._refused(wanted, None if may_retry else Outcome.TIMEOUT)
+            if tracing.ON and link is not None and self._attachment.takes_traces:
+                traced = [(number, each.trace) for number, each in enumerate(heads, first)]
+                link.traces += [(number, trace.traceparent) for number, trace in traced if trace is not None]
         self.is_late = False
         link, answers = self._call(Reserve.of(first, heads), self._deadline)
         with self._lock:
@@ -440,6 +446,8 @@ class RemoteTiers:
         claim.number, claim.link = next(self._numbers), link
         claim.asked_at = claim.renewed_at = self._clock()
         link.claims[claim.number] = claim
+        if claim.trace is not None and self._attachment.takes_traces:
+            link.traces.append((claim.number, claim.trace.traceparent))
         names, overlap = claim.hashes[:MAX_HASHES], claim.overlap
         if overlap is Overlap.WHOLE and not self._attachment.takes_whole:
             overlap = Overlap.NONE

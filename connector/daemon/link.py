@@ -22,6 +22,7 @@ from kvtier.connector.daemon.wire import (
     RELEASES,
     REPLIES,
     SHARES_SINCE,
+    TRACES_SINCE,
     VERSION,
     WHOLE_SINCE,
     Ask,
@@ -34,6 +35,7 @@ from kvtier.connector.daemon.wire import (
     Operation,
     Refused,
     Reply,
+    Traces,
     UnspokenVersion,
     Welcome,
     coalesce,
@@ -133,6 +135,7 @@ class Link:
         self.output = bytearray()  # bytes that the socket did not accept yet; `send` retries
         self.files: list[int] = []  # received with the frames read so far; the code that removes one closes it
         self.early: list[Reply] = []  # received with the welcome
+        self.traces: Traces = []  # of what is sent next
         self._has_question = False  # whether `unsent` has a lookup
         self._clock = clock
         self._reader = FrameReader[Any](MAX_FRAME)
@@ -176,10 +179,11 @@ class Link:
                 request = _READ
                 self.unheard_since = self._clock() if self.unheard_since is None else self.unheard_since
             self._has_question = False
+            traces, self.traces = self.traces[:MAX_ITEMS], []
             try:
                 for first in range(0, len(everything) - MAX_ITEMS, MAX_ITEMS):
-                    self.output += pack_request(0, everything[first : first + MAX_ITEMS])
-                self.output += pack_request(request, everything[-((len(everything) - 1) % MAX_ITEMS + 1) :])
+                    self.output += pack_request(0, everything[first : first + MAX_ITEMS], traces)
+                self.output += pack_request(request, everything[-((len(everything) - 1) % MAX_ITEMS + 1) :], traces)
             except ValueError as error:  # too large for a frame
                 self.error = error
         if self.output and self.error is None:
@@ -432,6 +436,10 @@ class Attachment:
     def takes_whole(self) -> bool:
         """Whether the daemon knows `Overlap.WHOLE`."""
         return self._version >= WHOLE_SINCE
+
+    @property
+    def takes_traces(self) -> bool:
+        return self._version >= TRACES_SINCE
 
     def _say_hello(self) -> Link:
         self.hello = replace(self.hello, reset=self._owes_reset)

@@ -1,6 +1,7 @@
 """The daemon's wire: frames of u32 length ‖ msgpack, and the messages in them, which msgspec decodes and checks in C.
 
-After the handshake a client's frame is `[number, [operation, …]]`, an operation `[code, *fields]`. The daemon's is
+After the handshake a client's frame is `[number, [operation, …]]`, an operation `[code, *fields]`; traces of requests
+may follow. The daemon's is
 `[number, epoch, answers, news]`: the client's number (0 if no answer is expected), its epoch, the answers of those
 operations that have one, and news of claims. docs/format.md lists the fields.
 
@@ -31,13 +32,14 @@ from kvtier.tiers.reuse import Hint, RequestEnd
 
 T = TypeVar("T")
 
-VERSION: Final = 8
+VERSION: Final = 9
 OLDEST: Final = 6
-RELEASES: Final = {6: "0.1", 7: "0.2", 8: "0.2"}
+RELEASES: Final = {6: "0.1", 7: "0.2", 8: "0.2", 9: "0.2"}
 """The first release of kvtier with each version."""
 LOSSY_SINCE: Final = 7  # `Hello.lossy`
 SHARES_SINCE: Final = 7  # `Hello.size` 0
 WHOLE_SINCE: Final = 8  # `Overlap.WHOLE`
+TRACES_SINCE: Final = 9  # `Request.traces`
 
 MAX_HELLO: Final = 8 << 10  # bytes of a frame before the handshake
 MAX_FRAME: Final = 16 << 20  # bytes of any other
@@ -69,6 +71,11 @@ Tokens: TypeAlias = Annotated[bytes, Meta(max_length=4 * MAX_BLOCK_SIZE)]  # of 
 Id: TypeAlias = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 Found: TypeAlias = Annotated[tuple[Number, ...], Meta(max_length=64)]  # as `pack_found`
 Grants: TypeAlias = tuple[Column, Column, Column, Column]  # as `pack_grants`
+Traces: TypeAlias = Annotated[
+    list[tuple[Number, Annotated[str, Meta(pattern=r"^00-[0-9a-f]{32}-[0-9a-f]{16}-0[01]\Z")]]],
+    Meta(max_length=MAX_ITEMS),
+]
+"""Numbers of claims and reservations, and the span that each belongs to: a `traceparent` of the W3C."""
 Granted: TypeAlias = tuple[list[int], list[int], list[int]]
 """Slots reserved for one `Wanted`: for its hashes at these indices, these slots, of these generations."""
 
@@ -348,6 +355,7 @@ class Request(_Message):
 
     number: Number
     operations: Annotated[list[Operation], Meta(max_length=MAX_ITEMS)]
+    traces: Traces | None = None  # only if requests are traced
 
 
 # the handshake
@@ -409,6 +417,7 @@ class UnspokenVersion(FormatError):
 # packing and unpacking: malformed bytes are a FormatError
 
 _ENCODER: Final = Encoder()
+_UNTRACED: Final[Traces] = []  # never mutated
 REQUESTS: Final = Decoder(Request)
 """For frames after the handshake; `REPLIES` for those of the daemon."""
 REPLIES: Final = Decoder(Reply)
@@ -420,9 +429,9 @@ _HANDSHAKES: Final = {kind.__name__: Decoder(kind) for kind in get_args(Handshak
 _HANDSHAKE_REPLIES: Final = {kind.__name__: Decoder(kind) for kind in get_args(HandshakeReply)}
 
 
-def pack_request(request: int, operations: list[Operation]) -> bytes:
+def pack_request(request: int, operations: list[Operation], traces: Traces = _UNTRACED) -> bytes:
     """A client's frame. `request` is 0 if no answer is expected. ValueError as `pack_frame`."""
-    packed = _ENCODER.encode(Request(request, operations))
+    packed = _ENCODER.encode([request, operations, traces] if traces else [request, operations])
     if len(packed) > MAX_FRAME:
         raise ValueError(f"frame of {len(packed)} bytes: at most {MAX_FRAME}")
     return _LENGTH.pack(len(packed)) + packed

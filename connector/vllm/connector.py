@@ -41,7 +41,8 @@ from kvtier.connector.vllm.requests import AnswerReader
 from kvtier.connector.vllm.scheduler import SchedulerHalf
 from kvtier.connector.vllm.slot_plan import slot_order, slot_plan, warn_of_order, why_none
 from kvtier.connector.vllm.worker import WorkerHalf
-from kvtier.tiers import Metrics, Series
+from kvtier.tiers import Metrics, Series, tracing
+from kvtier.tiers.config import otlp_target
 from kvtier.tiers.copies import CopyWays
 
 
@@ -176,6 +177,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if (lora := vllm_config.lora_config) is not None:
             adapters = ServedAdapters(lora.max_cpu_loras or lora.max_loras)
             watch_engine_core()
+        tracing.start("kvtier-vllm", otlp_target(config.tracing.endpoint))
         tiers = open_tiers(config, named, plan, model_identity, takes_parts=plan.has_one_table)
         self._scheduler_half = SchedulerHalf(plan, tiers, cache, named, kv_cache_config.num_blocks, num_ranks, adapters)
         if (reason := why_none(vllm_config)) is not None:

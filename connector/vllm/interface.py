@@ -24,7 +24,7 @@ vllm.v1.core.sched.output:NewRequestData req_id num_computed_tokens
 vllm.v1.core.sched.output:CachedRequestData req_ids resumed_req_ids new_block_ids num_computed_tokens
 vllm.v1.request:Request request_id num_tokens num_prompt_tokens num_computed_tokens num_output_tokens all_token_ids
 vllm.v1.request:Request output_token_ids block_hashes lora_request cache_salt mm_features prompt_embeds status
-vllm.v1.request:Request kv_transfer_params skip_reading_prefix_cache arrival_time
+vllm.v1.request:Request kv_transfer_params skip_reading_prefix_cache arrival_time trace_headers
 vllm.v1.kv_cache_interface:KVCacheConfig num_blocks kv_cache_tensors kv_cache_groups
 vllm.v1.kv_cache_interface:KVCacheGroupSpec layer_names kv_cache_spec
 vllm.v1.kv_cache_interface:FullAttentionSpec block_size num_kv_heads head_size dtype page_size_bytes

@@ -278,6 +278,7 @@ class TrackedRequest:
     is_counted: bool = False  # its misses, if there was nothing to look up
     awaited: Awaited | None = None  # until a prefill node's blocks are here or late
     border: int = 0  # the last one in its prompt with all blocks and states stored
+    loaded: int = 0  # tokens that the tiers promised to load for it
     most_loaded: int | None = None  # tokens that its client lets it load beyond L1's; None: no bound
     most_stored: int | None = None  # leading tokens that its client lets it store
 

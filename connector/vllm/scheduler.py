@@ -29,7 +29,7 @@ from kvtier.connector.vllm.requests import (
 from kvtier.connector.vllm.slots import SlotPlan
 from kvtier.connector.vllm.states import StateSide, exactly
 from kvtier.connector.vllm.worker import RegionHandle, handle_of, with_blocks
-from kvtier.tiers import L2, ChainHash
+from kvtier.tiers import L1, L2, ChainHash, tracing
 from kvtier.tiers.config import CacheConfig
 from kvtier.tiers.hierarchy import PENDING, CacheTiers, Hierarchy, Pending
 from kvtier.tiers.naming import root_hash
@@ -175,6 +175,7 @@ class SchedulerHalf:
         else:
             loading = self.side.allocated(row.request_id, blocks, num_external_tokens, layerwise=row.synchronous)
             of_states = []
+        row.loaded += loading
         if loading and not row.synchronous:
             self._arriving[row.request_id] = set(row.chain.hashes[first : first + loading // size])
         targets = self._worker_blocks(tables, [*blocks[first:], *of_states])[0]
@@ -300,6 +301,8 @@ class SchedulerHalf:
 
     def _forget(self, row: TrackedRequest, answered: Answered | None = None) -> None:
         """Stop loading and storing for this request."""
+        if self.side.traces and (trace := self.side.traces.get(row.request_id)) is not None:
+            self._end_trace(row, trace)
         del self._rows[row.request_id]
         for known in (row, row.closed, row.states):
             if known is not None:
@@ -370,10 +373,28 @@ class SchedulerHalf:
             if request.lora_request is not None:
                 row.adapter = self.names.adapters.current(request.lora_request.lora_int_id)
             self.side.admit(row)
+            if tracing.ON:
+                self._begin_trace(row)
             self._handovers.admit(row, len(self._rows))
             if self._states is not None:
                 self._states.admit(row)
         return row
+
+    def _begin_trace(self, row: TrackedRequest) -> None:
+        """A span of its own, beside vLLM's: vLLM makes that one when the request has ended."""
+        under = (row.request.trace_headers or {}).get("traceparent")
+        trace = tracing.begin("kv cache", under, "internal", {"request_id": row.request_id})
+        if trace is not None and trace.is_recorded:
+            self.side.traces[row.request_id] = trace
+
+    def _end_trace(self, row: TrackedRequest, trace: tracing.Trace) -> None:
+        known, request = self.side.requests[row.request_id], row.request
+        loaded = known.loaded_by_tier(row.loaded)
+        loaded[L1] += row.num_l1_tokens
+        hits = {f"hit_tokens.{tier}": num_tokens for tier, num_tokens in loaded.items() if num_tokens}
+        counts = {"input_tokens": request.num_prompt_tokens, "output_tokens": request.num_output_tokens}
+        usage = {f"gen_ai.usage.{name}": count for name, count in counts.items()}
+        trace.end({**usage, **hits, **tracing.missed(known.missed)})
 
     def _offer(self, row: TrackedRequest, num_scheduled: int, state: Any) -> None:
         """Plan stores of the blocks that a step fills."""

@@ -14,9 +14,9 @@ import typer
 from kvtier.cli.options import ConfigOption, ExactOption, HttpOption, given, on_signal
 from kvtier.connector import ChatPrefix
 from kvtier.service import LogFormat, LogLevel, log_to_stderr
-from kvtier.tiers import ConfigError, hash_without_the_gil, require_extra
+from kvtier.tiers import ConfigError, hash_without_the_gil, require_extra, tracing
 from kvtier.tiers import config as configuration
-from kvtier.tiers.config import format_size
+from kvtier.tiers.config import format_size, otlp_target
 
 _COLLECT: Final = 20_000  # new objects before the collector visits the youngest; Python's are 700
 
@@ -77,6 +77,7 @@ def serve(
         raise ConfigError("[service] socket none: the daemon needs a place to listen; name one, or give --socket PATH")
     begin(_DAEMON_SWITCH, log_level, log_format)
     hash_without_the_gil()  # its loop goes on answering
+    tracing.start("kvtier-daemon", otlp_target(settings.tracing.endpoint))
     from kvtier.service.admin import Pages
     from kvtier.service.events import Publisher
     from kvtier.service.node import Daemon
@@ -135,6 +136,7 @@ def serve_engine(
     listening = HttpSocket(settings.server.http, "server", settings.server.allowed_hosts)
     from kvtier.service.engine import EngineServer  # and torch: errors so far are reported first
 
+    tracing.start("kvtier-engine", otlp_target(settings.tracing.endpoint))
     server = EngineServer(model, settings, exact=exact, listening=listening)
     on_signal(server.stop, once=True)
     server.run()
@@ -173,6 +175,7 @@ def route(
             return
     from kvtier.service.router import serve as serve_router
 
+    tracing.start("kvtier-router", otlp_target(settings.tracing.endpoint))
     server = serve_router(router, strict=settings.events.strict, prefix=ChatPrefix.of(settings.chat), seat=seat)
     on_signal(stopping.set, once=seat is None)  # with several processes, the parent ends those that are slow
     server.start()

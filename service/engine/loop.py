@@ -21,7 +21,7 @@ from kvtier.engine import Engine, FinishReason, NamedPrompt, Output, SamplingPar
 from kvtier.service.events import TierFeed
 from kvtier.service.explain import UNSALTED, LoggedRequest, Recent, RequestLog, client_of, tenant_of
 from kvtier.service.openai import OpenAIError, busy, stopping_error
-from kvtier.tiers import TIERS, ChainHash, RequestError
+from kvtier.tiers import TIERS, ChainHash, RequestError, tracing
 
 # --- unknown request fields ------------------------------------------------------------------------------------------
 
@@ -71,12 +71,21 @@ class FinishedSequences:
 
     def __init__(self, engine: Engine, log: RequestLog | None) -> None:
         self.recent: Recent[FinishedPrompt] = Recent()
+        self.traces: dict[str, tracing.Trace] = {}  # of those that have not ended, by id
         self.log = log
         self._names_blocks = engine.config.enable_prefix_caching
         self._engine = engine
 
+    def trace(self, sequence: Sequence, under: tracing.Trace) -> None:
+        """A sequence was taken in that belongs to this span."""
+        name, model = sequence.request_id, self._engine.identity.fingerprint().hex()[:16]
+        if (trace := under.begin("generate", {"request_id": name, "fingerprint": model})) is not None:
+            self.traces[name] = self._engine.connector.scheduler.traces[name] = trace
+
     def record(self, sequence: Sequence, end: str) -> None:
         client = None
+        if self.traces and (trace := self.traces.pop(sequence.request_id, None)) is not None:
+            trace.end(_outcome(sequence, end))
         if self._names_blocks:
             root = sequence.chain.root
             client = client_of(root)
@@ -96,6 +105,21 @@ class FinishedSequences:
                     end=str(end),
                 )
             )
+
+
+def _outcome(sequence: Sequence, end: str) -> tracing.Attributes:
+    """The attributes of a sequence's span: where its prompt's KV came from, and why the rest was nowhere."""
+    cached = {} if sequence.ttft is None else sequence.cached_tokens
+    hits = {name: num_tokens for name, kind in TIERS.items() if (num_tokens := cached.get(kind.label))}
+    return {
+        "gen_ai.usage.input_tokens": sequence.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": sequence.num_generated,
+        **({} if sequence.ttft is None else {"gen_ai.latency.time_to_first_token": sequence.ttft}),
+        **{f"hit_tokens.{tier}": num_tokens for tier, num_tokens in hits.items()},
+        **tracing.missed(sequence.causes),
+        **({"preempted": sequence.num_preempted} if sequence.num_preempted else {}),
+        "end": str(end),
+    }
 
 
 # --- the loop --------------------------------------------------------------------------------------------------------
@@ -142,6 +166,7 @@ class LiveRequest:
     def __init__(self, inputs: abc.Sequence[SequenceInput], name: str, deadline: float) -> None:
         """`deadline`: of each update, on the event loop's clock."""
         self.inputs, self.name, self._deadline = inputs, name, deadline
+        self.trace = tracing.current.get()
         self.request_ids: list[str | None] = [None] * len(inputs)  # written and read by the engine's thread
         self.unfinished = set(range(len(inputs)))  # the same
         self._loop = asyncio.get_running_loop()
@@ -281,8 +306,8 @@ class EngineLoop:
         """Tiers missing as configured (`TierUpkeep.wanting`), or too small (`Losses`): the engine runs without them."""
         connector = self.engine.connector
         if not isinstance(connector, LocalConnector):
-            return {}
-        return {**connector.tiers.wanting, **connector.tiers.metrics.wanting}
+            return tracing.wanting()
+        return {**connector.tiers.wanting, **connector.tiers.metrics.wanting, **tracing.wanting()}
 
     # called on the engine's thread
 
@@ -348,6 +373,8 @@ class EngineLoop:
                 )
                 request.request_ids[index] = request_id
                 live = self._sequences[request_id] = _LiveSequence(request, index, self.engine.request(request_id))
+                if request.trace is not None:
+                    self.ended.trace(live.sequence, request.trace)
                 if self._feed is not None and self.engine.config.enable_prefix_caching:
                     self._feed.begin_at(live.sequence.chain.parent(0))
         except RequestError as error:

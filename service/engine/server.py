@@ -32,7 +32,18 @@ from kvtier.service.engine.loop import EngineLoop, late
 from kvtier.service.engine.request_parser import Served
 from kvtier.service.events import Publisher, Source, namespace_of
 from kvtier.service.explain import RequestLog
-from kvtier.service.observe import EXPOSITION, counter, figures, gauge, histogram, labelled, statuses, text_of, wanting
+from kvtier.service.observe import (
+    EXPOSITION,
+    counter,
+    figures,
+    gauge,
+    histogram,
+    labelled,
+    spans,
+    statuses,
+    text_of,
+    wanting,
+)
 from kvtier.service.openai import ChatBody, CompletionBody, MessagesBody, OpenAIError, Prompts, ResponsesBody, bad_field
 from kvtier.service.web import Guard, HttpServer, HttpSocket, cors, disconnected, page, read_body
 from kvtier.tiers import L1, ChainHash, RequestError
@@ -217,6 +228,7 @@ def _own(loop: EngineLoop) -> Iterator[Metric]:
     stats, tally, pool = loop.stats, loop.tally, loop.engine.pool
     yield gauge("kvtier_build_info", "The version in use", {__version__: 1}, "version")
     yield wanting(loop.wanting)
+    yield spans()
     yield gauge("kvtier_engine_requests", "Sequences by state", {state: stats[state] for state in _STATES}, "state")
     yield gauge("kvtier_engine_live", "Sequences that wait or are computed", loop.num_live)
     yield gauge("kvtier_engine_capacity", "Sequences there is room for; more get status 429", loop.capacity)

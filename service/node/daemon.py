@@ -243,6 +243,8 @@ class Session:
         if self._socket is None or self.holdings is None:  # cut off by an earlier frame
             return
         answers: list[Any] = []
+        if request.traces is not None:
+            self.holdings.expect(request.traces)
         for operation in request.operations:
             answer = self._verbs[type(operation)](operation)
             if self._over:

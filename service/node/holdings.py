@@ -11,8 +11,8 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 from kvtier.connector.daemon import Peer, pidfd_of, wire
 from kvtier.service.node.loop import Loop, now
 from kvtier.service.node.served_tiers import ServedTiers
-from kvtier.tiers import L2, FormatError, Outcome
-from kvtier.tiers.hierarchy import PENDING, Attribution, Claim, Filled
+from kvtier.tiers import L2, FormatError, Outcome, tracing
+from kvtier.tiers.hierarchy import PENDING, Attribution, Claim, Filled, end_lookup
 from kvtier.tiers.pool import Lease, Reservation
 
 Who = TypeVar("Who")
@@ -128,6 +128,7 @@ class Holdings:
         self._leases: dict[int, Lease] = {}
         self._reservations: dict[int, Reservation] = {}
         self.sealed: list[Filled] = []  # not passed on yet
+        self.traces: dict[int, str] = {}  # of claims and reservations that are coming
         self.verbs: dict[type[wire.Operation], Callable[[Any], Any]] = {
             wire.Ask: self._ask,
             wire.Renew: self._renew,
@@ -199,9 +200,22 @@ class Holdings:
             raise FormatError(f"claim {number} names a block twice")
         if self.sealed:
             self.publish()  # the claim may name what was sealed just before
-        claim = self._hierarchy.submit(names, op.parent, op.num_l1, block_size=op.block_size, overlap=op.overlap)
+        trace = self._begin_lookup(number, len(names)) if self.traces else None
+        claim = self._hierarchy.submit(
+            names, op.parent, op.num_l1, block_size=op.block_size, overlap=op.overlap, trace=trace
+        )
         self._claims[number] = self.waiting[number] = claim
         self._look(number)
+
+    def expect(self, traces: wire.Traces) -> None:
+        """What a request's operations belong to, if this daemon traces, too."""
+        if tracing.ON:
+            self.traces = {**self.traces, **dict(traces)} if len(self.traces) < MAX_HELD else dict(traces)
+
+    def _begin_lookup(self, number: int, num_blocks: int) -> tracing.Trace | None:
+        if (traceparent := self.traces.pop(number, None)) is None:
+            return None
+        return tracing.begin("lookup", traceparent, "server", {"blocks": num_blocks})
 
     def _look(self, number: int) -> None:
         claim = self.waiting[number]
@@ -210,6 +224,8 @@ class Holdings:
             return
         assert claim.found is not None
         del self.waiting[number]
+        if claim.trace is not None:
+            end_lookup(claim, promised)
         at, slots, generations = now(), b"", b""
         if promised and (lease := self._hierarchy.promised(claim)) is not None:
             self._renewed[number] = at
@@ -244,6 +260,8 @@ class Holdings:
             self.waiting.pop(number, None)
             self._renewed.pop(number, None)
             self._hierarchy.cancel(claim)
+            if claim.trace is not None:
+                claim.trace.end()
 
     def _reserve(self, op: wire.Reserve) -> wire.Grants:
         wanted = op.wanted()
@@ -255,6 +273,10 @@ class Holdings:
         if len(self._reservations) + len(lengths) > MAX_RESERVATIONS or max(lengths, default=0) > wire.MAX_ITEMS:
             self._hierarchy.metrics.dropped(L2, Outcome.QUEUE_FULL, sum(lengths))
             return wire.pack_grants([None] * len(lengths))
+        if self.traces:
+            for number, each in enumerate(wanted, op.first):
+                if (traceparent := self.traces.pop(number, None)) is not None:
+                    each.trace = tracing.Trace(traceparent)
         try:
             reservations = self._tiers.reserve(wanted)
         except ValueError as error:  # a name given twice; the slots reserved before are abandoned

@@ -23,8 +23,8 @@ from kvtier.service.node.loop import now
 from kvtier.service.node.namespaces import Namespace
 from kvtier.service.node.operators import Pins
 from kvtier.service.node.served_tiers import MOST_HEADS, Tenants
-from kvtier.service.observe import MetricValues, counter, figures, gauge, labelled, statuses, text_of, wanting
-from kvtier.tiers import ChainHash, Lineage, tier_captions
+from kvtier.service.observe import MetricValues, counter, figures, gauge, labelled, spans, statuses, text_of, wanting
+from kvtier.tiers import ChainHash, Lineage, tier_captions, tracing
 from kvtier.tiers.hierarchy import Hierarchy, TierPort, lineages
 from kvtier.tiers.naming import root_hash
 from kvtier.tiers.pool import Slots, Words
@@ -309,7 +309,8 @@ def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> s
 def wanting_parts(daemon: Daemon, namespaces: Iterable[Namespace]) -> list[Wanting]:
     lost = ((each.name, each.hierarchy.metrics.wanting) for each in namespaces)
     too_small = [Wanting(part, f"model {name}: {why}", False) for name, parts in lost for part, why in parts.items()]
-    return [*daemon.health.wanting, *too_small]
+    untraced = [Wanting(part, why, False) for part, why in tracing.wanting().items()]
+    return [*daemon.health.wanting, *untraced, *too_small]
 
 
 def degraded_tiers(namespaces: Iterable[Namespace]) -> list[statuses.DegradedTier]:
@@ -420,6 +421,7 @@ def _own(
     yield gauge("kvtier_dead_clients", "Dead clients whose processes may still copy", dead)
     yield gauge("kvtier_budget_bytes", "Host memory there is for all models", daemon.config.host.size)
     yield wanting(each.part for each in wanting_parts(daemon, namespaces))
+    yield spans()
     sizes = {namespace.name: namespace.size for namespace in namespaces}
     yield gauge("kvtier_host_bytes", "Host memory a model has", sizes, "fingerprint")
     yield counter("kvtier_client_events", "Events of clients and their leases", dict(daemon.counts), "event")

@@ -7,6 +7,7 @@ from .metrics import figures as figures
 from .metrics import gauge as gauge
 from .metrics import histogram as histogram
 from .metrics import labelled as labelled
+from .metrics import spans as spans
 from .metrics import text_of as text_of
 from .metrics import wanting as wanting
 from .statuses import DaemonStatus as DaemonStatus

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from kvtier.service.observe.statuses import BlockFigures
-from kvtier.tiers import Metrics, lookup_results
+from kvtier.tiers import Metrics, lookup_results, tracing
 
 # --- figures of a model's blocks -------------------------------------------------------------------------------------
 
@@ -67,6 +67,11 @@ def wanting(parts: Iterable[str]) -> Metric:
     """The parts that /status lists as wanting, of a daemon or an engine."""
     text = "1 for each part that is not there as configured, or too small"
     return gauge("kvtier_wanting", text, dict.fromkeys(parts, 1), "part")
+
+
+def spans() -> Metric:
+    """Spans of requests, if they are traced."""
+    return counter("kvtier_trace_spans", "Spans of requests, by what became of them", tracing.counts(), "outcome")
 
 
 def gauge(name: str, help_text: str, values: Values, *labels: str) -> Metric:

@@ -373,6 +373,7 @@ class RouterStatus(StatusPart):
     block_size: int | None
     fingerprint: str | None
     models: list[str] = []  # that replicas serve, by name
+    wanting: Sequence[WantingPart] = ()
     tier_captions: Sequence[TierCaption]  # nearest first
     replicas: Sequence[ReplicaStatus]
     list: ReplicaListStatus

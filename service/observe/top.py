@@ -150,6 +150,7 @@ _DECISION: Final = "{:<10} {:>7}  {:<22} {:<8} {}"
 def router_lines(status: statuses.RouterStatus) -> Iterable[str]:
     replicas, tokens = status.replicas, status.tokens
     yield f"kvtier router, up {brief_time(status.uptime_s)}: {status.num_up} of {len(replicas)} replicas up"
+    yield from wanting(status.wanting)
     yield row("requests", f"{counts(status.requests)}; retries {counts(status.retries)}")
     yield row("errors", counts(status.errors))
     yield row("prompts", f"{tokens.told_prompt:,} tokens, of which replicas had {tokens.told_cached:,} cached")

@@ -23,7 +23,7 @@ from kvtier.service.openai import OpenAIError
 from kvtier.service.router.client import Deadlines, Failure, Headers, ReplicaAnswer, ReplicaFailed, Shortcut
 from kvtier.service.router.fleet import AssignedWork, Fleet, ModelVersion, Replica, make_scores
 from kvtier.service.router.holdings import NO_PREFIXES, WIDTH, Held, Prefixes
-from kvtier.tiers import TIERS
+from kvtier.tiers import TIERS, tracing
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -210,6 +210,7 @@ class Ledger:
     skipped: Counter[str] = field(default_factory=Counter)  # events that could not be true
     forgotten: int = 0  # blocks, for lack of room in the index
     cpu: float = 0.0  # seconds
+    spans: Counter[str] = field(default_factory=Counter)  # of requests that are traced, by what became of them
     decisions: deque[tuple[float, int, Choice]] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def counts(self) -> Json:
@@ -445,6 +446,7 @@ class Proxy:
         self._weights = weights_by_tier(weights)
         self._kept: dict[int, _Kept] = {}
         self._coming = ComingBlocks()
+        self._attempt = _TracedAttempt if tracing.ON else _Attempt
         self._turn = 0  # requests so far; retries do not count, or one of a pair would always be tried first
 
     async def forward(self, request: RoutedRequest, reply: ClientReply) -> None:
@@ -476,7 +478,7 @@ class Proxy:
             self._coming.add(request.held.names, choice.cached, work)
             size = None if replica.version is None else replica.version.block_size
             try:
-                attempt = _Attempt(replica, work, self._ledger, reply, choice.cached * (size or 0))
+                attempt = self._attempt(replica, work, self._ledger, reply, choice, choice.cached * (size or 0))
                 refusal = await attempt.make(request, replace(self._deadlines, first_byte=due - loop.time()))
             except ReplicaFailed as error:
                 replica.failed(error.failure)
@@ -536,8 +538,16 @@ class Proxy:
 
 
 class _Attempt:
-    def __init__(self, replica: Replica, work: AssignedWork, ledger: Ledger, reply: ClientReply, promised: int) -> None:
-        self._replica, self._work, self._ledger, self._reply = replica, work, ledger, reply
+    def __init__(
+        self,
+        replica: Replica,
+        work: AssignedWork,
+        ledger: Ledger,
+        reply: ClientReply,
+        choice: Choice,
+        promised: int,
+    ) -> None:
+        self._replica, self._work, self._ledger, self._reply, self._choice = replica, work, ledger, reply, choice
         self._promised = promised  # tokens that the replica holds of the prompt
 
     async def make(self, request: RoutedRequest, deadlines: Deadlines) -> Relayed | None:
@@ -587,6 +597,34 @@ class _Attempt:
             return False
         self._ledger.read_usage(chunks)
         return True
+
+
+class _TracedAttempt(_Attempt):
+    """With a span, from which the replica's go on."""
+
+    async def make(self, request: RoutedRequest, deadlines: Deadlines) -> Relayed | None:
+        choice: tracing.Attributes = {
+            "replica": self._replica.name,
+            "reason": str(self._choice.reason),
+            "prompt_tokens": request.num_tokens,
+            "promised_tokens": self._promised,
+            "replica.load": self._replica.load,
+        }
+        under = tracing.current.get()
+        if under is None or (trace := under.begin("replica", choice, "client")) is None:
+            return await super().make(request, deadlines)
+        others = [each for each in request.headers if each[0] != b"traceparent"]
+        headers = [*others, (b"traceparent", trace.traceparent.encode())]
+        why: str | None = "given up"  # the client left, or its time is over
+        try:
+            refusal = await super().make(replace(request, headers=headers), deadlines)
+            why = None if refusal is None else f"status {refusal.status}"
+            return refusal
+        except ReplicaFailed as error:
+            why = str(error.failure)
+            raise
+        finally:
+            trace.end(error=why)
 
 
 def passed(headers: Headers, without: frozenset[bytes]) -> list[tuple[bytes, bytes]]:

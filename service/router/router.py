@@ -32,7 +32,17 @@ from starlette.types import Receive, Scope, Send
 from kvtier.connector import AS_SENT, ChatPrefix
 from kvtier.service import Json, openai
 from kvtier.service.events import CurveKeys
-from kvtier.service.observe import EXPOSITION, LivePage, RouterStatus, counter, gauge, router_lines, statuses, text_of
+from kvtier.service.observe import (
+    EXPOSITION,
+    LivePage,
+    RouterStatus,
+    counter,
+    gauge,
+    router_lines,
+    statuses,
+    text_of,
+    wanting,
+)
 from kvtier.service.openai import OpenAIError, Prompts, bad_field, json_object, unknown_model
 from kvtier.service.router.client import Deadlines, Headers, ReplicaFailed
 from kvtier.service.router.fleet import Fleet, ModelVersion, ProbeSettings, Replica, ReplicaState
@@ -41,7 +51,7 @@ from kvtier.service.router.processes import TELL, Seat
 from kvtier.service.router.proxy import NOT_ASKED, ClientReply, Ledger, Proxy, RoutedRequest, passed
 from kvtier.service.router.replica_list import Publishers, ReplicaList
 from kvtier.service.web import Guard, HttpServer, HttpSocket, cors, disconnected, page, read_body
-from kvtier.tiers import TIERS, ConfigError, tier_captions
+from kvtier.tiers import TIERS, ConfigError, tier_captions, tracing
 from kvtier.tiers.config import RouterConfig
 
 # --- its conversation ------------------------------------------------------------------------------------------------
@@ -404,6 +414,7 @@ class Router:
         counted.skipped = counted.skipped + Counter(self.holdings.skipped)
         counted.forgotten += self.holdings.num_forgotten
         counted.cpu += time.process_time()
+        counted.spans = counted.spans + Counter(tracing.counts())
         for replica in self.fleet.replicas:
             counted.given[replica.name] += replica.num_requests
             counted.failures.update({(replica.name, reason): count for reason, count in replica.errors.items()})
@@ -426,6 +437,7 @@ class Router:
             block_size=None if version is None else version.block_size,
             fingerprint=None if version is None else version.fingerprint,
             models=sorted(self.fleet.served),
+            wanting=[statuses.WantingPart(part=part, why=why) for part, why in tracing.wanting().items()],
             tier_captions=[statuses.TierCaption.model_validate(each) for each in tier_captions()],
             replicas=[self._replica(replica, ledger) for replica in (*self.fleet.replicas, *self.fleet.leaving)],
             list=statuses.ReplicaListStatus(errors=dict(ledger.list_errors), why=self.list.why),
@@ -606,6 +618,7 @@ _COUNTED: Final = (
         "reason",
     ),
     ("kvtier_route_forgotten_blocks", "Blocks forgotten because too many are held", "forgotten"),
+    ("kvtier_trace_spans", "Spans of requests, by what became of them", "spans", "outcome"),
     ("kvtier_route_skipped_events", "Events that could not be true, by reason", "skipped", "reason"),
 )
 
@@ -618,6 +631,7 @@ def exposition(router: Router) -> str:
 def _counted(router: Router, ledger: Ledger) -> Iterator[Metric]:
     for name, text, what, *labels in _COUNTED:
         yield counter(name, text, getattr(ledger, what), *labels)
+    yield wanting(tracing.wanting())
     text = "Processes of the router that ended and were replaced, by reason"
     replaced = {} if router.seat is None else router.seat.replaced
     yield counter("kvtier_route_replaced_processes", text, replaced, "reason")

@@ -26,8 +26,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvtier.service import REQUEST_ID, Crowd, begin_request
-from kvtier.tiers import ConfigError
+from kvtier.service import REQUEST_ID, Crowd, begin_request, request_id
+from kvtier.tiers import ConfigError, tracing
 
 _BODY: Final = 10.0  # seconds in which a request's body must arrive
 _LOOPBACK: Final = ("127.", "::1", "::ffff:127.")
@@ -261,7 +261,8 @@ class HttpServer:
         stopping: threading.Event | None = None,
     ) -> None:
         self.address = listening.address
-        self._app, self._listening, self._grace, self._drain = app, listening, grace, drain
+        self._app = _traced(app) if tracing.ON else app
+        self._listening, self._grace, self._drain = listening, grace, drain
         max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         max_requests = min(max_requests, max_files // 4)  # the rest is for files of requests, and for engines
         self._max_requests, self._refuse, self._logged_at = max_requests, refusal, -math.inf
@@ -378,6 +379,42 @@ def _named(scope: Scope, receive: Receive, send: Send) -> tuple[Scope, Receive, 
 
     passed = [each for each in scope["headers"] if each[0] != REQUEST_ID]
     return {**scope, "headers": [*passed, header]}, receive, answer
+
+
+_TRACEPARENT: Final = b"traceparent"  # the W3C's header
+_SPANS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")  # that name their path
+
+
+def _traced(app: ASGIApp) -> ASGIApp:
+    """The application with a span for each request of an API, which goes on the client's trace."""
+
+    async def traced(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if not path.startswith("/v1/") or scope["method"] != "POST":
+            await app(scope, receive, send)
+            return
+        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == _TRACEPARENT), None)
+        name, status = f"POST {path}" if path in _SPANS else "POST", 0
+        trace = tracing.begin(name, given, "server", {"url.path": path[:128], "request_id": request_id() or ""})
+        if trace is None:  # the server stops
+            await app(scope, receive, send)
+            return
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        others = [each for each in scope["headers"] if each[0] != _TRACEPARENT]
+        header = (_TRACEPARENT, trace.traceparent.encode())
+        tracing.current.set(trace if trace.is_recorded else None)
+        try:
+            await app({**scope, "headers": [*others, header]}, receive, answer)
+        finally:
+            error = f"status {status}" if status >= 500 else None if status else "not answered"
+            trace.end({"http.response.status_code": status}, error)
+
+    return traced
 
 
 class _OneSend:

@@ -47,6 +47,18 @@ def rendered(*values: Mapping[str, Any], namespace: str = "kvtier", name: str = 
     return [each for each in yaml.safe_load_all(done.stdout) if each]
 
 
+def test_spans_of_all_go_to_one_collector() -> None:
+    tracing = {"tracing": {"endpoint": "http://otel-collector.monitoring:4318"}}
+    for more in ({}, VALUES["vllm"]):
+        objects = rendered(tracing, more)
+        named = dict(pods(objects))
+        for name in ("node", "engine", "router"):
+            (variable,) = [each for each in named[name]["containers"][0]["env"] if "TRACING" in each["name"]]
+            assert variable == {"name": "KVTIER_TRACING__ENDPOINT", "value": tracing["tracing"]["endpoint"]}
+    assert "TRACING" not in json.dumps(rendered())
+    assert "tracing" in refusal({"tracing": {"endpoint": "collector:4318"}})
+
+
 def refusal(values: Mapping[str, Any]) -> str:
     done = helm("template", "kv", values=values)
     assert done.returncode != 0

@@ -61,6 +61,7 @@ class ScriptedTiers:
         *,
         block_size: int = 0,
         overlap: Overlap = Overlap.NONE,
+        trace: object = None,
     ) -> Claim:
         claim = Claim(list(hashes), parent, num_l1, block_size, overlap)
         self.asked.append((overlap, len(hashes) - num_l1))

@@ -30,6 +30,7 @@ from kvtier.tiers.config.sections import (
     RouterConfig,
     ServerConfig,
     ServiceConfig,
+    TracingConfig,
 )
 
 ENV_PREFIX: Final = "KVTIER_"
@@ -68,6 +69,7 @@ class Config(BaseSettings):
     events: EventsConfig = EventsConfig()
     router: RouterConfig = RouterConfig()
     breaker: BreakerConfig = BreakerConfig()
+    tracing: TracingConfig = TracingConfig()
 
     @classmethod
     def load(cls, path: Path | str | None = None, **overrides: Mapping[str, object]) -> "Config":

@@ -4,6 +4,9 @@ import os
 from pathlib import Path
 from typing import Final
 
+from kvtier.tiers import tracing
+
+_PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 COMPILED: Final = "KVTIER_COMPILED"  # "off": no extension module is used
 
 
@@ -23,3 +26,21 @@ def compiled_setting() -> str:
 def preset(name: str, value: str) -> None:
     """Set a variable for libraries of this process that read it, unless the user has."""
     os.environ.setdefault(name, value)
+
+
+def otlp_target(configured: str | None) -> tracing.OtlpTarget | None:
+    """Where spans go: to the `configured` collector, else as OpenTelemetry's variables say. None: nowhere."""
+    exporter, of_traces = os.environ.get("OTEL_TRACES_EXPORTER", ""), "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or exporter == "none":
+        return None
+    if configured is not None:
+        return tracing.OtlpTarget(f"{configured}/v1/traces")
+    base, url = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"), os.environ.get(of_traces)
+    if not url and not base and exporter != "otlp":
+        return None
+    url = url or f"{(base or 'http://localhost:4318').rstrip('/')}/v1/traces"
+    protocol = next((value for name in _PROTOCOLS if (value := os.environ.get(name))), "http/protobuf")
+    if protocol != "http/protobuf" or not url.startswith(("http://", "https://")):
+        why = f"[tracing] {url} by {protocol}: spans go by http/protobuf; set [tracing] endpoint to a port for that"
+        return tracing.OtlpTarget(url, why)
+    return tracing.OtlpTarget(url)

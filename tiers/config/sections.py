@@ -350,6 +350,12 @@ class BreakerConfig(Section):
     retry_after: Time = option("1s", "first wait before a detached tier is probed")
 
 
+class TracingConfig(Section):
+    endpoint: HttpEndpoint | None = option(
+        None, "collector of spans, by OTLP over HTTP; none = as OTEL_… variables say"
+    )
+
+
 def _require_one_seal(secret: SecretStr | None, key_file: Path | None) -> None:
     """ValueError for a secret that is too short, or is given beside a key."""
     if secret is None:

@@ -11,6 +11,7 @@ from kvtier.tiers.hierarchy.cache_tiers import (
     Pending,
     SplitPoint,
     Wanted,
+    end_lookup,
     load_and_lease,
 )
 from kvtier.tiers.hierarchy.hierarchy import (

@@ -12,7 +12,7 @@ from enum import IntEnum
 from threading import Condition, RLock
 from typing import Final, NamedTuple, Protocol
 
-from kvtier.tiers import L1, TIERS, BlockRecord, ChainHash, ChildBlock, Metrics, Outcome
+from kvtier.tiers import L1, TIERS, BlockRecord, ChainHash, ChildBlock, Metrics, Outcome, tracing
 from kvtier.tiers.host import HostRegion
 from kvtier.tiers.pool import Causes, Lease, Reservation
 from kvtier.tiers.reuse import RequestEnd
@@ -101,6 +101,7 @@ class Claim:
     behind: LooksBehind | None = None
     # Set together with `found` if blocks are missing: why they left. Called once, when the misses are counted.
     why: Callable[[], Causes] | None = None
+    trace: tracing.Trace | None = None  # of the lookup, if its request is traced
 
     @property
     def causes(self) -> Causes | None:
@@ -148,10 +149,19 @@ class Wanted:
     tenant: ChainHash  # the root of the chains with its cache_salt
     is_partial: bool = False  # `hashes` is one name, with fewer tokens than `block_size`
     is_rest: bool = False  # offered again after NO_SLOT: waits until a lower tier has its parent
+    trace: tracing.Trace | None = field(default=None, compare=False)  # of the request, if it is traced
 
 
 Filled = tuple[Reservation, Sequence[bytes], int]
 """A reservation with filled slots, the tokens of each of its blocks (u32 little-endian), and the epoch of the fill."""
+
+
+def end_lookup(claim: Claim, promised: object) -> None:
+    """End the span of a lookup that is answered."""
+    if claim.trace is not None and claim.trace.is_open:
+        refused = {} if claim.refusal is None else {"refused": str(claim.refusal)}
+        blocks = {"blocks.promised": promised if isinstance(promised, int) else 0}
+        claim.trace.end({**blocks, **tracing.found_in(claim.found, claim.causes), **refused})
 
 
 class BlockClaims(Protocol):
@@ -165,8 +175,12 @@ class BlockClaims(Protocol):
         *,
         block_size: int = 0,
         overlap: Overlap = Overlap.NONE,
+        trace: tracing.Trace | None = None,
     ) -> Claim:
-        """Look up the blocks of a chain, and claim those beyond the first `num_l1` that are worth loading."""
+        """Look up the blocks of a chain, and claim those beyond the first `num_l1` that are worth loading.
+
+        What tiers read for it belongs below `trace`.
+        """
 
     def poll(self, claim: Claim) -> int | Pending:
         """How many blocks beyond `num_l1` are in L2, verified and leased; PENDING: more may arrive, poll again.

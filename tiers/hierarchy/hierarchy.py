@@ -21,6 +21,7 @@ from kvtier.tiers import (
     Metrics,
     Outcome,
     Tier,
+    tracing,
 )
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Overlap, Pending, ProgressCondition
 from kvtier.tiers.hierarchy.lower_tier import MIN_FRONT, HierarchySettings, Rates, Span, TierPort
@@ -109,12 +110,15 @@ class Hierarchy:
         *,
         block_size: int = 0,
         overlap: Overlap = Overlap.NONE,
+        trace: tracing.Trace | None = None,
     ) -> Claim:
         """Look up the indexes of this process; query shared tiers in the background.
 
         A claim waits up to `_SEALING` seconds for a block that was stored and is not hashed yet.
         """
         claim = LocalClaim(list(hashes), parent, num_l1, block_size, overlap)
+        if trace is not None:
+            claim.trace = trace
         wanted = claim.hashes[num_l1:] if num_l1 else claim.hashes
         is_sealing = bool(self.stores.unsealed)  # read first: else a block published in between is found nowhere
         places: Places | None = None
@@ -144,6 +148,8 @@ class Hierarchy:
             if not all(question.done for question in claim.questions):
                 return PENDING
             self.locator.read(claim.questions)
+            if claim.trace is not None:
+                self._trace_questions(claim, claim.trace)
             claim.questions = ()
             self._look(claim)
             if claim.found is None:
@@ -372,6 +378,11 @@ class Hierarchy:
             claim.good_until = time.monotonic() + _ASK_AGAIN
         if num_loadable := where.loadable:
             self._promote(claim, where, places, num_loadable)
+
+    def _trace_questions(self, claim: LocalClaim, trace: tracing.Trace) -> None:
+        for question in claim.questions:
+            name, began = question.port.name, question.deadline - question.port.settings.deadline
+            trace.record(f"query {name}", began, {"blocks": len(question.hashes), "blocks.held": question.num_held})
 
     def _looks_elsewhere(self, claim: LocalClaim) -> bool:
         """Look a settled claim up once more, without the tier that failed, if another one may have its next block."""

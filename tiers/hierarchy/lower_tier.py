@@ -23,6 +23,7 @@ from kvtier.tiers import (
     Tier,
     TierUnavailable,
     checksum,
+    tracing,
 )
 from kvtier.tiers.hierarchy.cache_tiers import SplitPoint
 from kvtier.tiers.hierarchy.io_queue import IoQueue, begun
@@ -406,6 +407,9 @@ class TierPort:
             outcomes = tier.write(records, payloads) if codec is None else write_packed(tier, codec, records, payloads)
             num_bytes = sum(p.nbytes for p, o in zip(payloads, outcomes, strict=True) if o is Outcome.OK)
             self._metrics.moved(self.name, "write", num_bytes, time.perf_counter() - start)
+            if tracing.ON:
+                since = time.monotonic() - (time.perf_counter() - start)
+                tracing.wrote(self.name, records, outcomes, num_bytes, since)
             if self.breakers["write"].failures or not _FAILURES.isdisjoint(outcomes):
                 self._judge("write", outcomes, began)
             if self._sent is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from typing import Final
 
-from kvtier.tiers import BATCH_BYTES, L2, BlockRecord, ChainHash, Metrics, Outcome, checksum
+from kvtier.tiers import BATCH_BYTES, L2, BlockRecord, ChainHash, Metrics, Outcome, checksum, tracing
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Pending, ProgressCondition
 from kvtier.tiers.hierarchy.io_queue import IoQueue, Job, JoinedJob
 from kvtier.tiers.hierarchy.lower_tier import TierPort
@@ -467,6 +467,8 @@ class Promoter:
         hashes, num_hashes = read.hashes, len(read.hashes)
         for waiter in read.waiters:
             waiter.reads.discard(read)
+            if waiter.trace is not None:
+                self._trace_read(read, results, waiter.trace)
             position = waiter.position
             first = next((i for i, chain_hash in enumerate(hashes) if chain_hash in position), num_hashes)
             whole = next((i for i in range(first, num_hashes) if not isinstance(results[i], BlockRecord)), num_hashes)
@@ -485,6 +487,12 @@ class Promoter:
             self._advance(waiter)
         read.waiters.clear()
         self._lock.notify_all()
+
+    def _trace_read(self, read: TierRead, results: Sequence[BlockRecord | Outcome], trace: tracing.Trace) -> None:
+        failed = [each for each in results if isinstance(each, Outcome)]
+        name, num_bytes = read.port.name, (len(results) - len(failed)) * self.host.region.slot_bytes
+        counts = {"blocks": len(results), "bytes": num_bytes, **tracing.outcomes_in(failed)}
+        trace.record(f"read {name}", read.deadline - read.port.settings.deadline, counts)
 
     def _advance(self, claim: LocalClaim) -> None:
         """Lease, join or launch until the window is full or the run ends; finish if no read or check is under way."""

@@ -10,7 +10,7 @@ from functools import partial
 from threading import Timer
 from typing import Final
 
-from kvtier.tiers import L2, BlockRecord, ChainHash, Metrics, Outcome
+from kvtier.tiers import L2, BlockRecord, ChainHash, Metrics, Outcome, tracing
 from kvtier.tiers.hierarchy.cache_tiers import Filled, ProgressCondition, Wanted
 from kvtier.tiers.hierarchy.demote import SOONEST, Demoter
 from kvtier.tiers.hierarchy.io_queue import IoQueue, Job
@@ -150,6 +150,10 @@ class StoreQueue:
         for i in partial:
             if (reservation := made[i]) is not None:
                 reservation.is_partial = True
+        if tracing.ON:
+            for each, reservation in zip(wanted, made, strict=True):
+                if each.trace is not None and reservation is not None:
+                    tracing.stored(reservation.hashes, each.trace)
         return made
 
     def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:

@@ -63,6 +63,7 @@
 {{- with $root.Values.images.pullSecrets }}{{ $names := list }}{{ range . }}{{ $names = append $names (dict "name" .) }}{{ end }}{{ $_ := set $pod "imagePullSecrets" $names }}{{ end -}}
 {{- $main := first $pod.containers -}}
 {{- $variables := (include "kvtier.variables" ($values.config | default dict) | fromYaml).env | default list -}}
+{{- with $root.Values.tracing.endpoint }}{{ $variables = prepend $variables (dict "name" "KVTIER_TRACING__ENDPOINT" "value" .) }}{{ end -}}
 {{- include "kvtier.environment" (dict "container" $main "env" $variables) -}}
 {{- include "kvtier.environment" (dict "container" $main "env" ($values.env | default list)) -}}
 {{- range $main.env -}}

@@ -9,6 +9,7 @@ from service_rig import news_of, unpack_request
 
 from kvtier.connector.daemon.wire import (
     MAX_FRAME,
+    REQUESTS,
     Abandon,
     Ask,
     Bye,
@@ -40,6 +41,7 @@ from kvtier.connector.daemon.wire import (
     unpack_handshake,
     unpack_handshake_reply,
 )
+from kvtier.tiers.errors import FormatError
 from kvtier.tiers.hierarchy.cache_tiers import Attribution, Overlap, SplitPoint, Wanted
 from kvtier.tiers.reuse import Hint, RequestEnd
 from kvtier.tiers.tier import ChildBlock, Outcome
@@ -146,9 +148,20 @@ def test_the_first_frame(said: Any, frame: str) -> None:
 
 def test_version_8_says_whether_promises_may_end_inside_a_block() -> None:
     said = Hello(b"f" * 32, 16, 4096, 1 << 34, reset=False, takes_parts=False)
-    frame = pack_handshake(said)
+    frame = pack_handshake(said, 8)
     assert frame[4:] == bytes.fromhex(
         f"9c{header[:-2]}08a548656c6c6fc420{'66' * 32}10cd1000cf{1 << 34:016x}c2 90 c0 c0 c2"
     )
     assert unpack_handshake(body_of(frame)) == said
     assert pack_handshake(said, 7) == pack_handshake(replace(said, takes_parts=True), 7)
+
+
+def test_version_9_says_what_is_traced_if_anything_is() -> None:
+    span = f"00-{'ab' * 16}-{'cd' * 8}-01"
+    frame = pack_request(1, [Cancel([3])], [(7, span)])
+    assert frame[4:] == bytes.fromhex(f"93 01 91 9202 9103 91 92 07 d937 {span.encode().hex()}")
+    (read,) = FrameReader(MAX_FRAME, REQUESTS).feed(frame)
+    assert read.traces == [(7, span)]
+    for wrong in (f"00-{'ab' * 16}-{'cd' * 8}-01\n", f"01-{'ab' * 16}-{'cd' * 8}-01", "a prompt"):
+        with pytest.raises(FormatError):
+            FrameReader(MAX_FRAME, REQUESTS).feed(pack_request(1, [Cancel([3])], [(7, wrong)]))

@@ -50,7 +50,7 @@ ENGINE: Final = listed(f"""
     {" ".join(f"tiers.{key}" for key in FIGURES.split())}
 """)
 ROUTER: Final = listed("""
-    uptime_s block_size fingerprint models
+    uptime_s block_size fingerprint models wanting
     tier_captions tier_captions.name tier_captions.label tier_captions.shown tier_captions.medium tier_captions.lower
     replicas replicas.name replicas.url replicas.state replicas.why replicas.load replicas.in_flight replicas.requests
     replicas.errors replicas.fingerprint replicas.events replicas.events.state replicas.events.seq replicas.events.gaps

@@ -191,7 +191,7 @@ BAD_VALUES: list[tuple[Mapping[str, object], str]] = [
     ({"chat": {"drop_lines": [" "]}}, '[chat] drop_lines [" "]: not a list of how lines begin; write one, as in ["billing", "Session id:"]'),
     ({"zzz": {}}, "[zzz]: unknown section; known are breaker, cache, chat, events, file, host, l1, objects, peers, redis, router, server, service"),
     ({"block_size": 16}, "block_size 16: belongs in a section; write it as [cache] block_size"),
-    ({"zzz": 16}, "zzz 16: belongs in a section; the sections are host, file, cache, chat, l1, peers, redis, objects, service, server, events, router, breaker"),
+    ({"zzz": 16}, "zzz 16: belongs in a section; the sections are host, file, cache, chat, l1, peers, redis, objects, service, server, events, router, breaker, tracing"),
     # addresses of HTTP
     ({"service": {"http": "HOST:99999"}}, '[service] http "HOST:99999": its port is out of range; write one up to 65535'),
     ({"service": {"http": "[::1:9"}}, '[service] http "[::1:9": not HOST:PORT; write it as in 127.0.0.1:9400'),

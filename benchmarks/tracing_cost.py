@@ -1,0 +1,139 @@
+"""What tracing costs a request: through a router, an engine of 50 M random weights, its daemon, to a slab and back.
+
+All processes trace, to a collector that is a process of its own. Pairs of requests, one after another in either order:
+one with a trace that its client records, one with a trace that it does not, of which no spans are made. A prompt is one
+of several long prefixes, and a tail that is new; L1 has room for one of them, so that prefixes come from the daemon.
+"time ratio" is the median over pairs. "Spans alone" are as many as a request has, made and exported in one process that
+does nothing else: their CPU time, and what it is of the CPU time that all three processes take for a request.
+"""
+
+import http.client
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from _loads import random_tokens, scratch
+from _process import ServerProcess, forked, free_port, kvtier
+from _races import of_pairs
+from _report import Row, Target, parser, progress, report
+
+from kvtier.tiers import tracing
+
+BLOCK_SIZE: Final = 16
+PREFIX, TAIL, ANSWER = 512, 32, 8  # tokens
+PREFIXES: Final = 6
+
+
+class Stack:
+    """Router, engine and daemon."""
+
+    def __init__(self, stack: ExitStack, home: Path, model: str, **options: str) -> None:
+        self.port, at, socket = free_port(), f"127.0.0.1:{free_port()}", str(home / "s")
+        home.mkdir()
+        slab = {"FILE__PATH": str(home / "slab"), "FILE__SIZE": "1GiB", "HOST__SIZE": "512MiB"}
+        room = {"L1__NUM_BLOCKS": str((PREFIX + TAIL + ANSWER) // BLOCK_SIZE + 4), "SERVICE__SOCKET": socket}
+        weighs = {"CACHE__LOAD_OR_RECOMPUTE": "load", "CACHE__BLOCK_SIZE": str(BLOCK_SIZE)}
+        commands = {
+            "serve": (["--socket", socket, "--http", "127.0.0.1:0"], slab),
+            "engine": (["--model", model, "--name", "m", "--http", at], room | weighs),
+            "route": (["--replica", f"http://{at}", "--http", f"127.0.0.1:{self.port}"], {}),
+        }
+        self._processes = []
+        for verb, (arguments, own) in commands.items():
+            process = ServerProcess(kvtier(verb, *arguments), home / verb, options=own | options)
+            stack.callback(process.stop)
+            self._processes.append(process)
+
+    def cpu_seconds(self) -> float:
+        return sum(process.cpu_seconds() for process in self._processes)
+
+
+def ask(connection: http.client.HTTPConnection, prompt: list[int], flag: int) -> float:
+    """Seconds of a request. `flag`: whether the client records its trace."""
+    headers = {"content-type": "application/json", "traceparent": f"00-{'a' * 32}-{'b' * 16}-0{flag}"}
+    body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": ANSWER, "temperature": 0})
+    began = time.perf_counter()
+    connection.request("POST", "/v1/completions", body, headers)
+    answer = connection.getresponse()
+    told = answer.read()
+    assert answer.status == 200, told
+    return time.perf_counter() - began
+
+
+def collect(tell: int, asked: int) -> None:
+    """A collector: it tells its URL, and from then on for each byte that it is sent how many spans it got."""
+    from otlp_rig import Collector
+
+    collector = Collector()
+    os.write(tell, f"{collector.url}\n".encode())
+    while os.read(asked, 1):
+        Path(os.environ["SPANS"]).write_text(str(len(collector.spans)))
+
+
+def spans_alone(url: str, count: int, requests: int) -> float:
+    """CPU seconds of a request's spans."""
+    tracing.start("alone", tracing.OtlpTarget(f"{url}/v1/traces"))
+    began = time.process_time()
+    for _ in range(requests):
+        with_it = tracing.begin("POST /v1/completions", f"00-{'c' * 32}-{'d' * 16}-01", "server", {"request_id": "x"})
+        assert with_it is not None
+        for _ in range(count - 1):
+            with_it.record("read file", time.monotonic(), {"blocks": 16, "bytes": 1 << 20})
+        with_it.end({"http.response.status_code": 200, "hit_tokens.l2": 512, "missed.never_seen": 2})
+        time.sleep(0.001)
+    tracing.stop()
+    return (time.process_time() - began) / requests
+
+
+def main() -> int:
+    args = parser(__doc__).parse_args()
+    num_pairs = 6 if args.quick else 300
+    times: dict[int, list[float]] = {0: [], 1: []}
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(scratch("tracing")))
+        os.environ["SPANS"] = str(home / "spans")
+        url, asks, _ = stack.enter_context(forked(collect))
+        subprocess.run([sys.executable, *kvtier("model", str(home / "model"))], check=True)
+        progress("starting router, engine and daemon")
+        traced = Stack(stack, home / "traced", str(home / "model"), TRACING__ENDPOINT=url)
+        draw = np.random.default_rng(0)
+        prefixes = [random_tokens(draw, PREFIX) for _ in range(PREFIXES)]
+        connection = stack.enter_context(closing(http.client.HTTPConnection("127.0.0.1", traced.port, timeout=120)))
+        for prefix in prefixes:
+            ask(connection, prefix + random_tokens(draw, TAIL), 0)
+        before, number = traced.cpu_seconds(), 0
+        for pair in range(num_pairs):
+            if pair % 50 == 0:
+                progress(f"pair {pair}/{num_pairs}")
+            for flag in draw.permutation(2).tolist():
+                prompt = prefixes[number % PREFIXES] + random_tokens(draw, TAIL)
+                times[flag].append(ask(connection, prompt, flag))
+                number += 1
+        cpu = (traced.cpu_seconds() - before) / number
+        time.sleep(2.0)  # for the last spans
+        os.write(asks, b"?")
+        time.sleep(1.0)
+        num_spans = round(int((home / "spans").read_text()) / num_pairs)
+        alone = spans_alone(url, num_spans, 2000)
+    rows: list[Row] = [
+        {"client's trace": "recorded", "spans": num_spans, "a request, ms": statistics.median(times[1]) * 1e3},
+        {"client's trace": "not recorded", "spans": 0, "a request, ms": statistics.median(times[0]) * 1e3},
+        {"client's trace": "spans alone", "spans": num_spans, "CPU ms": alone * 1e3},
+        {"client's trace": "either", "CPU ms": cpu * 1e3},
+    ]
+    targets = [
+        Target("time of a request with a trace that is recorded, of one without", 1.01, of_pairs(times[1], times[0])),
+        Target("CPU time of a request's spans, of the request's", 0.01, alone / cpu),
+    ]
+    return report("tracing_cost", rows, targets, args.json, args.save, {"pairs": num_pairs})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
