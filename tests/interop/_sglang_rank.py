@@ -31,8 +31,7 @@ def main() -> None:
     if asked["do"] == "store":
         told["latents"] = storage.batch_set_v1(keys, indices)  # SGLang has the first rank alone do it
         told["states"] = storage.batch_set_v2([last])[PoolName.MAMBA]
-        assert storage._tiers is not None
-        told["drained"] = storage._tiers.drain(20)
+        told["drained"] = all(tiers.drain(20) for tiers in storage._tiers)
     else:
         told["latents"] = storage.batch_get_v1(keys, indices)
         told["states"] = storage.batch_get_v2([last])[PoolName.MAMBA]
