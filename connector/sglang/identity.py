@@ -49,9 +49,7 @@ def configuration_of(args: Any) -> dict[str, Any]:
     return {**config_of(directory), **json.loads(args.json_model_override_args or "{}")}
 
 
-def model_identity(
-    args: Any, pool: Any, pages: PoolPages, slot_bytes: int, epoch: int, piece: Piece
-) -> ModelIdentity:
+def model_identity(args: Any, pool: Any, pages: PoolPages, slot_bytes: int, epoch: int, piece: Piece) -> ModelIdentity:
     """The identity of a piece of the pages of SGLang's first pool; `args`: the server's. As `configuration_of`."""
     configuration = configuration_of(args)
     directory = _checkpoint(args.model_path, args.revision, args.download_dir)

@@ -52,11 +52,14 @@ _WITHOUT_EFFECT: Final = {
 }
 
 
+_Store = PageStore | CutPageStore
+
+
 @dataclass(frozen=True, slots=True)
 class _Kept:
     """A pool in the tiers."""
 
-    store: PageStore | CutPageStore
+    store: _Store
     page_size: int  # tokens of an index
     page_bytes: int
 
@@ -270,14 +273,14 @@ class KVTierStorage(_OlderCalls):
         self._kept[name] = _Kept(store, pages.page_size, pages.page_bytes)
 
     def _get(self, pool: str, keys: list[str], host_indices: Any, extra_info: Any) -> list[bool]:
-        def load(store: PageStore, names: list[ChainHash], pages: NDArray[np.int64]) -> list[bool]:
+        def load(store: _Store, names: list[ChainHash], pages: NDArray[np.int64]) -> list[bool]:
             num_loaded = store.load(names, pages, self._parent(extra_info))
             return [i < num_loaded for i in range(len(keys))]
 
         return self._moved(pool, keys, host_indices, load, self._gets)
 
     def _set(self, pool: str, keys: list[str], host_indices: Any, extra_info: Any) -> list[bool]:
-        def store_pages(store: PageStore, names: list[ChainHash], pages: NDArray[np.int64]) -> list[bool]:
+        def store_pages(store: _Store, names: list[ChainHash], pages: NDArray[np.int64]) -> list[bool]:
             return store.store(names, pages, self._parent(extra_info))
 
         return self._moved(pool, keys, host_indices, store_pages, self._sets)
@@ -293,7 +296,7 @@ class KVTierStorage(_OlderCalls):
         pool: str,
         keys: list[str],
         host_indices: Any,
-        move: Callable[[PageStore, list[ChainHash], NDArray[np.int64]], list[bool]],
+        move: Callable[[_Store, list[ChainHash], NDArray[np.int64]], list[bool]],
         measured: "deque[tuple[int, float]]",
     ) -> list[bool]:
         """The result for each page; all False, counted, if the indices are not those of whole pages."""

@@ -108,7 +108,12 @@ def test_pages_of_a_size_without_the_option_are_found_and_one_missing_piece_is_a
 @pytest.mark.parametrize(
     ("layout", "cache", "sizes", "message"),
     [
-        ("layer_first", {"share_across_tp": 3}, (2, 1), r"share_across_tp 3: --tp-size 2 does not divide it; use a mul"),
+        (
+            "layer_first",
+            {"share_across_tp": 3},
+            (2, 1),
+            r"share_across_tp 3: --tp-size 2 does not divide it; use a mul",
+        ),
         ("layer_first", {"share_across_tp": 8}, (1, 1), r"share_across_tp 8: 4 heads a rank as layer_first cannot be"),
         ("layer_first", {"share_across_pp": 2}, (1, 4), r"share_across_pp 2: it cuts 4 layers elsewhere; use a multip"),
     ],

@@ -76,7 +76,9 @@ def plan_of(layout: str, of: list[torch.Tensor]) -> SlotPlan:
 
 def pattern(value: int, part: BlockPart) -> NDArray[np.uint8]:
     """What a block holds there: every byte is its own."""
-    mixed = np.arange(part.num_bytes) * 7 + value * 31 + part.layer * 11 + part.group * 5 + part.offset // part.num_bytes
+    mixed = (
+        np.arange(part.num_bytes) * 7 + value * 31 + part.layer * 11 + part.group * 5 + part.offset // part.num_bytes
+    )
     return (mixed % 251).astype(np.uint8)
 
 
