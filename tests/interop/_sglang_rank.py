@@ -19,7 +19,7 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     arguments = rig.server_arguments(Path(asked["model"]))
     adapter.get_server_args = lambda: arguments
-    rank = {"tp_rank": asked["rank"], "tp_size": 2, "is_mla_model": True}
+    rank = {"tp_rank": asked["rank"], "tp_size": asked["size"], "is_mla_model": True}
     config = rig.storage_config({"service": asked["service"], "cache": {"prefetch_deadline": "30s"}}, **rank)
     torch.manual_seed(asked["rank"])  # states are each rank's own
     first, states = rig.latents(), rig.states()
