@@ -19,8 +19,8 @@ from _blocks import ROOT, Shape, random_names
 from _races import in_turns, of_pairs, took
 from _report import Row, parser, progress, report
 
-from kvtier.connector.sglang.page_store import CutPageStore, PageStore
-from kvtier.connector.vllm.slots import GroupLane, SlotPlan, engine_blocks
+from kvtier.connector.sglang import CutPageStore, PageStore
+from kvtier.connector.vllm import GroupLane, SlotPlan, engine_blocks
 from kvtier.tiers.config import Config
 from kvtier.tiers.copies import BlockCopies, BlockPart, CopyDirection, EngineBlocks, PartCopier
 from kvtier.tiers.hierarchy import open_hierarchy

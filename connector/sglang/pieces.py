@@ -59,10 +59,10 @@ def pieces_of(
     if tp is None and pp is None:
         return [whole]
     text = configuration.get("text_config") or configuration
-    of_layers = [whole] if pp is None else _cut(whole, pp, int(text["num_hidden_layers"]), stages)
+    of_layers = [whole] if pp is None else _cut(whole, pp, int(text.get("num_hidden_layers") or pool.end_layer), stages)
     if tp is None or storage.is_mla_model:
         return of_layers
-    total = int(text.get("num_key_value_heads") or text["num_attention_heads"])
+    total = int(text.get("num_key_value_heads") or text.get("num_attention_heads") or 0)
     cuts = tp // storage.tp_size
     problem = f"[cache] share_across_tp {tp}"
     if tp % storage.tp_size:

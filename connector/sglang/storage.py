@@ -158,19 +158,22 @@ class KVTierStorage(_OlderCalls):
             return
         self._require_one_pool(next(iter(self._pages.keys() - {_KV}), None))
         stores = []
-        for piece in pieces:
-            pages = piece.of(first, pool)
-            root = self._open(piece, first, pages.page_bytes)
-            blocks = page_blocks(pages, pages.page_bytes, whole=True)
-            stores.append(PageStore(self._tiers[-1], blocks, root, cache))
+        try:
+            for piece in pieces:
+                pages = piece.of(first, pool)
+                root = self._open(piece, first, pages.page_bytes)
+                blocks = page_blocks(pages, pages.page_bytes, whole=True)
+                stores.append(PageStore(self._tiers[-1], blocks, root, cache))
+        except BaseException:
+            self.close()  # the tiers of the pieces before
+            raise
         self._kept[_KV] = _Kept(CutPageStore(stores), first.page_size, first.page_bytes)
 
     def _open(self, piece: Piece, pages: PoolPages, slot_bytes: int) -> ChainHash:
         """Open the tiers of a piece of the first pool's `pages`; returns the root of its chains."""
-        cut = slot_bytes < pages.page_bytes
         args, cache = get_server_args(), self._config.cache
-        laid = pages.page_bytes if cut else slot_bytes
-        identity = model_identity(args, self.mem_pool_host, pages, laid, cache.epoch, piece)
+        uncut = max(slot_bytes, pages.page_bytes)
+        identity = model_identity(args, self.mem_pool_host, pages, uncut, cache.epoch, piece)
         identity = with_lossy(identity, cache.lossy, slot_bytes)
         fingerprint = identity.fingerprint()
         config = self._config if shares_kv(self._storage_config) else _share(self._config, piece)
@@ -252,9 +255,9 @@ class KVTierStorage(_OlderCalls):
         for tiers in closing:
             tiers.drain(max(0.0, end - time.monotonic()))
         counters = {name: value for name, value in self.stats().items() if "_total" in name and value}
-        self._tiers = []
+        self._tiers, end = [], time.monotonic() + _CLOSE_WAIT
         for tiers in closing:
-            tiers.close(_CLOSE_WAIT)
+            tiers.close(max(0.0, end - time.monotonic()))
         if closing:
             _log.info("kvtier closed: %s", json.dumps(counters))
 

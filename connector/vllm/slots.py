@@ -142,8 +142,9 @@ def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: i
             raise ConfigError(
                 f"KV layout: a block of {name} has {tensor[0].nbytes} bytes, not {sizes[name]}; {LEAVE_OUT}"
             )
-        if tensor.shape[2] % cuts:
-            raise ConfigError(f"KV layout: {tensor.shape[2]} heads of {name} in {cuts} pieces; {LEAVE_OUT}")
+        if plan.num_pieces is not None and (tensor.shape[2] % cuts or tensor[0].nbytes != sizes[name]):
+            fix = "leave [cache] share_across_tp out"
+            raise ConfigError(f"KV layout: {tensor.shape[2]} heads of {name} cannot be cut into {cuts}; {fix}")
         start = (plan.around[0] + starts[name]) * plan.num_parts // pieces + part % sharing * sizes[name]
         for cut, heads in enumerate(tensor.chunk(cuts, 2)):
             piece = (part * cuts + cut) // sharing
