@@ -11,6 +11,7 @@ from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.worker import WorkerSide
 from kvtier.tiers import BlockShape, ConfigError, KVMismatch, copies
 from kvtier.tiers.config import Config
+from kvtier.tiers.file import record_beside
 from kvtier.tiers.hierarchy import CacheTiers, Hierarchy, open_hierarchy
 from kvtier.tiers.host import cuda_driver
 from kvtier.tiers.naming import KVProbe, KVShape, ModelIdentity
@@ -91,7 +92,10 @@ def open_tiers(
         )
         patience = config.cache.prefetch_deadline + _GRACE
         return RemoteTiers(service.socket, hello, patience, deadline=service.deadline)
-    return open_hierarchy(config, fingerprint, shape, lossy=lossy, kv_probe=probe)
+    tiers = open_hierarchy(config, fingerprint, shape, lossy=lossy, kv_probe=probe)
+    if identity is not None and config.file.path is not None:
+        record_beside(config.file.path, fingerprint, identity.shown())
+    return tiers
 
 
 # Seconds a layer may wait for its load: memory to memory, so only a dead device takes longer.

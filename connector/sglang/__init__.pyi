@@ -1,5 +1,8 @@
+from .page_store import CutPageStore, PageStore
 from .storage import KVTierStorage
 
 __all__ = [
+    "CutPageStore",
     "KVTierStorage",
+    "PageStore",
 ]

@@ -8,6 +8,7 @@ from typing import Any, Final
 from huggingface_hub import try_to_load_from_cache
 
 from kvtier.connector.models import SHORT_ROPE, config_of, name_of, revision_of
+from kvtier.connector.sglang.pieces import Piece
 from kvtier.connector.sglang.pool import PoolPages
 from kvtier.tiers import ConfigError
 from kvtier.tiers.naming import ModelIdentity, config_digest
@@ -37,17 +38,22 @@ def rope_factor(configuration: Mapping[str, Any], digest: str, context_length: i
 
 
 HASH_SCHEME: Final = "sglang"  # `key_schemes.sglang_hashes`
-_OF_EACH_RANK: Final = "MambaPoolHost"  # for a model whose KV every rank has in full
+_OF_ALL_RANKS: Final = ("MLATokenToKVPoolHost", "DSAIndexerPoolHost")  # the same bytes on every rank
 
 
-def model_identity(storage: Any, args: Any, pool: Any, pages: PoolPages, slot_bytes: int, epoch: int) -> ModelIdentity:
-    """The identity of the pages of SGLang's first pool; `args`: the server's. ConfigError for unnamed weights."""
+def configuration_of(args: Any) -> dict[str, Any]:
+    """The checkpoint's configuration as SGLang's arguments `args` change it. ConfigError for unnamed weights."""
     if args.load_format == "dummy":
         raise ConfigError("--load-format dummy: random weights have no name to store after; save them, serve those")
     directory = _checkpoint(args.model_path, args.revision, args.download_dir)
-    configuration = config_of(directory) | json.loads(args.json_model_override_args or "{}")
+    return {**config_of(directory), **json.loads(args.json_model_override_args or "{}")}
+
+
+def model_identity(args: Any, pool: Any, pages: PoolPages, slot_bytes: int, epoch: int, piece: Piece) -> ModelIdentity:
+    """The identity of a piece of the pages of SGLang's first pool; `args`: the server's. As `configuration_of`."""
+    configuration = configuration_of(args)
+    directory = _checkpoint(args.model_path, args.revision, args.download_dir)
     dtype = str(configuration.get("dtype") or configuration.get("torch_dtype") or pages.dtype)
-    shared = shares_kv(storage)
     digest = config_digest(configuration)
     return ModelIdentity(
         model=name_of(directory),
@@ -58,16 +64,16 @@ def model_identity(storage: Any, args: Any, pool: Any, pages: PoolPages, slot_by
         kv_dtype=pages.dtype,
         compute_dtype=dtype if args.dtype == "auto" else args.dtype,
         quantization=args.quantization,
-        num_kv_heads=1 if pages.is_latent else pool.head_num,
+        num_kv_heads=piece.heads[1] - piece.heads[0],
         head_dim=pool.kv_cache_dim if pages.is_latent else pool.head_dim,
         block_size=pages.page_size,
-        layers=tuple(range(pool.start_layer, pool.end_layer)),
+        layers=tuple(range(*piece.layers)),
         kind="mla" if pages.is_latent else "full",
         layout=_layout(args, pool, pages, slot_bytes),
-        tp_ranks=(0, storage.tp_size) if shared else (storage.tp_rank, storage.tp_rank + 1),
-        tp_size=storage.tp_size,
-        pp_stages=(storage.pp_rank, storage.pp_rank + 1),
-        pp_size=storage.pp_size,
+        tp_ranks=piece.tp_ranks,
+        tp_size=piece.tp_size,
+        pp_stages=(piece.stage, piece.stage + 1),
+        pp_size=piece.pp_size,
         hash_scheme=HASH_SCHEME,
         epoch=epoch,
     )
@@ -78,7 +84,7 @@ def pool_text(storage: Any, args: Any, name: str, pages: PoolPages) -> str:
     text = f"{name} {pages.text}{_kv_format(args)}"
     if name.startswith("draft"):
         text += _draft(args)
-    if pages.kind == _OF_EACH_RANK and shares_kv(storage):
+    if pages.kind not in _OF_ALL_RANKS and shares_kv(storage):  # a state, or K and V of a draft model
         text += f" rank {storage.tp_rank} of {storage.tp_size}"
     return text
 

@@ -1,8 +1,9 @@
 """Pages of SGLang's host pools in the tiers, by name, and how long a prefix is a hit over several pools."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -183,6 +184,36 @@ class PageStore:
         if num_pages and (region := self.tiers.region) is not None:
             num_bytes = num_pages * region.slot_bytes
             self.tiers.metrics.moved(L2, direction, num_bytes, seconds)
+
+
+_Answer = TypeVar("_Answer")
+
+
+class CutPageStore:
+    """A `PageStore` of pages in pieces, each of which is a block of other tiers. They work at once; all of them count.
+
+    A store or load of pages counts once in each of the tiers.
+    """
+
+    def __init__(self, pieces: Sequence[PageStore]) -> None:
+        self._pieces = pieces
+        self.tiers = pieces[0].tiers
+        self._threads = ThreadPoolExecutor(len(pieces), "kvtier-piece")
+
+    def held(self, names: Sequence[ChainHash]) -> int:
+        return min(self._each(lambda piece: piece.held(names)))
+
+    def load(self, names: Sequence[ChainHash], pages: NDArray[np.int64], parent: ChainHash | None = None) -> int:
+        return min(self._each(lambda piece: piece.load(names, pages, parent)))
+
+    def store(
+        self, names: Sequence[ChainHash], pages: NDArray[np.int64], parent: ChainHash | None = None
+    ) -> list[bool]:
+        of_pieces = self._each(lambda piece: piece.store(names, pages, parent))
+        return [all(taken) for taken in zip(*of_pieces, strict=True)]
+
+    def _each(self, work: Callable[[PageStore], _Answer]) -> list[_Answer]:
+        return list(self._threads.map(work, self._pieces))
 
 
 _ALL, _TRAILING = "all_pages", "trailing_pages"  # PoolHitPolicy

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.connector import open_tiers
-from kvtier.connector.sglang.identity import model_identity, pool_text, shares_kv
-from kvtier.connector.sglang.page_store import PageStore, hit_ends
+from kvtier.connector.sglang.identity import configuration_of, model_identity, pool_text, shares_kv
+from kvtier.connector.sglang.page_store import CutPageStore, PageStore, hit_ends
+from kvtier.connector.sglang.pieces import Piece, pieces_of
 from kvtier.connector.sglang.pool import PoolPages, page_blocks, pool_pages
 from kvtier.connector.sglang.weights import PageNames, follow
 from kvtier.tiers import ChainHash, ConfigError, Outcome
@@ -27,6 +28,7 @@ NOT_YET: Final = (0, 6)
 TESTED: Final = "0.5.23"
 
 try:
+    from sglang.srt.distributed.utils import get_pp_indices
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolTransferResult
     from sglang.srt.observability.metrics_collector import StorageMetrics
     from sglang.srt.runtime_context import get_server_args
@@ -50,11 +52,14 @@ _WITHOUT_EFFECT: Final = {
 }
 
 
+_Store = PageStore | CutPageStore
+
+
 @dataclass(frozen=True, slots=True)
 class _Kept:
     """A pool in the tiers."""
 
-    store: PageStore
+    store: _Store
     page_size: int  # tokens of an index
     page_bytes: int
 
@@ -105,11 +110,11 @@ class KVTierStorage(_OlderCalls):
         _check_version(sglang_version)
         config = _config_of(storage_config.extra_config)
         _check_ranks(storage_config, config)
-        self._config = _share(config, storage_config)
+        self._config = config
         self._storage_config = storage_config
         self._pages: dict[str, PoolPages] = {}  # of every registered pool
         self._kept: dict[str, _Kept] = {}  # the same, once the tiers are open
-        self._tiers: CacheTiers | None = None
+        self._tiers: list[CacheTiers] = []  # of each piece of a page
         self._slot_bytes, self._root = 0, b""
         self._names = PageNames()
         follow(self._names)
@@ -129,9 +134,9 @@ class KVTierStorage(_OlderCalls):
             return
         try:
             self._pages[name] = pool_pages(host_pool)
-            if self._tiers is not None:  # registered late, for a draft model
+            if self._tiers:  # registered late, for a draft model
                 _require_exact(self._config, name)
-                self._keep(self._tiers, name)
+                self._keep(name)
         except ConfigError:
             self.close()
             raise
@@ -143,22 +148,47 @@ class KVTierStorage(_OlderCalls):
         for name in self._pages.keys() - {_KV}:
             _require_exact(self._config, name)
         self._slot_bytes = max([first.page_bytes, *(pages.least_slot for pages in others)])
-        identity = model_identity(
-            self._storage_config,
-            get_server_args(),
-            self.mem_pool_host,
-            first,
-            self._slot_bytes,
-            self._config.cache.epoch,
-        )
-        identity = with_lossy(identity, self._config.cache.lossy, self._slot_bytes)
+        configuration = configuration_of(get_server_args())
+        pool, cache = self.mem_pool_host, self._config.cache
+        pieces = pieces_of(self._storage_config, pool, first, cache, configuration, get_pp_indices)
+        if len(pieces) == 1:
+            self._root = self._open(pieces[0], first, self._slot_bytes)
+            for name in self._pages:
+                self._keep(name)
+            return
+        self._require_one_pool(next(iter(self._pages.keys() - {_KV}), None))
+        stores = []
+        try:
+            for piece in pieces:
+                pages = piece.of(first, pool)
+                root = self._open(piece, first, pages.page_bytes)
+                blocks = page_blocks(pages, pages.page_bytes, whole=True)
+                stores.append(PageStore(self._tiers[-1], blocks, root, cache))
+        except BaseException:
+            self.close()  # the tiers of the pieces before
+            raise
+        self._kept[_KV] = _Kept(CutPageStore(stores), first.page_size, first.page_bytes)
+
+    def _open(self, piece: Piece, pages: PoolPages, slot_bytes: int) -> ChainHash:
+        """Open the tiers of a piece of the first pool's `pages`; returns the root of its chains."""
+        args, cache = get_server_args(), self._config.cache
+        uncut = max(slot_bytes, pages.page_bytes)
+        identity = model_identity(args, self.mem_pool_host, pages, uncut, cache.epoch, piece)
+        identity = with_lossy(identity, cache.lossy, slot_bytes)
         fingerprint = identity.fingerprint()
-        self._root = root_hash(fingerprint)
-        self._tiers = open_tiers(self._config, fingerprint, _PageSlot(first.page_size, self._slot_bytes), identity)
-        for name in self._pages:
-            self._keep(self._tiers, name)
-        shown = ", ".join(f"{name} of {pages.page_bytes} bytes" for name, pages in self._pages.items())
-        _log.info("kvtier keeps pages of %s under fingerprint %s", shown, fingerprint.hex()[:16])
+        config = self._config if shares_kv(self._storage_config) else _share(self._config, piece)
+        self._tiers.append(open_tiers(config, fingerprint, _PageSlot(pages.page_size, slot_bytes), identity))
+        _log.info("kvtier keeps pages of %d bytes under fingerprint %s", slot_bytes, fingerprint.hex()[:16])
+        return root_hash(fingerprint)
+
+    def _require_one_pool(self, other: str | None) -> None:
+        """ConfigError if pages in pieces have a part in another pool: those are not cut."""
+        pool, num_layers = self.mem_pool_host, len(set(self._pages[_KV].layers))
+        model_layers = {pool.end_layer - pool.start_layer, getattr(pool, "target_layer_num", num_layers)}
+        if other is not None or model_layers != {num_layers}:
+            what = f"pool {other!r}" if other is not None else "another model's layers, or layers without K and V"
+            problem = "[cache] share_across_tp, share_across_pp: pages are cut"
+            raise ConfigError(f"{problem}, and {what} cannot be; leave both out")
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many leading pages of the first pool are in the tiers; from memory, without I/O."""
@@ -173,7 +203,7 @@ class KVTierStorage(_OlderCalls):
             (str(transfer.name), str(transfer.hit_policy.value), len(transfer.keys or [None]))
             for transfer in pool_transfers or []
         ]
-        stores = {name: kept.store for name, kept in self._kept.items()}
+        stores = {name: kept.store for name, kept in self._kept.items() if isinstance(kept.store, PageStore)}
         ends, by_pool = hit_ends(names, needed, stores, every=self._storage_config.tp_size > 1)
         found = {_KV: num_found, **by_pool} if num_found else by_pool
         return PoolTransferResult(ends[-1] if ends else 0, {PoolName(name): end for name, end in found.items()}, ends)
@@ -195,12 +225,15 @@ class KVTierStorage(_OlderCalls):
         return {each.name: self._set(str(each.name), each.keys or [], each.host_indices, None) for each in transfers}
 
     def clear(self) -> None:
-        if self._tiers is not None:
-            self._tiers.reset()
+        for tiers in self._tiers:
+            tiers.reset()
 
     def stats(self) -> dict[str, float]:
         """Every counter and gauge of the tiers by its exposition name."""
-        return {} if self._tiers is None else self._tiers.stats()
+        found: dict[str, float] = {}
+        for tiers in self._tiers:
+            found |= {name: found.get(name, 0.0) + value for name, value in tiers.stats().items()}
+        return found
 
     def get_stats(self) -> Any:
         """SGLang's own storage metrics: pages and GB/s of each batch since the last call."""
@@ -217,14 +250,20 @@ class KVTierStorage(_OlderCalls):
 
     def close(self) -> None:
         """Write what is queued, log the counters, close the tiers. Idempotent; later calls find nothing."""
-        tiers, self._tiers, self._kept = self._tiers, None, {}
-        if tiers is not None:
-            tiers.drain(_CLOSE_WAIT)
-            counters = {name: value for name, value in tiers.stats().items() if "_total" in name and value}
-            tiers.close(_CLOSE_WAIT)
+        closing, self._kept = self._tiers, {}
+        end = time.monotonic() + _CLOSE_WAIT
+        for tiers in closing:
+            tiers.drain(max(0.0, end - time.monotonic()))
+        counters = {name: value for name, value in self.stats().items() if "_total" in name and value}
+        self._tiers, end = [], time.monotonic() + _CLOSE_WAIT
+        for tiers in closing:
+            tiers.close(max(0.0, end - time.monotonic()))
+        if closing:
             _log.info("kvtier closed: %s", json.dumps(counters))
 
-    def _keep(self, tiers: CacheTiers, name: str) -> None:
+    def _keep(self, name: str) -> None:
+        if len(self._tiers) > 1:
+            self._require_one_pool(name)
         pages = self._pages[name]
         if pages.least_slot > self._slot_bytes:
             raise ConfigError(
@@ -233,18 +272,18 @@ class KVTierStorage(_OlderCalls):
             )
         text = None if name == _KV else pool_text(self._storage_config, get_server_args(), name, pages)
         blocks = page_blocks(pages, self._slot_bytes, whole=name == _KV)
-        store = PageStore(tiers, blocks, self._root, self._config.cache, text)
+        store = PageStore(self._tiers[0], blocks, self._root, self._config.cache, text)
         self._kept[name] = _Kept(store, pages.page_size, pages.page_bytes)
 
     def _get(self, pool: str, keys: list[str], host_indices: Any, extra_info: Any) -> list[bool]:
-        def load(store: PageStore, names: list[ChainHash], pages: NDArray[np.int64]) -> list[bool]:
+        def load(store: _Store, names: list[ChainHash], pages: NDArray[np.int64]) -> list[bool]:
             num_loaded = store.load(names, pages, self._parent(extra_info))
             return [i < num_loaded for i in range(len(keys))]
 
         return self._moved(pool, keys, host_indices, load, self._gets)
 
     def _set(self, pool: str, keys: list[str], host_indices: Any, extra_info: Any) -> list[bool]:
-        def store_pages(store: PageStore, names: list[ChainHash], pages: NDArray[np.int64]) -> list[bool]:
+        def store_pages(store: _Store, names: list[ChainHash], pages: NDArray[np.int64]) -> list[bool]:
             return store.store(names, pages, self._parent(extra_info))
 
         return self._moved(pool, keys, host_indices, store_pages, self._sets)
@@ -260,7 +299,7 @@ class KVTierStorage(_OlderCalls):
         pool: str,
         keys: list[str],
         host_indices: Any,
-        move: Callable[[PageStore, list[ChainHash], NDArray[np.int64]], list[bool]],
+        move: Callable[[_Store, list[ChainHash], NDArray[np.int64]], list[bool]],
         measured: "deque[tuple[int, float]]",
     ) -> list[bool]:
         """The result for each page; all False, counted, if the indices are not those of whole pages."""
@@ -338,12 +377,11 @@ def _check_page_size(config: Config, page_size: int) -> None:
         raise ConfigError(f"[cache] block_size {cache.block_size}: SGLang's pages have {page_size} tokens; {fix}")
 
 
-def _share(config: Config, storage: Any) -> Config:
-    """One rank's part of the memory and of the disk, in a directory of its own: ranks are processes."""
-    num_ranks = storage.tp_size * storage.pp_size
-    if num_ranks == 1 or shares_kv(storage):  # then the node's daemon has the memory and the disk
+def _share(config: Config, piece: Piece) -> Config:
+    """A piece's part of the memory and of the disk, in a directory of its own: ranks are processes."""
+    if piece.num_ranks == 1:
         return config
-    path = config.file.path and config.file.path / f"tp{storage.tp_rank}-pp{storage.pp_rank}"
-    file = config.file.model_copy(update={"path": path, "size": config.file.size // num_ranks})
-    host = config.host.model_copy(update={"size": config.host.size // num_ranks})
+    path = config.file.path and config.file.path / f"tp{piece.tp_ranks[0]}-pp{piece.stage}"
+    file = config.file.model_copy(update={"path": path, "size": config.file.size // piece.num_ranks})
+    host = config.host.model_copy(update={"size": config.host.size // piece.num_ranks})
     return config.model_copy(update={"file": file, "host": host})

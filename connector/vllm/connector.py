@@ -39,7 +39,7 @@ from kvtier.connector.vllm.options import VllmOptions, warn_of_policy
 from kvtier.connector.vllm.plugin import register
 from kvtier.connector.vllm.requests import AnswerReader
 from kvtier.connector.vllm.scheduler import SchedulerHalf
-from kvtier.connector.vllm.slot_plan import slot_order, slot_plan, warn_of_order, why_none
+from kvtier.connector.vllm.slot_plan import divided, slot_order, slot_plan, warn_of_order, why_none
 from kvtier.connector.vllm.worker import WorkerHalf
 from kvtier.tiers import Metrics, Series, tracing
 from kvtier.tiers.config import otlp_target
@@ -148,6 +148,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         options = VllmOptions.of(self._kv_transfer_config.kv_connector_extra_config)
         order = slot_order(options.order, vllm_config, kv_cache_config)
         plan = replace(slot_plan(vllm_config, kv_cache_config, canonical=options.keys == "kvtier"), order=order)
+        plan = divided(plan, options.config.cache.share_across_tp, vllm_config, kv_cache_config)
         self._worker_half: WorkerHalf | None = None
         self._scheduler_half: SchedulerHalf | None = None
         self._drops = options.on_reset == "drop"

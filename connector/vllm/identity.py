@@ -77,13 +77,14 @@ def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: Cach
 
     Raises ConfigError if the model cannot be distinguished from another, or `[cache] lossy` does not apply.
     """
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    model = vllm_config.model_config
     path = checkpoint_path(model)
     digest = _config_digest(model, path)
     specs = layer_specs(kv_cache_config)
     spec = specs[plan.layers[0]] if plan.layers else None
     dtype = str(model.dtype).removeprefix("torch.")
     draft = _draft_layout(vllm_config.speculative_config, plan)
+    num_ranks = cache.share_across_tp or plan.num_parts  # those that a slot is laid out for
     exact = ModelIdentity(
         model=name_of(path),
         revision=revision_of(path),
@@ -98,8 +99,8 @@ def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: Cach
         block_size=plan.block_size,
         layers=_layers(vllm_config, plan),
         kind="state" if plan.states else "mla" if is_mla(spec) else "full",
-        tp_ranks=(0, parallel.tensor_parallel_size),
-        tp_size=parallel.tensor_parallel_size,
+        tp_ranks=(0, num_ranks),
+        tp_size=num_ranks,
         layout="block-first" if plan.canonical else _layout(vllm_config, kv_cache_config, plan) + draft,
         hash_scheme=cache.hash if plan.canonical else hash_scheme(vllm_config.cache_config.prefix_caching_hash_algo),
         epoch=cache.epoch,

@@ -212,6 +212,46 @@ def slot_plan(vllm_config: Any, kv_cache_config: Any, *, canonical: bool) -> Slo
     return plan
 
 
+def divided(plan: SlotPlan, share: int | None, vllm_config: Any, kv_cache_config: Any) -> SlotPlan:
+    """The plan with slots laid out for `share` ranks ([cache] share_across_tp), however many there are.
+
+    ConfigError if slots of this model cannot be cut by heads, or not into so many pieces.
+    """
+    if share is None:
+        return plan
+    problem = f"[cache] share_across_tp {share}"
+    tp, specs = vllm_config.parallel_config.tensor_parallel_size, layer_specs(kv_cache_config)
+    visible = [specs[name] for name in plan.layers]
+    if all(map(is_mla, visible)) and plan.num_parts == 1 and not plan.states:
+        return plan  # every rank has the same bytes
+    if (why := _whole(plan, visible, vllm_config)) is not None:
+        raise ConfigError(f"{problem}: {why}, so ranks' parts of a block cannot be cut; leave it out")
+    heads = vllm_config.model_config.get_total_num_kv_heads()
+    parts, pieces = min(tp, heads), min(share, heads)
+    if heads % parts or tp % parts or {spec.num_kv_heads * parts for spec in visible} != {heads}:
+        raise ConfigError(f"{problem}: {tp} ranks do not have equal parts of the {heads} KV heads; leave it out")
+    if heads % pieces:
+        raise ConfigError(f"{problem}: the model has {heads} KV heads; use a number that divides them")
+    by_head = plan.order == "head-token" and not plan.canonical
+    if pieces % parts and (parts % pieces or not by_head):
+        raise ConfigError(f"{problem}: {parts} ranks would cut its pieces; use a multiple of {parts}")
+    return replace(plan, num_parts=parts, replicas=tp // parts, num_pieces=pieces)
+
+
+def _whole(plan: SlotPlan, specs: Sequence[Any], vllm_config: Any) -> str | None:
+    """Why a rank's part of a slot is more than heads in a row; None if it is not."""
+    if plan.states:
+        return "this model keeps recurrent states"
+    if has_kv(vllm_config.speculative_config):
+        return "a draft model's KV is in the same blocks"
+    if any(map(is_packed, specs)) or any(spec.kv_quant_mode not in _WITHOUT_SCALES for spec in specs):
+        return "this attention backend packs its blocks in its own way"
+    return "layers differ in what they keep of a block" if is_uneven(plan) or any(map(is_mla, specs)) else None
+
+
+_WITHOUT_SCALES: Final = (0, 1)  # vLLM's `KVQuantMode`: none, and fp8 with scales that the checkpoint has
+
+
 def is_uneven(plan: SlotPlan) -> bool:
     """Whether layers differ in size, or in tokens of a block, or several have one index."""
     kinds = {*plan.layer_bytes}, {lane.count for _, lane in plan.attention}

@@ -62,6 +62,8 @@ class StateGroup:
 class SlotPlan:
     """The layout of one slot with `block_size` tokens: every rank's part, and in it every layer in order of index.
 
+    With `num_pieces` it is the layout of so many ranks: a rank has several of their pieces, or some heads of one.
+
     In native form a layer is `[heads, tokens, content]`, as vLLM presents it, or `[tokens, heads, content]` (`order`).
     For a group with smaller blocks that is repeated, block by block. In canonical form a layer is
     `[2 (K, V), tokens, heads, dim]`. A slot with a group's state instead of a block has vLLM's state of each layer in
@@ -83,6 +85,7 @@ class SlotPlan:
     around: tuple[int, int] = (0, 0)  # bytes of other pipeline stages' layers in a part, before these and after them
     lookahead: int = 0  # tokens after a block that its draft KV depends on
     order: str = "head-token"  # dimensions of a layer in native form; or "token-head"
+    num_pieces: int | None = None  # None: num_parts
 
     @property
     def slot_bytes(self) -> tuple[int, ...]:
@@ -126,6 +129,10 @@ def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: i
     is a lane. ConfigError if vLLM's tensors differ in size from the plan.
     """
     part, num_blocks = rank // plan.replicas, _num_blocks(plan, kv_caches)
+    pieces = plan.num_pieces or plan.num_parts
+    piece_bytes = plan.num_parts * plan.part_bytes // pieces
+    cuts = max(1, pieces // plan.num_parts)  # pieces that this rank has
+    sharing = max(1, plan.num_parts // pieces)  # parts that lie in one piece, side by side in each layer
     starts = dict(zip(plan.layers, accumulate((0, *plan.slot_bytes)), strict=False))
     sizes = dict(zip(plan.layers, plan.layer_bytes, strict=True))
     parts = list[BlockPart]()
@@ -135,18 +142,20 @@ def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: i
             raise ConfigError(
                 f"KV layout: a block of {name} has {tensor[0].nbytes} bytes, not {sizes[name]}; {LEAVE_OUT}"
             )
-        start = part * plan.part_bytes + plan.around[0] + starts[name]
-        for lane_number, lane in plan.attention:
-            if name not in plan.groups[lane.group]:
-                continue
-            offset = start + lane.place * sizes[name]
-            if not plan.canonical:
-                view = tensor.permute(*_ORDERS[plan.order])
-                parts.append(BlockPart(view, number, offset, lane_number))
-                continue
-            for view in _keys_and_values(tensor, plan.content):
-                parts.append(BlockPart(view, number, offset, lane_number))
-                offset += parts[-1].num_bytes
+        if plan.num_pieces is not None and (tensor.shape[2] % cuts or tensor[0].nbytes != sizes[name]):
+            fix = "leave [cache] share_across_tp out"
+            raise ConfigError(f"KV layout: {tensor.shape[2]} heads of {name} cannot be cut into {cuts}; {fix}")
+        start = (plan.around[0] + starts[name]) * plan.num_parts // pieces + part % sharing * sizes[name]
+        for cut, heads in enumerate(tensor.chunk(cuts, 2)):
+            piece = (part * cuts + cut) // sharing
+            for lane_number, lane in plan.attention:
+                if name not in plan.groups[lane.group]:
+                    continue
+                offset = piece * piece_bytes + start + lane.place * sizes[name] // cuts
+                native = [heads.permute(*_ORDERS[plan.order])]
+                for view in _keys_and_values(heads, plan.content) if plan.canonical else native:
+                    parts.append(BlockPart(view, number, offset, lane_number))
+                    offset += parts[-1].num_bytes
     for record, state in enumerate(plan.states, 1):
         offset = part * state.part_bytes
         for number, (name, size) in enumerate(zip(state.layers, state.layer_bytes, strict=True)):

@@ -293,7 +293,8 @@ def _configuration(tier_type: str, options: Mapping[str, Any]) -> Config:
     if config.file.path is None:
         fix = 'name a directory: "file": {"path": "/var/cache/kvtier"}'
         raise ConfigError(f"secondary tier {tier_type}, file.path: none given, so no blocks would be kept; {fix}")
-    if config.cache.lossy != "none":
-        problem = f'cache.lossy "{config.cache.lossy}": vLLM\'s chunks are kept as they are'
-        raise ConfigError(f"secondary tier {tier_type}, {problem}; leave it out")
+    for option in config.cache.model_fields_set & {"lossy", "share_across_tp", "share_across_pp"}:
+        if (value := getattr(config.cache, option)) not in ("none", None):
+            problem = f'cache.{option} "{value}": vLLM\'s chunks are kept as they are'
+            raise ConfigError(f"secondary tier {tier_type}, {problem}; leave it out")
     return config

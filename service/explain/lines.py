@@ -8,6 +8,7 @@ from kvtier.connector import named_line
 from kvtier.service import Json
 from kvtier.tiers import TIERS
 from kvtier.tiers.config import show_size
+from kvtier.tiers.file import options_that_share
 
 # --- how much two blocks have in common ------------------------------------------------------------------------------
 
@@ -234,6 +235,7 @@ _ADVICE: Final = {
     "short": "Less than a block is never stored: a smaller [cache] block_size would hold more of such prompts.",
 }
 _LOSSY: Final = "One engine keeps KV with loss, the other does not: give both the same [cache] lossy."
+_SIZES: Final = "Ranks of another number stored such blocks: with [cache] {} this engine finds those."
 _CAUSES: Final = {
     "absent": "the engine does not know why",
     "evicted": "it was evicted from {tier} {seconds} s ago",
@@ -294,8 +296,8 @@ def explained(
         yield f"another model holds the same tokens: {other['model']}, {held}"
         yield from _fields(other)
         fields = ", ".join(each["field"] for each in other.get("fields", ()))
-        if fields == "lossy":
-            advice = _LOSSY
+        if fields == "lossy" or _options(other):
+            advice = _SIZES.format(_options(other)) if _options(other) else _LOSSY
             continue
         what = fields or ("block size" if other["block_size"] != size else "model, dtype or layout")
         advice = (
@@ -305,11 +307,18 @@ def explained(
         yield f"a closed slab is of the same checkpoint: {slab['model']}, {show_size(slab['bytes'])}"
         yield from _fields(slab)
         advice = "Another fingerprint may have stored this prompt: run the same model with the same options everywhere."
-        if [each["field"] for each in slab.get("fields", ())] == ["lossy"]:
+        if _options(slab):
+            advice = _SIZES.format(_options(slab))
+        elif [each["field"] for each in slab.get("fields", ())] == ["lossy"]:
             advice = _LOSSY
     if cut is not None:
         advice = "Another tokenizer made these prompts: use the engine's, or send text to it."
     yield advice
+
+
+def _options(model: dict[str, Any]) -> str:
+    here, there = ({each["field"]: each[side] for each in model.get("fields", ())} for side in ("here", "there"))
+    return ", ".join(f"{option} = {value}" for option, value in options_that_share(here, there).items())
 
 
 def _fields(model: dict[str, Any]) -> Iterator[str]:

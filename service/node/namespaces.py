@@ -1,14 +1,10 @@
 """The tiers of each model that the daemon serves: one hierarchy per fingerprint, inside one memory budget."""
 
-import json
 import logging
 import math
 import secrets
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from threading import Thread
 from typing import Final, NamedTuple, Protocol
 
 from kvtier.connector.daemon import ID_BYTES, Hello
@@ -18,60 +14,17 @@ from kvtier.service.node.peer_server import LentModel
 from kvtier.service.node.served_tiers import ServedTiers
 from kvtier.tiers import ConfigError
 from kvtier.tiers.config import Config, format_size
-from kvtier.tiers.file import SLAB_NAME
+from kvtier.tiers.file import record_beside
 from kvtier.tiers.hierarchy import EventSource, Hierarchy, ProbedOpening, open_hierarchy, require_alike
 from kvtier.tiers.host import available_bytes, slot_stride
 from kvtier.tiers.naming import KVProbe
 
 _log = logging.getLogger(__name__)
 NAME_DIGITS = 16  # hexadecimal ones of a fingerprint that people and Prometheus see
-_ABOUT_SUFFIX: Final = ".about.json"
-_MOST_CLOSED: Final = 16  # slabs that are reported
-_LONGEST_ABOUT: Final = 1 << 16  # bytes of such a file
 
 
 def name_of(fingerprint: bytes) -> str:
     return fingerprint.hex()[:NAME_DIGITS]
-
-
-class ClosedModel(NamedTuple):
-    fingerprint: bytes
-    num_bytes: int
-    about: dict[str, str]
-
-
-def record_model(directory: Path, fingerprint: bytes, about: Mapping[str, str]) -> None:
-    """Record what a slab's model was made from, and delete the records of removed slabs. A failure is logged."""
-    new = directory / f"{fingerprint.hex()}{_ABOUT_SUFFIX}.new"  # overwrites one left by a killed process
-    try:
-        for path in directory.glob(f"*{_ABOUT_SUFFIX}"):
-            if not _slab_of(path).exists():
-                path.unlink(missing_ok=True)
-        new.touch(0o600)
-        new.write_text(json.dumps(dict(about)))
-        new.replace(directory / f"{fingerprint.hex()}{_ABOUT_SUFFIX}")
-    except OSError as error:
-        with suppress(OSError):
-            new.unlink()
-        _log.warning("[file] path %s: its models are not recorded: %s", directory, error.strerror)
-
-
-def closed_models(directory: Path | None, known: Collection[bytes]) -> list[ClosedModel]:
-    """The directory's slabs of other fingerprints than those `known`, the last used first. Torn files are left out."""
-    found: list[tuple[float, ClosedModel]] = []
-    for path in () if directory is None else directory.glob(f"*{_ABOUT_SUFFIX}"):
-        slab = _slab_of(path)
-        with suppress(OSError, ValueError, RecursionError):
-            if SLAB_NAME.fullmatch(slab.name) and path.stat().st_size <= _LONGEST_ABOUT:
-                stat, about = slab.stat(), json.loads(path.read_bytes())
-                if isinstance(about, dict) and (fingerprint := bytes.fromhex(slab.stem)) not in known:
-                    fields = {str(name): str(value) for name, value in about.items()}
-                    found.append((stat.st_mtime, ClosedModel(fingerprint, stat.st_size, fields)))
-    return [model for _, model in sorted(found, key=lambda each: -each[0])[:_MOST_CLOSED]]
-
-
-def _slab_of(path: Path) -> Path:
-    return path.with_name(f"{path.name.removesuffix(_ABOUT_SUFFIX)}.slab")
 
 
 _SHARE: Final = 2  # a model that names no size gets one part of what is available
@@ -190,8 +143,7 @@ class Opening(NamedTuple):
             log=self.log,
         )
         if config.file.path is not None and self.hello.about:
-            args = config.file.path, fingerprint, dict(self.hello.about)
-            Thread(target=record_model, args=args, name="kvtier-note", daemon=True).start()  # its disk may hang
+            record_beside(config.file.path, fingerprint, dict(self.hello.about))
         source = EventSource(hierarchy) if config.events.publish is not None else None
         about = dict(self.hello.about)
         return Namespace(fingerprint, blocks, self.size, tiers, source, lossy=lossy, kv_probe=probe, about=about)

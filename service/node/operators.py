@@ -14,8 +14,9 @@ from kvtier.service import Json
 from kvtier.service.explain import PromptChain, client_of, explain_chain, held_by_tenants, is_unknown, tenant_name
 from kvtier.service.node.daemon import Daemon
 from kvtier.service.node.loop import now
-from kvtier.service.node.namespaces import Namespace, OperatorHold, closed_models, name_of
+from kvtier.service.node.namespaces import Namespace, OperatorHold, name_of
 from kvtier.tiers import ChainHash, ConfigError, KVTierError, TierUnavailable
+from kvtier.tiers.file import closed_models
 from kvtier.tiers.hierarchy import Hierarchy, load_and_lease
 from kvtier.tiers.naming import chain_hashes, root_hash
 from kvtier.tiers.pool import Lease

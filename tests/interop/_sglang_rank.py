@@ -19,7 +19,7 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     arguments = rig.server_arguments(Path(asked["model"]))
     adapter.get_server_args = lambda: arguments
-    rank = {"tp_rank": asked["rank"], "tp_size": 2, "is_mla_model": True}
+    rank = {"tp_rank": asked["rank"], "tp_size": asked["size"], "is_mla_model": True}
     config = rig.storage_config({"service": asked["service"], "cache": {"prefetch_deadline": "30s"}}, **rank)
     torch.manual_seed(asked["rank"])  # states are each rank's own
     first, states = rig.latents(), rig.states()
@@ -31,8 +31,7 @@ def main() -> None:
     if asked["do"] == "store":
         told["latents"] = storage.batch_set_v1(keys, indices)  # SGLang has the first rank alone do it
         told["states"] = storage.batch_set_v2([last])[PoolName.MAMBA]
-        assert storage._tiers is not None
-        told["drained"] = storage._tiers.drain(20)
+        told["drained"] = all(tiers.drain(20) for tiers in storage._tiers)
     else:
         told["latents"] = storage.batch_get_v1(keys, indices)
         told["states"] = storage.batch_get_v2([last])[PoolName.MAMBA]

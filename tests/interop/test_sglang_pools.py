@@ -53,8 +53,8 @@ def open_storage(arguments: SimpleNamespace, tmp_path: Path) -> Iterator[Open]:
 
     yield open_
     for made in opened:
-        if made._tiers is not None:
-            made._tiers.check()
+        for tiers in made._tiers:
+            tiers.check()
         made.close()
 
 
@@ -72,8 +72,7 @@ def page(pool: Any, number: int) -> bytes:
 
 
 def drained(storage: KVTierStorage) -> KVTierStorage:
-    assert storage._tiers is not None
-    assert storage._tiers.drain(10)
+    assert all(tiers.drain(10) for tiers in storage._tiers)
     return storage
 
 

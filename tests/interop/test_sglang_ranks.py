@@ -31,9 +31,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def rank(number: int, do: str, model: Path, daemon: Node) -> dict[str, Any]:
+def rank(number: int, do: str, model: Path, daemon: Node, size: int = 2) -> dict[str, Any]:
     """What a process of its own tells of it."""
-    asked = {"rank": number, "do": do, "keys": KEYS, "model": str(model), "service": dict(daemon.section)}
+    asked = {"rank": number, "size": size, "do": do, "keys": KEYS, "model": str(model), "service": dict(daemon.section)}
     command = [sys.executable, str(Path(__file__).with_name("_sglang_rank.py")), json.dumps(asked)]
     done = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280, check=False
@@ -60,3 +60,5 @@ def test_ranks_share_latents_and_have_states_of_their_own(model: Path, daemon: N
         assert (again["exists"], again["latents"], again["states"]) == (5, [True] * 5, [True])
         assert again["bytes"] == [first["bytes"][0], stored["bytes"][1]]
     assert first["bytes"][1] != second["bytes"][1]
+    alone = rank(0, "load", model, daemon, size=1)  # the latents are those of any number of ranks
+    assert (alone["latents"], alone["states"], alone["bytes"][0]) == ([True] * 5, [False], first["bytes"][0])

@@ -90,8 +90,7 @@ def test_pages_go_out_and_come_back_at_other_places(open_storage: Open) -> None:
     before = [pool.page(page).clone() for page in (5, 1, 3)]
     assert storage.batch_set_v1(KEYS[:3], tokens_of(5, 1, 3)) == [True] * 3
     pool.kv_buffer.zero_()
-    assert storage._tiers is not None
-    assert storage._tiers.drain(10)
+    assert all(tiers.drain(10) for tiers in storage._tiers)
     assert storage.batch_exists(KEYS) == 3
     assert storage.exists(KEYS[2])
     assert storage.batch_get_v1(KEYS[:4], tokens_of(0, 7, 2, 4)) == [True, True, True, False]

@@ -100,15 +100,26 @@ def run(
     return Answers(**json.loads(line), log=said)
 
 
-@pytest.mark.timeout(700)  # three starts of three processes each: `run` gives each 200 seconds
-@pytest.mark.parametrize("options", brief([TWO_RANKS], [{}, TWO_RANKS]))
-def test_a_killed_vllm_leaves_its_prompts_to_the_next(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.timeout(900)  # three starts of three processes each: `run` gives each 200 seconds
+@pytest.mark.parametrize(
+    ("starts", "share"),
+    brief(
+        [([TWO_RANKS, {}], 2)],
+        [([{}, {}], None), ([TWO_RANKS, TWO_RANKS], None), ([TWO_RANKS, {}, TWO_RANKS], 2), ([{}, TWO_RANKS, {}], 1)],
+    ),
+)
+def test_a_killed_vllm_leaves_its_prompts_to_the_next(
+    model: Path, tmp_path: Path, starts: list[dict[str, Any]], share: int | None
+) -> None:
+    """Also to one of another tensor-parallel size, if both are told the size that blocks are laid out for."""
+    kvtier = tiers(tmp_path, cache={"share_across_tp": share} if share else {})
     # An engine with nothing to do writes all it stored: nobody tells it to hurry.
-    first = run(model, tiers(tmp_path), killed=lambda: num_on_disk(tmp_path) == NUM_BLOCKS, **options)
+    first = run(model, kvtier, killed=lambda: num_on_disk(tmp_path) == NUM_BLOCKS, **starts[0])
     assert first.cached == [0, 0, 0], first.told
-    second = run(model, tiers(tmp_path), **options)
-    assert (second.text, second.cached) == (first.text, CACHED), second.told
-    if not options:
+    for options in starts[1:]:
+        then = run(model, kvtier, **options)
+        assert (then.text, then.cached) == (first.text, CACHED), then.told
+    if starts == [{}, {}]:
         assert run(model, None).text == first.text
 
 

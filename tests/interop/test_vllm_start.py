@@ -14,7 +14,7 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched import output
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, KVQuantMode, MambaSpec, MLAAttentionSpec
 from vllm_rig import Engine, make_checkpoint, tiers
 
 from kvtier.connector.vllm import interface
@@ -22,13 +22,14 @@ from kvtier.connector.vllm import slot_plan as vllm_slot_plan
 from kvtier.connector.vllm.connector import KVTierConnector
 from kvtier.connector.vllm.identity import hash_scheme, identity
 from kvtier.connector.vllm.interface import changed_parts, require_supported_version
-from kvtier.connector.vllm.slot_plan import slot_plan
+from kvtier.connector.vllm.slot_plan import divided, slot_plan
 from kvtier.connector.vllm.slots import engine_blocks
 from kvtier.connector.vllm.tier import KVTierSecondaryTier
 from kvtier.tiers.config.sections import CacheConfig
 from kvtier.tiers.errors import ConfigError
 
 LAYERS = tuple(f"model.layers.{number}.self_attn.attn" for number in range(3))
+DRAFT = SimpleNamespace(method="eagle", num_speculative_tokens=1)
 SPEC = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
 
 
@@ -50,6 +51,23 @@ def configs(spec: Any = SPEC, *, tp: int = 1, replicas: int = 1, **changed: Any)
     groups = [KVCacheGroupSpec(list(LAYERS), spec)]
     kv_cache = {"kv_cache_groups": groups, "kv_cache_tensors": [], "hash_block_size": spec.block_size}
     return config, SimpleNamespace(**kv_cache, kv_tp_replicas=replicas)
+
+
+def read_from(path: Path, config: Any) -> None:
+    """What an identity reads of vLLM's configuration, for this checkpoint."""
+    model = {"model": str(path), "dtype": torch.bfloat16, "quantization": None, "hf_overrides": {}, "revision": None}
+    model |= {"hf_config_path": None, "quantization_config": None}
+    config.model_config = SimpleNamespace(**model, is_encoder_decoder=False)
+    config.cache_config = SimpleNamespace(prefix_caching_hash_algo="sha256")
+
+
+def shared(share: int, spec: Any = SPEC, *, heads: int = 8, tp: int = 1, keys: str = "vllm", **options: Any) -> Any:
+    """The configurations, and the plan with `[cache] share_across_tp`, of a model of `heads` KV heads."""
+    width = 1 if isinstance(spec, MLAAttentionSpec) else max(1, heads // tp)
+    config, kv_cache = configs(replace(spec, num_kv_heads=width), tp=tp, **options)
+    config.model_config.get_total_num_kv_heads = lambda: heads
+    plan = slot_plan(config, kv_cache, canonical=keys == "kvtier")
+    return config, kv_cache, divided(plan, share, config, kv_cache)
 
 
 def plan_of(*arguments: Any, canonical: bool = False, **options: Any) -> Any:
@@ -194,10 +212,7 @@ def test_an_engine_that_cannot_be_served_does_not_start(tmp_path: Path) -> None:
 def test_every_setting_that_changes_kv_is_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_checkpoint("llama", tmp_path / "m")
     config, kv_cache = configs()
-    model = {"model": str(path), "dtype": torch.bfloat16, "quantization": None, "hf_overrides": {}, "revision": None}
-    model |= {"hf_config_path": None, "quantization_config": None}
-    config.model_config = SimpleNamespace(**model, is_encoder_decoder=False)
-    config.cache_config = SimpleNamespace(prefix_caching_hash_algo="sha256")
+    read_from(path, config)
     plan = slot_plan(config, kv_cache, canonical=False)
 
     def named(**changed: Any) -> bytes:
@@ -231,14 +246,58 @@ def test_latents_with_loss_are_refused(tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path / "m")
     spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     config, kv_cache = configs(spec)
-    model = {"model": str(path), "dtype": torch.bfloat16, "quantization": None, "hf_overrides": {}, "revision": None}
-    model |= {"hf_config_path": None, "quantization_config": None}
-    config.model_config = SimpleNamespace(**model, is_encoder_decoder=False)
-    config.cache_config = SimpleNamespace(prefix_caching_hash_algo="sha256")
+    read_from(path, config)
     plan = slot_plan(config, kv_cache, canonical=False)
     assert identity(config, kv_cache, plan, CacheConfig()).lossy is None
     with pytest.raises(ConfigError, match=r"\[cache\] lossy \"fp8\": kind 'mla': .*; leave it out"):
         identity(config, kv_cache, plan, CacheConfig(lossy="fp8"))
+
+
+# --- one store for every number of ranks -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("share", "changed", "message"),
+    [
+        (3, {}, "share_across_tp 3: the model has 8 KV heads; use a number that divides them"),
+        (2, {"tp": 4, "keys": "kvtier"}, "share_across_tp 2: 4 ranks would cut its pieces; use a multiple of 4"),
+        (2, {"tp": 3}, "share_across_tp 2: 3 ranks do not have equal parts of the 8 KV heads; leave it out"),
+        (2, {"spec": replace(SPEC, kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD)}, "packs its blocks in its own way"),
+        (2, {"speculative_config": DRAFT}, "share_across_tp 2: a draft model's KV is in the same blocks, so ranks'"),
+    ],
+)
+def test_blocks_that_cannot_be_cut_by_heads_are_refused(share: int, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        shared(share, **changed)
+
+
+@pytest.mark.parametrize("share", [1, 2, 8])
+def test_engines_of_every_size_have_one_name_and_slots_of_one_size(tmp_path: Path, share: int) -> None:
+    path = make_checkpoint("llama", tmp_path / "m")
+    kept = set()
+    for tp, heads in ((1, 8), (2, 8), (8, 8), (16, 8)):
+        config, kv_cache, plan = shared(share, tp=tp, heads=heads)
+        read_from(path, config)
+        named = identity(config, kv_cache, plan, CacheConfig(share_across_tp=share)).fingerprint()
+        kept.add((named, plan.block_bytes))
+        if tp == share:  # what it stored before it had the option
+            alone = slot_plan(config, kv_cache, canonical=False)
+            assert identity(config, kv_cache, alone, CacheConfig()).fingerprint() == named
+        if tp == 16:  # the ranks of a head store it once
+            assert (plan.num_parts, plan.replicas) == (8, 2)
+    assert len(kept) == 1
+
+
+def test_latents_have_one_name_whatever_the_number_of_ranks(tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path / "m")
+    spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    names = set()
+    for tp in (1, 2, 8):
+        config, kv_cache, plan = shared(4, spec, tp=tp, replicas=tp)
+        read_from(path, config)
+        assert plan.block_bytes == 3 * 16 * 576 * 2
+        names.add(identity(config, kv_cache, plan, CacheConfig()).fingerprint())
+    assert len(names) == 1
 
 
 # --- where the bytes go ----------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from kvtier.tiers import (
 )
 from kvtier.tiers.config import Config, FileConfig, format_size, show_size
 from kvtier.tiers.file import slab
+from kvtier.tiers.file.about import apart_by_size
 from kvtier.tiers.file.file_io import FileIO, PayloadIO
 from kvtier.tiers.file.slab_file import SLAB_NAME, no_space
 from kvtier.tiers.file.store import FileStore
@@ -167,6 +168,15 @@ def check_naming(config: FileConfig) -> list[Finding]:
     found = f"{len(old)} of [file] path, {show_size(num_bytes)}: {made}; engines find nothing there, but make new slabs"
     more = f" and {len(old) - _MOST_NAMED} more" if len(old) > _MOST_NAMED else ""
     return [warning("older slabs", found, f"remove {', '.join(old[:_MOST_NAMED])}{more}")]
+
+
+def check_sizes(config: FileConfig) -> list[Finding]:
+    """A warning if slabs of [file] path differ only in how many ranks they are laid out for: they share nothing."""
+    apart = [] if config.path is None else list(apart_by_size(config.path))
+    if not apart:
+        return []
+    found = f"blocks that find each other only with one value: {'; '.join(apart)}"
+    return [warning("sizes of engines", found, "give all engines one value, or remove the other slabs")]
 
 
 def _headers(config: FileConfig) -> Iterator[tuple[Path, slab.Superblock, int]]:
@@ -350,4 +360,5 @@ def answers(config: Config) -> list[Finding]:
 
 def examine(config: Config) -> list[Finding]:
     """The disk under [file] path, the key, old slabs. Some seconds; writes one file there and removes it."""
-    return [*check_disk(config.file), check_key(config.file), *check_naming(config.file)]
+    file = config.file
+    return [*check_disk(file), check_key(file), *check_naming(file), *check_sizes(file)]

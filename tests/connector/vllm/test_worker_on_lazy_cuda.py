@@ -32,6 +32,7 @@ from kvtier.tiers.host.pinning import PinnedPieces
 BLOCKS, SLOTS, LAYERS, HEADS, TOKENS, CONTENT = 14, 16, 4, 2, 8, 64
 NAMES = tuple(f"layer.{number}" for number in range(LAYERS))
 LAYOUTS = ["NHD", "HND", "cross-layer", "MLA", "fp8", "two groups", "second rank of two", "padded"]
+LAYOUTS += ["two pieces", "half a piece"]  # [cache] share_across_tp
 WAYS = ["staging", "batches"]
 ONCE = [(layout, WAYS[number // 2 % 2]) for number, layout in enumerate(LAYOUTS)]
 STEPS = 25
@@ -65,16 +66,19 @@ def plan_of(layout: str, of: list[torch.Tensor]) -> SlotPlan:
         lanes=tuple(GroupLane(number) for number in range(len(groups))),
         layers=NAMES,
         layer_bytes=tuple(tensor[0].nbytes for tensor in of),
-        num_parts=2 if layout == "second rank of two" else 1,
+        num_parts=2 if layout in ("second rank of two", "half a piece") else 1,
         replicas=1,
         content="plain",
         canonical=False,
+        num_pieces={"two pieces": 2, "half a piece": 1}.get(layout),
     )
 
 
 def pattern(value: int, part: BlockPart) -> NDArray[np.uint8]:
     """What a block holds there: every byte is its own."""
-    mixed = np.arange(part.num_bytes) * 7 + value * 31 + part.layer * 11 + part.group * 5
+    mixed = (
+        np.arange(part.num_bytes) * 7 + value * 31 + part.layer * 11 + part.group * 5 + part.offset // part.num_bytes
+    )
     return (mixed % 251).astype(np.uint8)
 
 

@@ -14,10 +14,11 @@ from router_rig import RawReplica
 from service_rig import FINGERPRINT, DaemonProcess, attach, store, where
 
 from kvtier.service.explain.lines import changing_part, explained
-from kvtier.service.node.namespaces import BlockDimensions, Namespace, record_model
+from kvtier.service.node.namespaces import BlockDimensions, Namespace
 from kvtier.service.node.operators import BlockSelection, explain
 from kvtier.service.node.served_tiers import ServedTiers
 from kvtier.service.web import http_client
+from kvtier.tiers.file.about import record_model
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.naming.chain import TokenChain, root_hash

@@ -45,7 +45,8 @@ from kvtier.tiers.config.sections import FileConfig
 from kvtier.tiers.copies.copy_ways import ChoiceKey, CopyChoice, KeptChoices
 from kvtier.tiers.file import opening as file_tier
 from kvtier.tiers.file import slab
-from kvtier.tiers.file.opening import DiskRates, check_disk, check_key, check_naming
+from kvtier.tiers.file.about import record_model
+from kvtier.tiers.file.opening import DiskRates, check_disk, check_key, check_naming, check_sizes
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.finding import Finding, Status, ok, warning
 from kvtier.tiers.host.limits import limits
@@ -351,6 +352,21 @@ def test_slabs_of_another_naming_are_reported(tmp_path: Path, monkeypatch: pytes
     assert finding.status is WARNING
     assert re.match(r"2 of \[file\] path, [\d.]+ [KM]iB: .* name of a model's directory", finding.found)
     assert old == set(finding.fix.removeprefix("remove ").split(", "))
+    assert finding in file_tier.examine(config=Config.load(file={"path": tmp_path, "size": "64MiB"}))
+
+
+def test_slabs_for_several_numbers_of_ranks_are_reported(tmp_path: Path) -> None:
+    config = disk(tmp_path, "64MiB")
+    one = {"model": "m", "revision": "r", "tp_size": "1", "tp_ranks": "0, 1", "pp_size": "1", "dtype": "bfloat16"}
+    two = {**one, "tp_size": "2", "tp_ranks": "0, 2", "model": "by another path"}
+    for number, (folder, about) in enumerate([("", one), ("", {**one, "dtype": "float16"}), ("tp0-pp0", two)]):
+        assert check_sizes(config) == []
+        fingerprint, directory = bytes([number]) * 32, tmp_path / folder
+        FileStore.open(directory, fingerprint, slot_bytes=4096, block_size=16, size=4 << 20).close()
+        record_model(directory, fingerprint, about)
+    [finding] = check_sizes(config)
+    assert finding.status is WARNING
+    assert re.search(r"only with one value: .*, tp_size 1 and 2: \[cache\] share_across_tp$", finding.found)
     assert finding in file_tier.examine(config=Config.load(file={"path": tmp_path, "size": "64MiB"}))
 
 

@@ -291,6 +291,25 @@ def test_an_engine_that_keeps_kv_with_loss() -> None:
         assert lines[-1] == "One engine keeps KV with loss, the other does not: give both the same [cache] lossy."
 
 
+def test_an_engine_of_another_number_of_ranks_is_told_the_option() -> None:
+    mine = ModelIdentity(
+        model="tiny", revision="ab" * 20, config_digest="0" * 64, dtype="bfloat16", kv_dtype="bfloat16",
+        compute_dtype="bfloat16", num_kv_heads=2, head_dim=8, block_size=BLOCK, layers=(0, 1),
+    )  # fmt: skip
+    two = replace(mine, tp_ranks=(0, 2), tp_size=2)
+    of_stages = replace(two, num_kv_heads=1, layers=(1,), pp_stages=(1, 2), pp_size=2)
+    for here, there, options in (
+        (mine, two, "share_across_tp = 2"),
+        (two, mine, "share_across_tp = 1"),
+        (mine, of_stages, "share_across_tp = 2, share_across_pp = 2"),
+    ):
+        model, other = opened(here.fingerprint()), opened(there.fingerprint())
+        model.about, other.about = here.shown(), there.shown()
+        hold(other, TEXT)
+        told_by = told(model, TEXT, others=[other])[-1]
+        assert told_by == f"Ranks of another number stored such blocks: with [cache] {options} this engine finds those."
+
+
 def test_an_engine_says_what_its_fingerprint_is_made_from(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Hello] = []
     monkeypatch.setattr("kvtier.connector.local.RemoteTiers", lambda path, hello, *_, **__: said.append(hello))
