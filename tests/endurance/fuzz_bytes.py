@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import numpy as np
 import xxhash
-
 from redis_stories import together
 
 from kvtier.connector.daemon.wire import (

@@ -70,8 +70,7 @@ class Wire:
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        make = TlsStream if isinstance(sock, ssl.SSLSocket) else ByteStream
-        self._stream: ByteStream = make(sock, WireError)
+        self._stream = TlsStream(sock, WireError) if isinstance(sock, ssl.SSLSocket) else ByteStream(sock, WireError)
         self._buffer = self._view = memoryview(bytearray(_BUFFER))
         self._start = self._end = 0  # received bytes that were not consumed, in `_view`
         self._deadline = 0.0
@@ -170,8 +169,8 @@ class Wire:
 
     def in_turn(
         self,
-        commands: list[Sequence[SendBuffer]],
-        places: list[Sequence[memoryview]],
+        commands: Sequence[Sequence[SendBuffer]],
+        places: Sequence[Sequence[memoryview]],
         opening: bytes,
         num_sent: int,
         whole: ReportWhole,

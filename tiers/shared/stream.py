@@ -33,7 +33,7 @@ class BlockMac(Protocol):
     def pointers(self) -> tuple[int, int, int, int]:
         """Its state, and its C functions reset(state), update(state, data, size), final(state, tag, 16)."""
 
-    def tag(self, head: bytes | memoryview, payload: memoryview) -> bytes:
+    def tag(self, head: SendBuffer, payload: memoryview) -> bytes:
         """16 bytes."""
 
 
@@ -75,8 +75,8 @@ class PlainTransfer:
 
     def __init__(
         self,
-        sends: list[Sequence[SendBuffer]],
-        receives: list[Sequence[memoryview]],
+        sends: Sequence[Sequence[SendBuffer]],
+        receives: Sequence[Sequence[memoryview]],
         opening: bytes = b"",
         num_sent: int = 0,
         part: int = 0,
@@ -87,7 +87,8 @@ class PlainTransfer:
         self._sends, self._receives, self._opening, self._mac, self._expected = sends, receives, opening, mac, expected
 
     def run(self, stream: "ByteStream", under_way: int, deadline: float, until: int) -> None:
-        rows, together = len(self._receives), max(under_way, _TOGETHER)
+        rows = len(self._receives)
+        together = max(under_way, _TOGETHER) if rows else under_way
         with suppress(StorageFailed):
             while not self.unlike and (self.whole < min(rows, until) if rows else self.num_sent < len(self._sends)):
                 if time.monotonic() >= deadline:
@@ -116,9 +117,9 @@ class PlainTransfer:
         while end < len(self._sends) and size < together and not self.unlike:
             row = self._sends[end]
             if self._expected is not None:
-                head, payload, tag = map(memoryview, row)
+                head, payload, tag = row[0], memoryview(row[1]), row[2]
                 self.unlike = checksum(payload) != self._expected[end]
-                if self._mac is not None and not tag.readonly:
+                if self._mac is not None and isinstance(tag, bytearray) and not self.unlike:
                     tag[:] = self._mac.tag(head, payload)
             if not self.unlike:
                 parts += row
@@ -144,7 +145,7 @@ class PlainTransfer:
                 return
             if self.part < (size := _size(row)):
                 return
-            if self._opening and row[-1][-2:] != b"\r\n":
+            if self._opening and bytes(row[-1][-2:]) != b"\r\n":
                 self.unlike = True
                 return
             self.part -= size

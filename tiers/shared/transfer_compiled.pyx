@@ -62,7 +62,7 @@ cdef class Transfer:
     cdef readonly bint unlike
 
     def __cinit__(
-        self, list sends, list receives, bytes opening=b"", Py_ssize_t num_sent=0, Py_ssize_t part=0, mac=None, expected=None
+        self, sends, receives, bytes opening=b"", Py_ssize_t num_sent=0, Py_ssize_t part=0, mac=None, expected=None
     ):
         cdef Py_ssize_t i
         cdef Py_buffer* first
@@ -75,8 +75,8 @@ cdef class Transfer:
         self.into.width = len(receives[0]) if receives else 1
         if not (1 <= self.out.width <= MOST and 1 <= self.into.width <= MOST):
             raise ValueError(f"{self.out.width} and {self.into.width} buffers a row; give 1 to {MOST}")
-        if (expected is not None or mac is not None) and max(self.out.width, self.into.width) < 3:
-            raise ValueError("rows to be tagged or compared have three buffers: head, payload, tag")
+        if (sends and expected is not None and self.out.width != 3) or (receives and mac is not None and self.into.width != 3):
+            raise ValueError("give rows to be compared or tagged three buffers: head, payload, tag")
         self.opening, self.out.row = opening, num_sent
         i = self.out.count * self.out.width
         self.out.first = <Py_buffer*>calloc(i + self.into.count * self.into.width + 1, sizeof(Py_buffer))
@@ -116,7 +116,7 @@ cdef class Transfer:
             self.into.part = min(part, row_bytes(&self.into, 0))
             self.waiting -= self.into.part
 
-    cdef hold(self, list rows, Py_ssize_t width, int flags):
+    cdef hold(self, rows, Py_ssize_t width, int flags):
         for row in map(tuple, rows):
             if len(row) != width:
                 raise ValueError(f"{len(row)} buffers where the first row has {width}")
@@ -174,7 +174,7 @@ cdef class Transfer:
                 if sends and (self.out.part or self.waiting < under_way or asked[0] <= self.into.row or not self.into.count):
                     if self.send_some(fd, under_way):
                         continue
-                if self.into.row < (asked[0] if self.out.count else self.into.count):
+                if self.into.row < (min(asked[0], self.into.count) if self.out.count else self.into.count):
                     if not self.receive_some(fd, opening, opens):
                         break
                 elif self.ended:
@@ -218,11 +218,11 @@ cdef class Transfer:
         """Digest a row to be sent as far as `have`; False once its payload is not what was expected."""
         cdef Py_buffer* first = &self.out.first[row * self.out.width]
         if row < self.out.digested:
+            return not (self.rotten and row == self.out.digested - 1)
+        if not self.digest(&self.out, have, not first[2].readonly):
             return True
-        if self.rotten or not self.digest(&self.out, have, not first[2].readonly):
-            return not self.rotten
         self.rotten = self.hashes[row] != self.expected[row]
-        if not first[2].readonly:
+        if not first[2].readonly and not self.rotten:
             memcpy(first[2].buf, self.tags + row * TAG, TAG)
         return not self.rotten
 
