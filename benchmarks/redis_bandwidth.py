@@ -174,7 +174,7 @@ class RedisBench(StoreRace):
             return RedisStore.open(config, FINGERPRINT, slot_bytes=slots.block_bytes, block_size=16)
 
         alone: dict[str, RedisStore] = {}
-        if is_built("kvtier.tiers.redis.turns_compiled"):
+        if is_built("kvtier.tiers.shared.transfer_compiled"):
             with form(PYTHON):
                 alone[PYTHON] = opened(prefix="python-alone")
         super().__init__(slots, num_bytes, key, opened, alone)
