@@ -194,7 +194,8 @@ class ByteStream:
     def round_trip(self) -> float:
         """The shortest lately, in seconds, by the kernel; 0 if it does not say."""
         with suppress(OSError):
-            return 1e-6 * _TCP_INFO.unpack(self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT + 4))[0]
+            info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT + 4)
+            return 1e-6 * int.from_bytes(info[_MIN_RTT:], sys.byteorder)
         return 0.0
 
     def send(self, parts: Sequence[SendBuffer], deadline: float) -> None:
