@@ -90,7 +90,6 @@ EXPLAINED: Final = {
     "connector/models/hf_model.py:weights_of:except": "a quantiser's state_dict raises what it likes; one line",
     "connector/models/ordinary.py:__init__:except": "a model's class, anybody's, raises what it likes when made anew",
     "connector/vllm/scheduler.py:__init__": "what vLLM's scheduler has, and each of it once",
-    "tiers/shared/stream.py:__init__": "rows, where they stand, and how they are digested: as the extension module's",
     "tiers/tier.py:Tier": "a tier's verbs, and its capabilities: what it lacks it inherits",
     "tiers/file/store.py:open": "the tier's whole configuration; every caller names each",
     "tiers/file/store.py:FileStore": "a tier's verbs, and what it tells: children, lineage, ends, room",

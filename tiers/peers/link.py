@@ -90,7 +90,7 @@ ReportBlock = Callable[[int, "BlockRecord | Outcome"], None]
 """Called once per position of a request with the block's result."""
 
 _POLL_SECONDS: Final = 60.0  # waited at once: poll's milliseconds are an int
-_GROUP_BYTES: Final = 1 << 20  # received before their records are looked at, or one block if that is larger
+_GROUP_BYTES: Final = 4 << 20  # received before their records are looked at, or one block if that is larger
 
 
 class IsMyself(Exception):

@@ -16,7 +16,9 @@ from redis.connection import AbstractConnection
 from kvtier.tiers import Outcome
 from kvtier.tiers.shared import ByteStream, SendBuffer, StorageFailed, TlsStream, Transfer, cut
 
-_TOGETHER: Final = 1 << 20  # bytes of replies received at once
+_TOGETHER: Final = (
+    4 << 20
+)  # bytes of replies received at once: each time the GIL is taken back, beside a busy thread late
 _BYTES_PER_SECOND: Final = 2e9  # more than one connection moves: times the round trip, the bytes to keep under way
 
 

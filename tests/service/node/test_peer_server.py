@@ -323,6 +323,7 @@ def test_a_tag_is_computed_once_for_a_block_in_its_slot(node: Node, key: Path, m
     with borrowing(key, node.address) as tier:
         assert tier.locate(others.hashes) == 32
         assert all(isinstance(result, BlockRecord) for result in tier.read(others.hashes, buffers(32)))
+    wait_until(lambda: not node.hierarchy.host.pool.counts().leased)
     assert len(tags) == 36
 
 
