@@ -17,7 +17,7 @@ Report = Callable[[int, "BlockRecord | Outcome | bool"], None]
 
 _AT_ONCE: Final = 1024  # blocks whose expiry is renewed at once
 _GETS: Final = 512 << 10  # bytes of values under way: with more replies ready a server is slower
-_SETS: Final = 64 << 10  # bytes of commands under way: a server reads a large value fastest if nothing comes behind it
+_SETS: Final = 256 << 10  # bytes of commands under way: a server reads a large value fastest if little comes behind it
 _OK: Final = b"+OK\r\n"
 _ELSEWHERE: Final = frozenset({"MOVED", "ASK", "TRYAGAIN"})  # another server has the key, or will
 DOUBTFUL: Final = _ELSEWHERE | {"READONLY", "CLUSTERDOWN", "MASTERDOWN", "LOADING", "NOREPLICAS", "NOAUTH"}
@@ -143,7 +143,8 @@ class Lane:
 
     @property
     def _most(self) -> int:
-        return self.window * self.space.slot_bytes
+        """Bytes under way below which the window has room for one more."""
+        return (self.window - 1) * self.space.slot_bytes + 1
 
     def expire(self, milliseconds: Sequence[int], positions: Sequence[int], report: Report) -> None:
         """Each block that is there expires so long from now; `milliseconds` by position."""

@@ -34,6 +34,7 @@ cdef enum:
     MOST = 8  # buffers of one row
     IOVECS = 512  # of one call
     PIECE = 4 << 20  # bytes between digests: in the last cache; smaller ones cost more in calls and wake-ups than they save
+    STEP = 64 << 10  # bytes that go into the tag, and from the nearest cache into the checksum
     TAG = 16
 
 
@@ -229,18 +230,20 @@ cdef class Transfer:
     cdef bint digest(self, Rows* rows, Py_ssize_t have, bint tagged) noexcept nogil:
         """Of the row's payload what is in its first `have` bytes; whether that is all of it."""
         cdef Py_buffer* first = &rows.first[rows.digested * rows.width]
-        cdef Py_ssize_t there = min(have - first.len, first[1].len)
+        cdef Py_ssize_t end, there = min(have - first.len, first[1].len)
         if there <= 0:
             return False
         if tagged and not rows.fed:
             self.reset(self.state)
             self.update(self.state, <uint8_t*>first.buf, first.len)
-        if tagged and there > rows.fed:
-            self.update(self.state, <uint8_t*>first[1].buf + rows.fed, there - rows.fed)
-        rows.fed = there
-        rows.summed = kvtier_xxh3_more(
-            rows.sums, <uint8_t*>first[1].buf, rows.summed, there, first[1].len, &self.hashes[rows.digested]
-        )
+        while rows.fed < there:
+            end = min(there, rows.fed + STEP)
+            if tagged:
+                self.update(self.state, <uint8_t*>first[1].buf + rows.fed, end - rows.fed)
+            rows.summed = kvtier_xxh3_more(
+                rows.sums, <uint8_t*>first[1].buf, rows.summed, end, first[1].len, &self.hashes[rows.digested]
+            )
+            rows.fed = end
         if there < first[1].len:
             return False
         if tagged:
