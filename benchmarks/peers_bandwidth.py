@@ -36,10 +36,10 @@ from kvtier.tiers import BlockRecord, ChainHash, ConfigError, checksum
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import Hierarchy, open_hierarchy
 from kvtier.tiers.host import slot_stride
-from kvtier.tiers.peers import PeersStore, load_nixl, prepare, receive_into, send, wire
+from kvtier.tiers.peers import PeersStore, load_nixl, wire
 
 FINGERPRINT: Final = b"peers bandwidth".ljust(32, b".")
-FOREVER: Final = 600.0  # seconds
+IOVECS: Final = 512  # of one call
 NUM_BATCHES: Final = 2  # that are lent
 
 
@@ -83,7 +83,7 @@ def lend(block_bytes: int, config: Config, told: int, _: int) -> None:
     batches = [views[: slots.per_batch], views[slots.per_batch :]]
     while True:
         connection, _address = bare.accept()
-        prepare(connection)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         threading.Thread(target=send_bare, args=(connection, batches), daemon=True).start()
 
 
@@ -92,7 +92,18 @@ def send_bare(connection: socket.socket, batches: Sequence[Sequence[memoryview]]
     for number in count():
         if not connection.recv(1):
             return
-        send(connection, batches[number % len(batches)], time.monotonic() + FOREVER)
+        bare(batches[number % len(batches)], connection.sendmsg)
+
+
+def bare(buffers: Sequence[memoryview], move: Callable[[list[memoryview]], int]) -> None:
+    """As many calls as the kernel needs for them; nothing is looked at."""
+    left = list(buffers)
+    while left:
+        count = move(left[:IOVECS])
+        while left and count >= left[0].nbytes:
+            count -= left.pop(0).nbytes
+        if count:
+            left[0] = left[0][count:]
 
 
 class PeersBench(Race):
@@ -112,7 +123,7 @@ class PeersBench(Race):
         wait_until(lambda: all(store.stats()["answering"] for store in self.stores.values()), "an answer of the peer")
         self.bare = [socket.create_connection(("127.0.0.1", port)) for _ in range(num_threads)]
         for connection in self.bare:
-            prepare(connection)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def run(self, rounds: int) -> Row:
         turns = {name: partial(self.timed, partial(self.read, store)) for name, store in self.stores.items()}
@@ -142,7 +153,7 @@ class PeersBench(Race):
     def receive(self, thread: int) -> None:
         for _ in range(self.num_batches):
             self.bare[thread].sendall(b"b")
-            receive_into(self.bare[thread], self.into[thread], time.monotonic() + FOREVER)
+            bare(self.into[thread], lambda left: self.bare[thread].recvmsg_into(left, 0, socket.MSG_WAITALL)[0])
 
     def row(self) -> Row:
         lent = wire.LentBlocks(FINGERPRINT, self.slots.block_bytes, 16)

@@ -1,11 +1,11 @@
 """The Redis tier's reads and writes beside other clients: redis-py's best way, LMCache's C++ one, `redis-benchmark`.
 
 Ours: `RedisStore.write` from L2 slots and `.read` into L2 slots, in batches as large as the hierarchy's. Every read is
-verified (key and checksum), and its expiry renewed. Reads of blocks of 64 KiB and more go by an extension module, if
-that was built; then Python alone is a side of its own. redis-py, nothing verified: a pipeline with hiredis and without,
-MGET and MSET, and a bare connection (a loop was never the fastest), each between the slots and the wire; the fastest
-counts, for each verb and size. LMCache's client is native code with a thread for each of 1, 2 or 4 connections, and
-verifies nothing. It is installed into a folder of its own, and knows no cluster.
+verified (key and checksum), and its expiry renewed. An extension module moves the bytes, if it was built; then Python
+alone is a side of its own. redis-py, nothing verified: a pipeline with hiredis and without, MGET and MSET, and a bare
+connection (a loop was never the fastest), each between the slots and the wire; the fastest counts, for each verb and
+size. LMCache's client is native code with a thread for each of 1, 2 or 4 connections, and verifies nothing. It is
+installed into a folder of its own, and knows no cluster.
 
 All sides take turns, on the same servers, which are emptied after each turn. Ratios are medians over rounds. CPU
 seconds are this process's. `redis-benchmark`, a C client that throws away what it reads, shows what the servers can do:
@@ -174,7 +174,7 @@ class RedisBench(StoreRace):
             return RedisStore.open(config, FINGERPRINT, slot_bytes=slots.block_bytes, block_size=16)
 
         alone: dict[str, RedisStore] = {}
-        if is_built("kvtier.tiers.redis.turns_compiled"):
+        if is_built("kvtier.tiers.shared.transfer_compiled"):
             with form(PYTHON):
                 alone[PYTHON] = opened(prefix="python-alone")
         super().__init__(slots, num_bytes, key, opened, alone)

@@ -144,6 +144,7 @@ EXPLAINED: Final = {
     "tiers/file/extents.py:ExtentMap": "an extent's whole life, to the end of its slab's tail, over one index",
     "tiers/copies/device.py:BlockPool": "L1's verbs under one lock; four of them are a ChangeFeed's",
     "tiers/hierarchy/hierarchy.py:Hierarchy": "implements the three protocols of `cache_tiers`",
+    "tiers/shared/stream.py:__init__": "rows, where they stand, and how they are digested: as the extension module's",
     "tiers/pool/pool.py:SlotPool": "one lock, one law: the verbs of a slot's life belong together",
     "tiers/pool/core.py": "one extension module: its classes call one another in C",
     "service/events/holders.py": "the same",

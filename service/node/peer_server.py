@@ -2,7 +2,6 @@
 
 import logging
 import os
-import select
 import socket
 import threading
 import time
@@ -20,7 +19,7 @@ from kvtier.tiers import L2, TIERS, BlockRecord, BlockShape, ChainHash, ConfigEr
 from kvtier.tiers.config import EventsConfig, PeersConfig
 from kvtier.tiers.hierarchy import Hierarchy, begun
 from kvtier.tiers.naming import KVProbe
-from kvtier.tiers.peers import AnnouncedNames, EventsAt, PeerFailed, RemoteMemory, send, wire
+from kvtier.tiers.peers import AnnouncedNames, EventsAt, PeerFailed, PeerStream, RemoteMemory, wire
 from kvtier.tiers.pool import Lease
 
 _log = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ MAX_STRANGERS: Final = 16  # of these, connections that have not proven yet that
 _HELLO_SECONDS: Final = 5.0  # for the whole handshake
 _IDLE_SECONDS: Final = 300.0  # without a question
 _ACCEPT_PAUSE: Final = 0.2  # seconds without a file descriptor to spare
-_SEND_BYTES: Final = 512 << 10  # given to the kernel by one call, if that is more than a block
+_SEND_BYTES: Final = 512 << 10  # given to the kernel at once: it sends while the next are hashed
 _HELD_AT_ONCE: Final = 256  # names looked up under the pool's lock at a time
 _CLOSE_SECONDS: Final = 5.0
 
@@ -101,14 +100,13 @@ class LentModel:
         except (TimeoutError, ConfigError, PeerFailed):
             return None
 
-    def tag_of(self, session: wire.PeerSession, slot: int, generation: int, head: bytes, payload: memoryview) -> bytes:
-        """The tag of a leased block, computed once while it stays in its slot."""
-        if self._tagged[slot] == generation:
-            return bytes(self._tags[slot])
-        tag = session.tag(head, payload)
+    def tag_in(self, slot: int, generation: int) -> bytes | None:
+        """The tag of a leased block, if it was made since it came into its slot."""
+        return bytes(self._tags[slot]) if self._tagged[slot] == generation else None
+
+    def keep_tag(self, slot: int, generation: int, tag: bytes | bytearray) -> None:
         self._tags[slot] = np.frombuffer(tag, np.uint8)
         self._tagged[slot] = generation  # last; while the block is leased its tag cannot change
-        return tag
 
     def close(self) -> None:
         """Stop lending, and cut off connections that blocks are being sent to: the memory is freed. Idempotent."""
@@ -220,13 +218,14 @@ class PeerServer:
     def _serve(self, connection: socket.socket) -> None:
         is_stranger = True
         try:
-            session = self._welcome(connection)
+            stream = PeerStream(connection)
+            session = self._welcome(stream)
             is_stranger = False
             with self._lock:
                 self._strangers.discard(connection)
             self._note("welcomed")
             while True:
-                self._answer(connection, session)
+                self._answer(stream, session)
         except PeerFailed as failed:
             if is_stranger or failed.reason != "hung_up":
                 self._note(f"{'stranger' if is_stranger else 'cut_off'}_{failed.reason}")
@@ -245,25 +244,24 @@ class PeerServer:
             self._connections.discard(connection)
             self._lock.notify_all()
 
-    def _welcome(self, connection: socket.socket) -> wire.PeerSession:
+    def _welcome(self, stream: PeerStream) -> wire.PeerSession:
         deadline = time.monotonic() + _HELLO_SECONDS
-        peers.prepare(connection)
         challenge = os.urandom(wire.NONCE_BYTES)
-        send(connection, [wire.pack_challenge(challenge)], deadline)
-        session, _ = wire.PeerSession.accept(
-            self._key, challenge, peers.receive(connection, wire.HELLO_BYTES, deadline)
-        )
+        stream.send([wire.pack_challenge(challenge)], deadline)
+        session, _ = wire.PeerSession.accept(self._key, challenge, stream.take(wire.HELLO_BYTES, deadline))
         model = self._models.get(session.blocks.fingerprint)
         reply = wire.Greeting.WELCOME if model is None or model.blocks == session.blocks else wire.Greeting.OTHER_BLOCKS
-        send(connection, [session.welcome(reply, self._node)], deadline)
+        stream.send([session.welcome(reply, self._node)], deadline)
         if reply is not wire.Greeting.WELCOME:
             raise wire.ProtocolError(reply.name.lower())
         return session
 
-    def _answer(self, connection: socket.socket, session: wire.PeerSession) -> None:
-        words = peers.receive(connection, wire.WORDS_BYTES, time.monotonic() + _IDLE_SECONDS)
+    def _answer(self, stream: PeerStream, session: wire.PeerSession) -> None:
+        if not stream.wait(_IDLE_SECONDS):
+            raise PeerFailed(Outcome.TIMEOUT, "timeout")
         deadline = time.monotonic() + self._config.deadline
-        rest = peers.receive(connection, session.question_bytes(words), deadline)
+        words = stream.take(wire.WORDS_BYTES, deadline)
+        rest = stream.take(session.question_bytes(words), deadline)
         verb, names = session.read_question(words, rest)
         model = self._models.get(session.blocks.fingerprint)
         if verb is wire.PeerVerb.DONE:
@@ -271,35 +269,35 @@ class PeerServer:
         if verb is wire.PeerVerb.KV_PROBE:
             session.note_probe(names)
             is_other = model is not None and not model.is_alike(session)
-            send(connection, [session.answer(verb, is_other)], deadline)
+            stream.send([session.answer(verb, is_other)], deadline)
             return
         if model is None or model.blocks != session.blocks or not model.is_alike(session):
-            self._send_none(connection, session, verb, len(names))
+            self._send_none(stream, session, verb, len(names))
             return
-        with model.used_by(connection) as may:
+        with model.used_by(stream.connection) as may:
             if not may:
-                self._send_none(connection, session, verb, len(names))
+                self._send_none(stream, session, verb, len(names))
             elif verb is wire.PeerVerb.HELD:
                 flags = bytes(self._held(model, names))
-                send(connection, [session.answer(verb, len(names), flags)], deadline)
+                stream.send([session.answer(verb, len(names), flags)], deadline)
             elif verb is wire.PeerVerb.EVENTS:
-                send(connection, [session.answer(verb, 1, model.events().pack())], deadline)
+                stream.send([session.answer(verb, 1, model.events().pack())], deadline)
             elif verb is wire.PeerVerb.MEMORY:
                 memory = model.memory()
                 metadata = b"" if memory is None else memory.metadata
                 whole = metadata.ljust(peers.METADATA_BYTES, b"\0")
-                send(connection, [session.answer(verb, len(metadata), whole)], deadline)
+                stream.send([session.answer(verb, len(metadata), whole)], deadline)
             else:
-                self._lend_blocks(connection, session, model, names, verb)
+                self._lend_blocks(stream, session, model, names, verb)
 
-    def _send_none(self, connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, num: int) -> None:
+    def _send_none(self, stream: PeerStream, session: wire.PeerSession, verb: wire.PeerVerb, num: int) -> None:
         nothing = {
             wire.PeerVerb.HELD: bytes(num),
             wire.PeerVerb.EVENTS: EventsAt().pack(),
             wire.PeerVerb.MEMORY: bytes(peers.METADATA_BYTES),
         }.get(verb, b"")
         answer = session.answer(verb, num if verb is wire.PeerVerb.HELD else 0, nothing)
-        send(connection, [answer], time.monotonic() + self._config.deadline)
+        stream.send([answer], time.monotonic() + self._config.deadline)
 
     def _held(self, model: LentModel, names: Sequence[ChainHash]) -> list[bool]:
         pool, flags = model.hierarchy.host.pool, list[bool]()
@@ -309,7 +307,7 @@ class PeerServer:
 
     def _lend_blocks(
         self,
-        connection: socket.socket,
+        stream: PeerStream,
         session: wire.PeerSession,
         model: LentModel,
         names: Sequence[ChainHash],
@@ -321,12 +319,12 @@ class PeerServer:
         with self._room(most * slot_bytes, deadline) as has_room:
             if not has_room:
                 self._note("no_room")
-                self._send_none(connection, session, verb, len(names))
+                self._send_none(stream, session, verb, len(names))
                 return
             with model.hierarchy.host.pool.lease(names[:most]) as lease:
                 lent = self._leading(model, lease) if model.is_lent else []
-                send(connection, [session.answer(verb, len(lent))], deadline)
-                loan = _Loan(connection, session, model, lent, deadline)
+                stream.send([session.answer(verb, len(lent))], deadline)
+                loan = _Loan(stream, session, model, lent, deadline)
                 if verb is wire.PeerVerb.LEND:
                     loan.send()
                 elif lent:
@@ -372,27 +370,34 @@ class PeerServer:
 class _Loan(NamedTuple):
     """Leased blocks on their way to a borrower."""
 
-    connection: socket.socket
+    stream: PeerStream
     session: wire.PeerSession
     model: LentModel
     blocks: Sequence[tuple[BlockRecord, int, int]]  # with slot and generation
     deadline: float
 
     def send(self) -> None:
-        """In groups: the kernel sends one while the next is hashed. PeerFailed if a block is corrupt."""
-        host, parts = self.model.hierarchy.host, list[bytes | memoryview]()
-        for record, slot, generation in self.blocks:
-            payload = host.region.slot(slot)
-            if checksum(payload) != record.checksum:
-                host.pool.evict([record.chain_hash], Outcome.CHECKSUM)
-                send(self.connection, parts, self.deadline)
-                raise PeerFailed(Outcome.CHECKSUM, "rotten")
-            head = self.session.pack_head(record)
-            parts += [head, payload, self.model.tag_of(self.session, slot, generation, head, payload)]
-            if (len(parts) // 3 + 1) * self.session.blocks.slot_bytes > _SEND_BYTES:
-                send(self.connection, parts, self.deadline)
-                parts = []
-        send(self.connection, parts, self.deadline)
+        """Each is hashed while it is sent, and tagged the first time. PeerFailed if one is corrupt: its tag stays."""
+        host, stream, model = self.model.hierarchy.host, self.stream, self.model
+        rows = [
+            (
+                self.session.pack_head(record),
+                host.region.slot(slot),
+                model.tag_in(slot, time_taken) or bytearray(peers.TAG_BYTES),
+            )
+            for record, slot, time_taken in self.blocks
+        ]
+        expected = [record.checksum for record, _, _ in self.blocks]
+        run = stream.transfer(rows, [], mac=self.session.mac, expected=expected)
+        stream.move(run, _SEND_BYTES, self.deadline)
+        for (_, slot, time_taken), (_, _, tag) in zip(self.blocks[: run.num_sent], rows, strict=False):
+            if isinstance(tag, bytearray):
+                model.keep_tag(slot, time_taken, tag)
+        if run.unlike:
+            host.pool.evict([self.blocks[run.num_sent][0].chain_hash], Outcome.CHECKSUM)
+            raise PeerFailed(Outcome.CHECKSUM, "rotten")
+        if run.num_sent < len(rows):
+            raise stream.stopped(self.deadline)
 
     def send_places(self) -> None:
         """Send where blocks lie, and keep them until the borrower is done. If it ends instead, one may be corrupt."""
@@ -400,14 +405,15 @@ class _Loan(NamedTuple):
         for record, slot, generation in self.blocks:
             payload, head = host.region.slot(slot), self.session.pack_head(record)
             address = wire.ADDRESS.pack(np.frombuffer(payload, np.uint8).ctypes.data)
-            parts += [head, address, self.model.tag_of(self.session, slot, generation, head, payload)]
-        send(self.connection, parts, self.deadline)
-        poll = select.poll()
-        poll.register(self.connection.fileno(), select.POLLIN)
-        if not poll.poll(max(0.0, 1e3 * (self.deadline - time.monotonic()))):
+            tag = self.model.tag_in(slot, generation)
+            if tag is None:
+                self.model.keep_tag(slot, generation, tag := self.session.tag(head, payload))
+            parts += [head, address, tag]
+        self.stream.send(parts, self.deadline)
+        if not self.stream.wait(self.deadline - time.monotonic()):
             raise PeerFailed(Outcome.TIMEOUT, "timeout")
         try:
-            has_ended = not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            has_ended = not self.stream.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except OSError:  # reset
             has_ended = True
         if has_ended:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 import xxhash
+from redis_stories import together
 
 from kvtier.connector.daemon.wire import (
     MAX_FRAME,
@@ -99,7 +100,7 @@ def replies(data: bytes) -> None:
             if data[:1] < b"\x40":
                 wire.all_are(b":1\r\n", 3)
             elif data[:1] < b"\x80":
-                list(wire.values(8, buffers))
+                list(together(wire, 8, buffers))
             else:
                 wire.value(8, buffers[0])
                 wire.value(8, buffers[0], lambda head: head[0])

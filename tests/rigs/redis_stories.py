@@ -17,12 +17,27 @@ from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.redis.store import RedisStore
+from kvtier.tiers.redis.wire import Head, Wire
+from kvtier.tiers.shared.stream import Transfer
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome, Tier
 
 FINGERPRINT = b"a model of the Redis stories".ljust(32, b".")
 PATIENT = PortSettings(deadline=60.0, failures=2, retry_after=0.02)
 SECRET = "a secret of the Redis stories"
 CHAIN, OTHER = chain_of(8), chain_of(6, first_token=1000)
+
+
+def together(wire: Wire, head_bytes: int, into: Sequence[memoryview]) -> Iterator[Head]:
+    """The values of GETs that were sent: by one transfer while they are as expected, then one by one."""
+    line, places = wire.value_places(head_bytes, into)
+    heads: list[bytes] = []
+
+    def came(run: Transfer, replies: range) -> None:
+        heads.extend(bytes(places[i][0][len(line) :]) for i in replies)
+
+    done, _ = wire.in_turn([(b"GET",)] * len(into), places, line, len(into), came)
+    yield from heads
+    yield from wire.one_by_one(head_bytes, into[done:])
 
 
 def options(url: str, **more: object) -> RedisConfig:

@@ -102,19 +102,22 @@ KVTIER_INLINE void kvtier_mix_two(uint64_t *sums, const uint8_t *one, const uint
     sums[1] = (sums[1] + kvtier_mix(two, at + 16, seed)) ^ (kvtier_u64(one) + kvtier_u64(one + 8));
 }
 
-/* The three steps over stripes of 64 bytes; `ACCUMULATE(data, secret)` and `SCRAMBLE(secret)` are the caller's. */
-#define KVTIER_STRIPES(data, size, secret)                                                                             \
-    size_t rounds = (size - 1) / KVTIER_ROUND, stripe, stripes;                                                        \
+/* The three steps over stripes of 64 bytes; `ACCUMULATE(data, secret)` and `SCRAMBLE(secret)` are the caller's. `end` is
+   1 if the data ends here, and 0 if more follows behind whole rounds. */
+#define KVTIER_STRIPES(data, size, secret, end)                                                                        \
+    size_t rounds = (size - end) / KVTIER_ROUND, stripe, stripes;                                                      \
     const uint8_t *last = data + size - KVTIER_STRIPE;                                                                 \
     for (; rounds; rounds--, data += KVTIER_ROUND, size -= KVTIER_ROUND) {                                             \
         for (stripe = 0; stripe < 16; stripe++) ACCUMULATE(data + KVTIER_STRIPE * stripe, secret + 8 * stripe);        \
         SCRAMBLE(secret + KVTIER_SECRET - KVTIER_STRIPE);                                                              \
     }                                                                                                                  \
-    stripes = (size - 1) / KVTIER_STRIPE;                                                                              \
-    for (stripe = 0; stripe < stripes; stripe++) ACCUMULATE(data + KVTIER_STRIPE * stripe, secret + 8 * stripe);       \
-    ACCUMULATE(last, secret + KVTIER_SECRET - 71);
+    if (end) {                                                                                                         \
+        stripes = (size - 1) / KVTIER_STRIPE;                                                                          \
+        for (stripe = 0; stripe < stripes; stripe++) ACCUMULATE(data + KVTIER_STRIPE * stripe, secret + 8 * stripe);   \
+        ACCUMULATE(last, secret + KVTIER_SECRET - 71);                                                                 \
+    }
 
-typedef void (*kvtier_long_t)(uint64_t *sums, const uint8_t *data, size_t size, const uint8_t *secret);
+typedef void (*kvtier_long_t)(uint64_t *sums, const uint8_t *data, size_t size, const uint8_t *secret, int end);
 
 #define ACCUMULATE(from, key)                                                                                          \
     for (lane = 0; lane < 8; lane++) {                                                                                 \
@@ -126,9 +129,10 @@ typedef void (*kvtier_long_t)(uint64_t *sums, const uint8_t *data, size_t size, 
     for (lane = 0; lane < 8; lane++)                                                                                   \
         sums[lane] = (sums[lane] ^ sums[lane] >> 47 ^ kvtier_u64((key) + 8 * lane)) * KVTIER_P32_1;
 
-KVTIER_STATIC void kvtier_long_plain(uint64_t *sums, const uint8_t *data, size_t size, const uint8_t *secret) {
+KVTIER_STATIC void kvtier_long_plain(uint64_t *sums, const uint8_t *data, size_t size, const uint8_t *secret,
+                                     int end) {
     int lane;
-    KVTIER_STRIPES(data, size, secret)
+    KVTIER_STRIPES(data, size, secret, end)
 }
 
 #undef ACCUMULATE
@@ -139,13 +143,13 @@ KVTIER_STATIC void kvtier_long_plain(uint64_t *sums, const uint8_t *data, size_t
 /* Intrinsics of one width: `P` is their prefix, `W` the bits of a register. */
 #define KVTIER_LONG(NAME, TARGET, P, W)                                                                                \
     KVTIER_STATIC __attribute__((target(TARGET))) void NAME(uint64_t *sums, const uint8_t *data, size_t size,          \
-                                                            const uint8_t *secret) {                                   \
+                                                            const uint8_t *secret, int end) {                          \
         enum { STEP = W / 8, NUM = 512 / W };                                                                          \
         const __m##W##i prime = P##set1_epi32((int) KVTIER_P32_1);                                                     \
         __m##W##i sum[NUM], value, mixed;                                                                              \
         int i;                                                                                                         \
         for (i = 0; i < NUM; i++) sum[i] = P##loadu_si##W((const void *) ((uint8_t *) sums + STEP * i));               \
-        KVTIER_STRIPES(data, size, secret)                                                                             \
+        KVTIER_STRIPES(data, size, secret, end)                                                                        \
         for (i = 0; i < NUM; i++) P##storeu_si##W((void *) ((uint8_t *) sums + STEP * i), sum[i]);                     \
     }
 #define KVTIER_EACH _Pragma("GCC unroll 4") for (i = 0; i < NUM; i++)
@@ -184,11 +188,15 @@ KVTIER_LONG(kvtier_long_avx512, "avx512f", _mm512_, 512)
 
 static kvtier_long_t kvtier_long = kvtier_long_plain;
 
-KVTIER_STATIC void kvtier_sums(uint64_t *sums, const uint8_t *data, size_t size, const uint8_t *secret) {
+KVTIER_STATIC void kvtier_start(uint64_t *sums) {
     static const uint64_t start[8] = {KVTIER_P32_3, KVTIER_P64_1, KVTIER_P64_2, KVTIER_P64_3,
                                       KVTIER_P64_4, KVTIER_P32_2, KVTIER_P64_5, KVTIER_P32_1};
     memcpy(sums, start, sizeof(start));
-    kvtier_long(sums, data, size, secret);
+}
+
+KVTIER_STATIC void kvtier_sums(uint64_t *sums, const uint8_t *data, size_t size, const uint8_t *secret) {
+    kvtier_start(sums);
+    kvtier_long(sums, data, size, secret, 1);
 }
 
 KVTIER_STATIC uint64_t kvtier_merge(const uint64_t *sums, uint64_t start, const uint8_t *secret) {
@@ -259,6 +267,25 @@ KVTIER_STATIC uint64_t kvtier_xxh3_64_seeded(const void *from, size_t size, uint
 }
 
 KVTIER_STATIC uint64_t kvtier_xxh3_64(const void *from, size_t size) { return kvtier_xxh3_64_seeded(from, size, 0); }
+
+/* XXH3-64 of data that arrives: `sums` (from `kvtier_start`) have its first `done` bytes, and `have` of `size` are there.
+   Returns how many `sums` have now; once all are there, `*digest` is that of all, and the return value is `size`. */
+KVTIER_STATIC size_t kvtier_xxh3_more(uint64_t *sums, const uint8_t *data, size_t done, size_t have, size_t size,
+                                      uint64_t *digest) {
+    size_t whole = size ? (size - 1) / KVTIER_ROUND * KVTIER_ROUND : 0;
+    if (have == size) {
+        if (size <= KVTIER_MEDIUM) *digest = kvtier_xxh3_64(data, size);
+        else {
+            kvtier_long(sums, data + done, size - done, kvtier_secret, 1);
+            *digest = kvtier_merge(sums, size * KVTIER_P64_1, kvtier_secret + 11);
+        }
+        return size;
+    }
+    if (whole > have) whole = have / KVTIER_ROUND * KVTIER_ROUND;
+    if (whole <= done) return done;
+    kvtier_long(sums, data + done, whole - done, kvtier_secret, 0);
+    return whole;
+}
 
 /* Of 17 bytes or more. */
 KVTIER_STATIC kvtier_digest128 kvtier_xxh3_128(const void *from, size_t size) {

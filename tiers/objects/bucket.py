@@ -35,6 +35,7 @@ _LONGEST_CA: Final = 4 << 20  # bytes
 _ANOTHER_REGION: Final = "incorrectly configured region"  # the client's words for a 301 without an address
 _TIMEOUTS: Final = ("kind: Timeout", "TimedOut", "RequestTimeout")
 _NO_CREDENTIALS: Final = ("169.254.169.254", "169.254.170", "/latest/api/token", "security-credentials")
+_PIECE: Final = 1 << 20  # bytes the client hands over at once: it joins what came, and smaller pieces cost more
 _RETRIES: Final = 1  # of a request that failed early; a slow one is not repeated
 
 
@@ -152,7 +153,7 @@ class Bucket:
         options: GetOptions = {"range": (wanted.start, wanted.end)}
         try:
             answer = self._request("get", lambda: obstore.get(self._store, wanted.key, options=options))
-            pieces = answer.stream(min_chunk_size=1)  # as they come: the client would copy to join them
+            pieces = answer.stream(min_chunk_size=_PIECE)
             while left and (piece := self._request("get", lambda: next(pieces, None))):
                 came = memoryview(piece)[:left]
                 left -= len(came)

@@ -6,4 +6,4 @@ from kvtier.tiers.peers.link import EventsAt
 from kvtier.tiers.peers.one_sided import METADATA_BYTES, RemoteMemory, load_nixl
 from kvtier.tiers.peers.peer import address_text
 from kvtier.tiers.peers.store import RESETS, PeersStore
-from kvtier.tiers.peers.stream import TAG_BYTES, PeerFailed, prepare, receive, receive_into, send
+from kvtier.tiers.peers.stream import TAG_BYTES, PeerFailed, PeerStream

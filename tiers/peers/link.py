@@ -15,7 +15,7 @@ from typing import Any, Final
 from kvtier.tiers import BlockRecord, ChainHash, Outcome, checksum
 from kvtier.tiers.peers import wire
 from kvtier.tiers.peers.one_sided import METADATA_BYTES, RemoteMemory
-from kvtier.tiers.peers.stream import TAG_BYTES, PeerFailed, prepare, receive, receive_into, send
+from kvtier.tiers.peers.stream import TAG_BYTES, PeerFailed, PeerStream
 from kvtier.tiers.peers.wire import Greeting, LentBlocks, PeerSession, PeerVerb, ProtocolError
 
 _FORM: Final = Struct("<B128s128s")  # tells_all, publish, replay: padded with zeros
@@ -90,7 +90,7 @@ ReportBlock = Callable[[int, "BlockRecord | Outcome"], None]
 """Called once per position of a request with the block's result."""
 
 _POLL_SECONDS: Final = 60.0  # waited at once: poll's milliseconds are an int
-_GROUP_BYTES: Final = 1 << 20  # received by one call at most, or one block if that is larger
+_GROUP_BYTES: Final = 4 << 20  # received before their records are looked at, or one block if that is larger
 
 
 class IsMyself(Exception):
@@ -102,9 +102,9 @@ class PeerLink:
     raises PeerFailed; then the connection is unusable.
     """
 
-    def __init__(self, connection: socket.socket, session: PeerSession) -> None:
+    def __init__(self, stream: PeerStream, session: PeerSession) -> None:
         """Use `PeerLink.opened`."""
-        self._connection = connection
+        self._stream = stream
         self._session = session
         self.compared_probe: bytes | None = None  # the KV probe that the peer found equal to its own
         self._memory: tuple[RemoteMemory, Any] | None = None  # what reads the peer's memory, and its name there
@@ -122,8 +122,8 @@ class PeerLink:
         except OSError:
             raise PeerFailed(Outcome.IO_ERROR, "no_connection") from None
         try:
-            prepare(connection)
-            return cls(connection, _shake_hands(connection, key, blocks, deadline))
+            stream = PeerStream(connection)
+            return cls(stream, _shake_hands(stream, key, blocks, deadline))
         except BaseException:
             connection.close()
             raise
@@ -131,28 +131,26 @@ class PeerLink:
     @property
     def is_quiet(self) -> bool:
         """Whether nothing unexpected came: neither bytes nor the end of the connection."""
-        poll = select.poll()
-        poll.register(self._connection.fileno(), select.POLLIN)
-        return not poll.poll(0)
+        return self._stream.is_quiet()
 
     def close(self) -> None:
-        self._connection.close()
+        self._stream.connection.close()
         if self._memory is not None:
             memory, name = self._memory
             self._memory = None
             memory.disconnect(name)
 
     def fileno(self) -> int:
-        return self._connection.fileno()
+        return self._stream.fileno()
 
     def ask(self, verb: PeerVerb, names: Sequence[ChainHash], deadline: float) -> None:
         """Send a request; `read_held` or `read_events` reads the reply."""
-        send(self._connection, [self._session.question(verb, names)], deadline)
+        self._stream.send([self._session.question(verb, names)], deadline)
 
     def read_held(self, num_names: int, deadline: float) -> list[bool]:
         """Which of the blocks the peer holds."""
         size = wire.WORDS_BYTES + num_names + wire.PROOF_BYTES
-        with_flags = receive(self._connection, size, deadline)
+        with_flags = self._stream.take(size, deadline)
         count, flags = self._read(PeerVerb.HELD, with_flags, num_names)
         if count != num_names or not set(flags) <= {0, 1}:
             raise PeerFailed(Outcome.IO_ERROR, "garbage")
@@ -160,15 +158,15 @@ class PeerLink:
 
     def compare(self, packed: bytes, deadline: float) -> None:
         """Send our model's KV probe. PeerFailed, with the reason `other_kv`, if the peer's model computes otherwise."""
-        send(self._connection, [self._session.probe_question(packed)], deadline)
-        answer = receive(self._connection, wire.WORDS_BYTES + wire.PROOF_BYTES, deadline)
+        self._stream.send([self._session.probe_question(packed)], deadline)
+        answer = self._stream.take(wire.WORDS_BYTES + wire.PROOF_BYTES, deadline)
         if self._read(PeerVerb.KV_PROBE, answer, 1)[0]:
             raise PeerFailed(Outcome.IO_ERROR, "other_kv")
 
     def read_events(self, deadline: float) -> EventsAt:
         """The address of the peer's KV events."""
         size = wire.WORDS_BYTES + EVENTS_BYTES + wire.PROOF_BYTES
-        _, message = self._read(PeerVerb.EVENTS, receive(self._connection, size, deadline), 1)
+        _, message = self._read(PeerVerb.EVENTS, self._stream.take(size, deadline), 1)
         try:
             return EventsAt.unpack(message)
         except ProtocolError as wrong:
@@ -178,7 +176,7 @@ class PeerLink:
         """Read blocks by `memory` from now on, if the peer offers its own."""
         self.ask(PeerVerb.MEMORY, [self._session.blocks.fingerprint], deadline)
         size = wire.WORDS_BYTES + METADATA_BYTES + wire.PROOF_BYTES
-        count, metadata = self._read(PeerVerb.MEMORY, receive(self._connection, size, deadline), METADATA_BYTES)
+        count, metadata = self._read(PeerVerb.MEMORY, self._stream.take(size, deadline), METADATA_BYTES)
         if count:
             self._memory = memory, memory.connect(metadata[:count])
         return bool(count)
@@ -196,9 +194,7 @@ class PeerLink:
     ) -> None:
         """Read and verify blocks: name, tag, checksum. EVICTED if the peer has one no more; else PeerFailed."""
         verb = PeerVerb.LEND if self._memory is None else PeerVerb.PLACES
-        count, _ = self._read(
-            verb, receive(self._connection, wire.WORDS_BYTES + wire.PROOF_BYTES, deadline), len(names)
-        )
+        count, _ = self._read(verb, self._stream.take(wire.WORDS_BYTES + wire.PROOF_BYTES, deadline), len(names))
         if self._memory is None:
             self._read_stream(names[:count], into, report, deadline)
         elif count:
@@ -216,36 +212,42 @@ class PeerLink:
     ) -> None:
         memory, peer = read_by
         session, head_bytes = self._session, self._session.head_bytes
-        places = memoryview(receive(self._connection, len(names) * session.place_bytes, deadline))
+        places = memoryview(self._stream.take(len(names) * session.place_bytes, deadline))
         rows = [places[at : at + session.place_bytes] for at in range(0, len(places), session.place_bytes)]
         addresses = [wire.ADDRESS.unpack_from(row, head_bytes)[0] for row in rows]
         memory.read(peer, addresses, into, deadline)
         # Verified before the lender may use the slots again: it checks its blocks if the connection ends first.
         for position, (row, payload) in enumerate(zip(rows, into, strict=True)):
-            report(position, self._verified(names[position], row[:head_bytes], payload, row[-TAG_BYTES:]))
+            head, tag = row[:head_bytes], session.tag(row[:head_bytes], payload)
+            report(position, self._verified(names[position], head, row[-TAG_BYTES:], tag, checksum(payload)))
         self.ask(PeerVerb.DONE, [session.blocks.fingerprint], deadline)
 
     def _read_stream(
         self, names: Sequence[ChainHash], into: Sequence[memoryview], report: ReportBlock, deadline: float
     ) -> None:
-        session, tag_bytes = self._session, TAG_BYTES
-        head_bytes, slot_bytes = session.head_bytes, session.blocks.slot_bytes
-        group = max(1, _GROUP_BYTES // slot_bytes)
-        around = memoryview(bytearray(group * (head_bytes + tag_bytes)))
-        step = head_bytes + tag_bytes
-        for first in range(0, len(names), group):
-            positions = range(first, min(first + group, len(names)))
-            buffers = []
-            for i, position in enumerate(positions):
-                at = i * step
-                buffers += [around[at : at + head_bytes], into[position], around[at + head_bytes : at + step]]
-            receive_into(self._connection, buffers, deadline)
-            for i, position in enumerate(positions):
-                head, payload, tag = buffers[3 * i : 3 * i + 3]
-                report(position, self._verified(names[position], head, payload, tag))
+        """The next blocks arrive while records are looked at, and each is hashed while it arrives."""
+        stream, head_bytes = self._stream, self._session.head_bytes
+        step = head_bytes + TAG_BYTES
+        around = memoryview(bytearray(len(names) * step))
+        rows = [
+            (around[at : at + head_bytes], payload, around[at + head_bytes : at + step])
+            for at, payload in zip(range(0, len(around), step), into, strict=False)
+        ]
+        run = stream.transfer([], rows, mac=self._session.mac)
+        group, end = max(1, _GROUP_BYTES // self._session.blocks.slot_bytes), 0
+        while end < len(rows):
+            first, end = end, min(end + group, len(rows))
+            stream.move(run, 0, deadline, end)
+            for i in range(first, run.whole):
+                head, _, tag = rows[i]
+                report(i, self._verified(names[i], head, tag, run.tag_at(i), run.hash_at(i)))
+            if run.whole < end:
+                raise stream.stopped(deadline)
 
-    def _verified(self, name: ChainHash, head: memoryview, payload: memoryview, tag: memoryview) -> BlockRecord:
-        if not hmac.compare_digest(bytes(tag), self._session.tag(head, payload)):
+    def _verified(
+        self, name: ChainHash, head: memoryview, tag: memoryview, right_tag: bytes, payload_hash: int
+    ) -> BlockRecord:
+        if not hmac.compare_digest(tag, right_tag):
             raise PeerFailed(Outcome.CHECKSUM, "mac")
         try:
             record = self._session.read_head(head)
@@ -253,7 +255,7 @@ class PeerLink:
             raise PeerFailed(Outcome.CHECKSUM, "garbage") from None
         if record.chain_hash != name:
             raise PeerFailed(Outcome.KEY_MISMATCH, "other_block")
-        if checksum(payload) != record.checksum:
+        if payload_hash != record.checksum:
             raise PeerFailed(Outcome.CHECKSUM, "checksum")
         return record
 
@@ -278,13 +280,13 @@ def as_they_answer(links: Iterable[PeerLink], deadline: float) -> Iterator[PeerL
     yield from waiting.values()
 
 
-def _shake_hands(connection: socket.socket, key: bytes, blocks: LentBlocks, deadline: float) -> PeerSession:
+def _shake_hands(stream: PeerStream, key: bytes, blocks: LentBlocks, deadline: float) -> PeerSession:
     try:
-        challenge = wire.unpack_challenge(receive(connection, wire.CHALLENGE_BYTES, deadline))
+        challenge = wire.unpack_challenge(stream.take(wire.CHALLENGE_BYTES, deadline))
         session = PeerSession(key, challenge, os.urandom(wire.NONCE_BYTES), blocks)
-        send(connection, [session.hello(wire.own_node())], deadline)
+        stream.send([session.hello(wire.own_node())], deadline)
         try:
-            answer = receive(connection, wire.WELCOME_BYTES, deadline)
+            answer = stream.take(wire.WELCOME_BYTES, deadline)
         except PeerFailed as failed:  # the peer hangs up if its key is another
             raise PeerFailed(failed.outcome, "key" if failed.reason == "hung_up" else failed.reason) from None
         reply, node = session.read_welcome(answer)

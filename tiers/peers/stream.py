@@ -1,19 +1,17 @@
-"""Bytes to and from a TCP socket, all or an error, before a deadline for the whole transfer; a block's tag."""
+"""A connection between two nodes, and the tag of a block."""
 
 import socket
-import time
-from collections.abc import Sequence
-from struct import Struct
 from typing import Final
 
 from kvtier.tiers import Outcome
+from kvtier.tiers.shared import ByteStream, SendBuffer, StorageFailed
 
 TAG_BYTES: Final = 16
 KEY_BYTES: Final = 16
 
 
 class BlockTags:
-    """Tags under one key. Not thread-safe: it has one state, used for one block after the other.
+    """Tags under one key. Not thread-safe: it has one state, used for one block after the other. A `BlockMac`.
 
     A tag costs little beside a block's transfer: some 30 GB/s a core, where Poly1305 has 6 and HMAC-SHA256 1.5
     (`benchmarks/peers_bandwidth.py` prints them). The GIL is released meanwhile.
@@ -30,7 +28,14 @@ class BlockTags:
         self._tag = ffi.new("uint8_t[]", TAG_BYTES)
         lib.aegis128x2_mac_init(self._state.ptr, key[:KEY_BYTES], ffi.NULL)
 
-    def tag(self, head: bytes | memoryview, payload: memoryview) -> bytes:
+    @property
+    def pointers(self) -> tuple[int, int, int, int]:
+        ffi, lib = self._ffi, self._lib
+        calls = (ffi.addressof(lib, f"aegis128x2_mac_{name}") for name in ("reset", "update", "final"))
+        state, reset, update, final = (int(ffi.cast("uintptr_t", each)) for each in (self._state.ptr, *calls))
+        return state, reset, update, final
+
+    def tag(self, head: SendBuffer, payload: memoryview) -> bytes:
         """Of `head` and `payload` one behind the other. All heads under one key have one length."""
         state, ffi, lib = self._state.ptr, self._ffi, self._lib
         lib.aegis128x2_mac_reset(state)
@@ -40,79 +45,28 @@ class BlockTags:
         return bytes(ffi.buffer(self._tag))
 
 
-_BUFFERS: Final = 512  # in one call
-_TIME: Final = Struct("ll")  # a timeval
-
-
-class PeerFailed(Exception):
+class PeerFailed(StorageFailed):
     """The other end failed: the outcome of a block that it should have sent, and a word for counters."""
 
     def __init__(self, outcome: Outcome, reason: str) -> None:
-        super().__init__(reason)
-        self.outcome = outcome
+        super().__init__(outcome, reason)
         self.reason = reason
 
 
-def prepare(connection: socket.socket) -> None:
-    """No delay, no Python timeouts (they `poll`): the kernel keeps deadlines, and its own buffer sizes, the largest."""
-    connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+class PeerStream(ByteStream):
+    """A connection to another node. Its methods raise PeerFailed."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection, _failed)
+        self.connection = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def take(self, num_bytes: int, deadline: float) -> bytes:
+        """Exactly so many bytes."""
+        data = bytearray(num_bytes)
+        self.receive_all(memoryview(data), deadline)
+        return bytes(data)
 
 
-def receive(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    """Exactly so many bytes. PeerFailed."""
-    data = bytearray(num_bytes)
-    receive_into(connection, [memoryview(data)], deadline)
-    return bytes(data)
-
-
-def receive_into(connection: socket.socket, buffers: Sequence[memoryview], deadline: float) -> None:
-    """Fill all buffers, in order. PeerFailed."""
-    left = list(buffers)
-    at = 0
-    while at < len(left):
-        _allow(connection, socket.SO_RCVTIMEO, deadline)
-        try:
-            count = connection.recvmsg_into(left[at : at + _BUFFERS], 0, socket.MSG_WAITALL)[0]
-        except OSError as error:
-            raise _failed(error) from None
-        if not count:
-            raise PeerFailed(Outcome.IO_ERROR, "hung_up")
-        at = _advance(left, at, count)
-
-
-def send(connection: socket.socket, buffers: Sequence[bytes | memoryview], deadline: float) -> None:
-    """Send all buffers from where they lie. PeerFailed."""
-    left = [memoryview(buffer) for buffer in buffers]
-    at = 0
-    while at < len(left):
-        _allow(connection, socket.SO_SNDTIMEO, deadline)
-        try:
-            count = connection.sendmsg(left[at : at + _BUFFERS])
-        except OSError as error:
-            raise _failed(error) from None
-        at = _advance(left, at, count)
-
-
-def _advance(left: list[memoryview], at: int, count: int) -> int:
-    """Skip `count` bytes of the buffers from `at` on."""
-    while at < len(left) and count >= len(left[at]):
-        count -= len(left[at])
-        at += 1
-    if count:
-        left[at] = left[at][count:]
-    return at
-
-
-def _allow(connection: socket.socket, direction: int, deadline: float) -> None:
-    """The next call in that direction returns by the deadline, with the bytes moved by then."""
-    if (seconds := deadline - time.monotonic()) <= 0:
-        raise PeerFailed(Outcome.TIMEOUT, "timeout")
-    whole = int(seconds)
-    connection.setsockopt(socket.SOL_SOCKET, direction, _TIME.pack(whole, max(1, int(1e6 * (seconds - whole)))))
-
-
-def _failed(error: OSError) -> PeerFailed:
-    if isinstance(error, BlockingIOError | TimeoutError):
-        return PeerFailed(Outcome.TIMEOUT, "timeout")
-    return PeerFailed(Outcome.IO_ERROR, "hung_up")
+def _failed(outcome: Outcome, _: str) -> PeerFailed:
+    return PeerFailed(outcome, "timeout" if outcome is Outcome.TIMEOUT else "hung_up")

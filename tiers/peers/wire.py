@@ -128,7 +128,7 @@ class PeerSession:
         self.blocks = blocks
         self._nonce = nonce
         self._key = derive(key, challenge + nonce + blocks.fingerprint)
-        self._tags = BlockTags(derive(key, b"blocks" + blocks.fingerprint))
+        self.mac = BlockTags(derive(key, b"blocks" + blocks.fingerprint))
         self._head = Struct(f"<{HASH_BYTES}s{HASH_BYTES}sIQ{4 * blocks.block_size}s")
         self.head_bytes = self._head.size
         self.place_bytes = self._head.size + ADDRESS.size + TAG_BYTES
@@ -236,7 +236,7 @@ class PeerSession:
 
     def tag(self, head: bytes | memoryview, payload: memoryview) -> bytes:
         """Of a block: 16 bytes."""
-        return self._tags.tag(head, payload)
+        return self.mac.tag(head, payload)
 
     def _proof(self, what: bytes, message: bytes) -> bytes:
         return hmac.digest(self._key, what.ljust(16, b"\0") + self.number.to_bytes(8, "little") + message, "sha256")

@@ -1,6 +1,5 @@
 """A batch over all servers, each one's share in one pipeline: EXISTS, GET, SET, UNLINK, every reply checked."""
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -10,23 +9,16 @@ from typing import Final, NamedTuple
 from kvtier.tiers import BlockRecord, ChainHash, Outcome
 from kvtier.tiers.redis.names import Keyspace
 from kvtier.tiers.redis.nodes import MAX_CONNECTIONS, Endpoint, Nodes
-from kvtier.tiers.redis.wire import (
-    Head,
-    MakeTurns,
-    RedisReply,
-    Refusal,
-    SendBuffer,
-    TooLongError,
-    Wire,
-    WireError,
-    depth_of,
-    make_turns,
-)
+from kvtier.tiers.redis.wire import Head, RedisReply, Refusal, TooLongError, Wire, WireError
+from kvtier.tiers.shared import SendBuffer, Transfer
 
 Report = Callable[[int, "BlockRecord | Outcome | bool"], None]
 """Called once per position of the batch with the block's result."""
 
 _AT_ONCE: Final = 1024  # blocks whose expiry is renewed at once
+_GETS: Final = 512 << 10  # bytes of values under way: with more replies ready a server is slower
+_SETS: Final = 256 << 10  # bytes of commands under way: a server reads a large value fastest if little comes behind it
+_OK: Final = b"+OK\r\n"
 _ELSEWHERE: Final = frozenset({"MOVED", "ASK", "TRYAGAIN"})  # another server has the key, or will
 DOUBTFUL: Final = _ELSEWHERE | {"READONLY", "CLUSTERDOWN", "MASTERDOWN", "LOADING", "NOREPLICAS", "NOAUTH"}
 NOT_READ: Final = Refusal("not read")
@@ -84,7 +76,6 @@ class Lane:
     epoch_seen: RedisReply = NOT_READ
     doubtful: bool = False
     epoch_due: bool = False  # requested, and to be read before any other reply
-    make_turns: MakeTurns | None = None  # the extension module, for blocks that are large enough
 
     def exists(self, positions: Sequence[int], report: Report) -> None:
         """Which blocks are there: True, False, or why it is not known."""
@@ -96,12 +87,11 @@ class Lane:
     ) -> None:
         """Read blocks into their buffers and verify them. Their expiry is renewed: its replies show which are there."""
         wanted = _Wanted(hashes, into, report)
+        read = self._get_in_turn if self.space.form.stored_bytes is None else self._get
         for first in range(0, len(positions), _AT_ONCE):
             some = positions[first : first + _AT_ONCE]
-            if self.make_turns is not None and self.wire.takes_turns:
-                some = self._get_in_turn(self.make_turns, wanted, some)
-            if some:
-                self._get(wanted, some)
+            while some:
+                some = read(wanted, some)
 
     def set(
         self,
@@ -111,19 +101,50 @@ class Lane:
         report: Report,
     ) -> None:
         """Store blocks, in order, until one is refused."""
+        if not self.space.form.reads_payload:
+            self._set_in_turn([self._set(p, records[p], payloads[p]) for p in positions], positions, report)
+            return
         groups = self._groups(positions)
 
         def store(group: list[int]) -> None:
-            self._send(self._sets(group, records, payloads), len(group))
+            parts = [part for p in group for part in self._set(p, records[p], payloads[p])]
+            self._send(parts, len(group))
 
         for group in self._turns(groups, store):
-            if self.wire.all_are(b"+OK\r\n", len(group)):
-                outcomes = [Outcome.OK] * len(group)
-            else:
-                outcomes = [self._stored(self._reply()) for _ in group]
+            if not self._all_stored(group, report):
                 groups.clear()
-            for position, outcome in zip(group, outcomes, strict=True):
-                report(position, outcome)
+
+    def _set_in_turn(self, sets: list[Sequence[SendBuffer]], positions: Sequence[int], report: Report) -> None:
+        """Each when the server is done with those before it, but for a few over a long way."""
+        self.wire.keep_under_way(_SETS, self._most)
+        while sets:
+            self._send(sets[0], 1)
+            self._read_epoch()
+            places = [(memoryview(bytearray(len(_OK))),) for _ in sets]
+
+            def stored(run: Transfer, replies: range, positions: Sequence[int] = positions) -> None:
+                for i in replies:
+                    report(positions[i], Outcome.OK)
+
+            num_whole, num_sent = self.wire.in_turn(sets, places, _OK, 1, stored)
+            if not self._all_stored(positions[num_whole:num_sent], report):
+                return
+            sets, positions = sets[num_sent:], positions[num_sent:]
+
+    def _all_stored(self, positions: Sequence[int], report: Report) -> bool:
+        """Read replies to SETs."""
+        if self.wire.all_are(_OK, len(positions)):
+            outcomes = [Outcome.OK] * len(positions)
+        else:
+            outcomes = [self._stored(self._reply()) for _ in positions]
+        for position, outcome in zip(positions, outcomes, strict=True):
+            report(position, outcome)
+        return set(outcomes) <= {Outcome.OK}
+
+    @property
+    def _most(self) -> int:
+        """Bytes under way below which the window has room for one more."""
+        return (self.window - 1) * self.space.slot_bytes + 1
 
     def expire(self, milliseconds: Sequence[int], positions: Sequence[int], report: Report) -> None:
         """Each block that is there expires so long from now; `milliseconds` by position."""
@@ -139,11 +160,9 @@ class Lane:
         for position, reply in self._each(b"UNLINK", positions):
             report(position, refused(reply, writing=True) if isinstance(reply, Refusal) else Outcome.OK)
 
-    def _get(self, wanted: _Wanted, positions: Sequence[int]) -> None:
-        wire, space = self.wire, self.space
+    def _get(self, wanted: _Wanted, positions: Sequence[int]) -> Sequence[int]:
+        """Values that have a length each."""
         unexpected: dict[int, RedisReply] | None = None  # replies to PEXPIRE of missing blocks; None: not read yet
-        stored_bytes = space.form.stored_bytes
-        as_said = stored_bytes is None  # each block with an expiry comes, and has our length
         groups = self._groups(positions)
         expiry = [commands(b"PEXPIRE", [self.keys[p] for p in positions], b"%d" % self.ttl_ms)]
 
@@ -156,27 +175,19 @@ class Lane:
             if unexpected is None:
                 unexpected = self._unlike(b":1\r\n", positions)
                 self._skip(groups, unexpected, wanted.report)
-            buffers = [wanted.into[position] for position in group]
-            together = as_said and unexpected.keys().isdisjoint(group)
-            heads: Iterable[Head]
-            if together:
-                heads = wire.values(space.head_bytes, buffers)
-            else:
-                heads = wire.one_by_one(space.head_bytes, buffers, stored_bytes)
-            as_said &= not together or isinstance(heads, list)  # one wait in vain is enough
-            self._judge(wanted, group, heads)
+            self._get_sent(wanted, group)
+        return []
 
-    def _get_in_turn(self, make: MakeTurns, wanted: _Wanted, positions: Sequence[int]) -> Sequence[int]:
-        """`_get` by the extension module while replies are as expected. Returns the positions left to read."""
+    def _get_in_turn(self, wanted: _Wanted, positions: Sequence[int]) -> Sequence[int]:
+        """Values of one length, while replies are as expected. Returns the positions left to read."""
         wire, decode, head_bytes = self.wire, self.space.form.decode, self.space.head_bytes
         hashes, into, report = wanted
-        depth = depth_of(self.space.slot_bytes, self.window, wire.round_trip)
-        gets = [commands(b"GET", [self.keys[position]]) for position in positions]
+        under_way = wire.keep_under_way(_GETS, self._most)
+        get = b"*2\r\n$3\r\nGET\r\n$%d\r\n" % len(self.keys[positions[0]])
+        gets = [get + self.keys[position] + b"\r\n" for position in positions]
         expiry = commands(b"PEXPIRE", [self.keys[position] for position in positions], b"%d" % self.ttl_ms)
-        num_sent, sent_at = min(depth, len(positions)), time.monotonic()
+        num_sent = min(len(positions), max(1, under_way // self.space.slot_bytes))
         self._send([expiry, *gets[:num_sent]], len(positions) + num_sent)
-        wire.time_reply(sent_at)
-        depth = max(num_sent, depth_of(self.space.slot_bytes, self.window, wire.round_trip))
         self._read_epoch()
         if unexpected := self._unlike(b":1\r\n", positions):
             self._get_sent(wanted, positions[:num_sent])
@@ -189,17 +200,20 @@ class Lane:
         if not positions:
             return []
         line, places = wire.value_places(head_bytes, [into[position] for position in positions])
-        run, num_sent = wire.in_turn(make, [(get,) for get in gets], places, line, num_sent, depth)
-        for i, position in enumerate(positions[: run.whole]):
-            head = bytes(places[i][0][len(line) :])
-            report(position, decode(head, into[position], hashes[position], self.epoch, run.hash_at(i)))
-        self._get_sent(wanted, positions[run.whole : num_sent])
+
+        def came(run: Transfer, replies: range) -> None:
+            for i in replies:
+                position, head = positions[i], bytes(places[i][0][len(line) :])
+                report(position, decode(head, into[position], hashes[position], self.epoch, run.hash_at(i)))
+
+        num_whole, num_sent = wire.in_turn([(get,) for get in gets], places, line, num_sent, came)
+        self._get_sent(wanted, positions[num_whole:num_sent])
         return positions[num_sent:]
 
     def _get_sent(self, wanted: _Wanted, positions: Sequence[int]) -> None:
         """Read values one by one whose GET was sent."""
-        buffers = [wanted.into[position] for position in positions]
-        self._judge(wanted, positions, self.wire.one_by_one(self.space.head_bytes, buffers))
+        buffers, form = [wanted.into[position] for position in positions], self.space.form
+        self._judge(wanted, positions, self.wire.one_by_one(self.space.head_bytes, buffers, form.stored_bytes))
 
     def _judge(self, wanted: _Wanted, positions: Sequence[int], heads: Iterable[Head]) -> None:
         """Verify each GET's reply and report the result."""
@@ -273,20 +287,12 @@ class Lane:
             self.doubtful = True
         return reply
 
-    def _sets(
-        self, group: Sequence[int], records: Sequence[BlockRecord], payloads: Sequence[memoryview]
-    ) -> list[SendBuffer]:
-        encode = self.space.form.encode
-        before = b"*5\r\n$3\r\nSET\r\n$%d\r\n" % len(self.keys[group[0]])
-        after = b"\r\n$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(b"%d" % self.ttl_ms), self.ttl_ms)
-        parts: list[SendBuffer] = []
-        start = before
-        for position in group:
-            head, body = encode(records[position], payloads[position], self.epoch)
-            length = b"\r\n$%d\r\n" % (len(head) + body.nbytes)
-            parts += (b"".join((start, self.keys[position], length, head)), body)
-            start = after + before
-        return [*parts, after]
+    def _set(self, position: int, record: BlockRecord, payload: memoryview) -> Sequence[SendBuffer]:
+        """The value comes last: a server takes it from the socket without a copy."""
+        head, body = self.space.form.encode(record, payload, self.epoch)
+        key, ttl = self.keys[position], b"%d" % self.ttl_ms
+        words = b"*4\r\n$6\r\nPSETEX\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b"
+        return words % (len(key), key, len(ttl), ttl, len(head) + body.nbytes, head), body, b"\r\n"
 
     def _stored(self, reply: RedisReply) -> Outcome:
         if reply == b"OK":
@@ -313,7 +319,6 @@ class Batches:
         self.nodes = nodes
         self._ttl_ms = ttl_ms
         self._in_flight = in_flight  # bytes, over all connections
-        self._make_turns = None if space.form.stored_bytes else make_turns(space.slot_bytes)
         self._threads = ThreadPoolExecutor(_MAX_LANES, "kvtier-redis")
 
     def run(
@@ -339,7 +344,6 @@ class Batches:
         def attempt(endpoint: Endpoint, positions: list[int]) -> None:
             with endpoint.connection(deadline) as wire:
                 lane = Lane(wire, self.space, keys, epoch, window, self._ttl_ms, endpoint is home)
-                lane.make_turns = self._make_turns
                 try:
                     work(lane, positions, answers.__setitem__)
                 finally:

@@ -2,72 +2,24 @@
 
 redis-py opens the socket (address, TLS, login). `socket_of` takes it over, the one place that uses redis-py's private
 parts. From then on only this file uses it. A payload never becomes a Python object: it is sent from the caller's
-memory and received into it. One call moves many payloads and releases the GIL once. It expects every value to have
-our records' length. If a reply differs, the payloads of at most one call are unread from there, and read one by one.
+memory and received into it, many by one call without the GIL (`Transfer`). That expects every value to have our
+records' length. If a reply differs, those behind it are unread from there, and read one by one.
 """
 
 import socket
 import ssl
-import struct
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from struct import Struct
-from typing import Final, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from redis.connection import AbstractConnection
 
 from kvtier.tiers import Outcome
-from kvtier.tiers.compiled import extension
-from kvtier.tiers.shared import StorageFailed
+from kvtier.tiers.shared import ByteStream, SendBuffer, StorageFailed, TlsStream, Transfer, cut
 
-_TWIN: Final = "kvtier.tiers.redis.turns_compiled"
-_LEAST: Final = 64 << 10  # bytes of a block; below, many of them go by one call
-_UNDER_WAY: Final = 512 << 10  # bytes; with more replies ready a server is slower
+_TOGETHER: Final = (
+    4 << 20
+)  # bytes of replies received at once: each time the GIL is taken back, beside a busy thread late
 _BYTES_PER_SECOND: Final = 2e9  # more than one connection moves: times the round trip, the bytes to keep under way
-
-
-class Turns(Protocol):
-    """Commands and replies of one shape, and how many have been moved; from `turns_compiled.pyx`."""
-
-    whole: int
-    """Replies received as expected."""
-    part: int
-    """Bytes of the next one that are in their places."""
-    num_sent: int
-    """Commands sent."""
-    sent: int
-    """Bytes of the next one that were sent."""
-
-    def run(self, fd: int, depth: int, deadline: float) -> None:
-        """Go on, at most `depth` commands under way, until `deadline` (time.monotonic) or an unexpected reply."""
-
-    def hash_at(self, i: int) -> int | None:
-        """xxh3-64 of a whole reply's payload; None if the reply has none."""
-
-
-MakeTurns = Callable[[list[Sequence[bytes | memoryview]], list[Sequence[memoryview]], bytes, int, int], Turns]
-"""Arguments: commands, places of their replies, the start of an expected one, and the progress: `num_sent`, `part`."""
-
-
-def make_turns(payload_bytes: int) -> MakeTurns | None:
-    """The constructor of `Turns`; None if it was not built, or blocks are too small for it."""
-    module = extension(_TWIN) if payload_bytes >= _LEAST else None
-    made: MakeTurns | None = module.Turns if module is not None else None
-    return made
-
-
-def depth_of(payload_bytes: int, window: int, round_trip: float) -> int:
-    """Blocks under way, `window` at most: bandwidth times `round_trip`, in seconds, 0 if not known."""
-    under_way = max(_UNDER_WAY, int(round_trip * _BYTES_PER_SECOND))
-    return min(window, max(2, under_way // payload_bytes))
-
-
-SendBuffer = bytes | memoryview
-
-PATIENCE: Final = 0.05  # seconds a call waits at most before received bytes are checked
-_SEND_PARTS: Final = 1024  # per sendmsg; the kernel takes no more
-_TLS_BYTES: Final = 256 << 10  # per call of a TLS socket
 
 
 class WireError(StorageFailed):
@@ -81,180 +33,8 @@ class TooLongError(WireError):
         super().__init__(Outcome.CHECKSUM, f"a value of {size} bytes, not one of ours")
 
 
-class ByteStream:
-    """A plain socket's bytes in and out before `deadline` (time.monotonic); WireError otherwise.
-
-    It is blocking, and the kernel limits its calls to `PATIENCE`, so that the timeout is rarely set anew. A socket
-    with a Python timeout polls and receives piece by piece, and takes the GIL back each time.
-    """
-
-    takes_turns = True  # whether `take_turns` may be called: the extension module knows no TLS
-
-    def __init__(self, sock: socket.socket) -> None:
-        sock.settimeout(None)
-        self._sock = sock
-        self._armed = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}  # seconds; 0 waits forever
-
-    def send(self, parts: Sequence[SendBuffer], deadline: float) -> None:
-        """All of it."""
-        rest = parts
-        while rest:
-            some = rest[:_SEND_PARTS]
-            self._arm(socket.SO_SNDTIMEO, _left(deadline))
-            try:
-                sent = self._sock.sendmsg(some)
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise _failed(error) from None
-            if len(some) == len(rest) and sent == sum(map(_nbytes, some)):
-                return
-            rest = cut([memoryview(part) for part in rest], sent)[1]
-
-    def receive(self, into: memoryview, deadline: float) -> int:
-        """Receive at least one byte."""
-        return self._received(into, 0, deadline)
-
-    def receive_all(self, into: memoryview, deadline: float) -> None:
-        """Fill the buffer."""
-        while into.nbytes:
-            into = into[self._received(into, socket.MSG_WAITALL, deadline) :]
-
-    def receive_run(self, into: Sequence[memoryview], deadline: float) -> int:
-        """Fill the buffers, until `PATIENCE` or the connection ends; returns the bytes. Only `receive` raises."""
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return 0
-        self._arm(socket.SO_RCVTIMEO, left)
-        try:
-            return self._sock.recvmsg_into(into, 0, socket.MSG_WAITALL)[0]
-        except OSError:
-            return 0
-
-    def take_turns(self, run: Turns, depth: int, deadline: float) -> None:
-        """Run `run` as far as possible. Never raises: if the connection failed, the next `receive` raises."""
-        left = deadline - time.monotonic()
-        if left > 0:
-            with suppress(OSError):  # closed meanwhile
-                self._arm(socket.SO_RCVTIMEO, left)
-                self._arm(socket.SO_SNDTIMEO, left)
-                run.run(self._sock.fileno(), depth, deadline)
-
-    def is_quiet(self) -> bool:
-        """Whether the peer is connected and has sent nothing unexpected. Does not wait."""
-        try:
-            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
-
-    def _received(self, into: memoryview, flags: int, deadline: float) -> int:
-        while True:
-            self._arm(socket.SO_RCVTIMEO, _left(deadline))
-            try:
-                received = self._sock.recv_into(into, 0, flags)
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise _failed(error) from None
-            return received or _closed()
-
-    def _arm(self, option: int, left: float) -> None:
-        """Set the kernel's timeout for all waits of one call. 0 would mean to wait forever."""
-        seconds = max(0.001, min(left, PATIENCE))
-        if seconds != self._armed[option]:
-            self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, int(seconds * 1e6)))
-            self._armed[option] = seconds
-
-
-class _TlsStream(ByteStream):
-    """TLS knows no iovecs and no MSG_WAITALL, and has its own record layer between kernel and us."""
-
-    takes_turns = False
-
-    def __init__(self, sock: ssl.SSLSocket) -> None:
-        self._sock = sock  # of which Python keeps the time
-
-    def send(self, parts: Sequence[SendBuffer], deadline: float) -> None:
-        for part in parts:
-            view = memoryview(part)
-            while view.nbytes:
-                self._sock.settimeout(_left(deadline))
-                try:
-                    view = view[self._sock.send(view[:_TLS_BYTES]) :]
-                except OSError as error:
-                    raise _failed(error) from None
-
-    def receive(self, into: memoryview, deadline: float) -> int:
-        self._sock.settimeout(_left(deadline))
-        try:
-            received = self._sock.recv_into(into)
-        except OSError as error:
-            raise _failed(error) from None
-        return received or _closed()
-
-    def receive_all(self, into: memoryview, deadline: float) -> None:
-        while into.nbytes:
-            into = into[self.receive(into[:_TLS_BYTES], deadline) :]
-
-    def receive_run(self, into: Sequence[memoryview], deadline: float) -> int:
-        received = 0
-        deadline = min(deadline, time.monotonic() + PATIENCE)
-        with suppress(WireError):
-            for view in into:
-                end = received + view.nbytes
-                while received < end:
-                    received += self.receive(view[received - end :][:_TLS_BYTES], deadline)
-        return received
-
-    def is_quiet(self) -> bool:
-        self._sock.settimeout(0)
-        try:
-            self._sock.recv(1)  # consumes session tickets, which are no data
-        except ssl.SSLWantReadError:
-            return True
-        except OSError:
-            return False
-        return False
-
-
-def cut(parts: Sequence[memoryview], count: int) -> tuple[list[memoryview], list[memoryview]]:
-    """The first `count` bytes of the parts, and those behind."""
-    for number, part in enumerate(parts):
-        if count <= 0:
-            return list(parts[:number]), list(parts[number:])
-        if count < part.nbytes:
-            return [*parts[:number], part[:count]], [part[count:], *parts[number + 1 :]]
-        count -= part.nbytes
-    return list(parts), []
-
-
-def _nbytes(part: SendBuffer) -> int:
-    return part.nbytes if isinstance(part, memoryview) else len(part)
-
-
-def _left(deadline: float) -> float:
-    """Seconds until `deadline`, more than 0; WireError once it has passed."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise WireError(Outcome.TIMEOUT, "the deadline passed")
-    return left
-
-
-def _failed(error: OSError) -> WireError:
-    timed_out = isinstance(error, BlockingIOError | TimeoutError | ssl.SSLWantReadError | ssl.SSLWantWriteError)
-    return WireError(Outcome.TIMEOUT if timed_out else Outcome.IO_ERROR, str(error))
-
-
-def _closed() -> int:
-    raise WireError(Outcome.IO_ERROR, "the server closed the connection")
-
-
 _BUFFER: Final = 16 << 10
 _GLANCE: Final = 64  # bytes searched for the end of a line
-_MAX_RUNS: Final = 4  # shapes of runs kept ready
 _MAX_LINE: Final = 4096  # bytes of an error message
 _MAX_SMALL: Final = 4096  # bytes of a reply that is no payload
 
@@ -272,6 +52,8 @@ RedisReply = int | bytes | None | Refusal
 StoredBytes = Callable[[bytes], int]
 Head = bytes | Outcome | Refusal | None
 """A GET's result: a record's first bytes, or why there is none (None for nil)."""
+ReportWhole = Callable[[Transfer, range], None]
+"""Called with replies that are whole."""
 
 
 def socket_of(connection: AbstractConnection) -> socket.socket:
@@ -282,43 +64,6 @@ def socket_of(connection: AbstractConnection) -> socket.socket:
     return sock
 
 
-class _ValueRun:
-    """The wire format of `count` values of one length, and memory for all but the payloads."""
-
-    def __init__(self, head_bytes: int, payload_bytes: int, count: int) -> None:
-        self.line = b"$%d\r\n" % (head_bytes + payload_bytes)
-        self.each = len(self.line) + head_bytes + 2  # bytes around a payload, its CRLF among them
-        self.value_bytes = self.each + payload_bytes
-        self.count = count
-        self._around = bytearray(count * self.each)
-        self._fields = Struct(f"{len(self.line)}s{head_bytes}s2s")
-        view, before = memoryview(self._around), self.each - 2
-        # in front of the first payload; behind a payload its end, and the next one's beginning
-        self.pieces = [view[:before]] + [
-            view[end - 2 : end + before] for end in range(self.each, len(view) + 1, self.each)
-        ]
-
-    def places(self, into: Sequence[memoryview]) -> list[memoryview]:
-        """Where the bytes of the values go, in order."""
-        places = [self.pieces[0]]
-        for buffer, behind in zip(into, self.pieces[1:], strict=True):
-            places += (buffer, behind)
-        return places
-
-    def heads(self) -> list[bytes]:
-        """Every value's head; [] if not all of them are of the right length."""
-        line, fields = self.line, list(self._fields.iter_unpack(self._around))
-        heads = [head for begin, head, end in fields if begin == line and end == b"\r\n"]
-        return heads if len(heads) == self.count else []
-
-    def is_promised(self, received: int) -> bool:
-        """Whether these bytes begin values of the right length."""
-        number, part = divmod(received, self.value_bytes)
-        begins = [self._around[i * self.each :][: len(self.line)] == self.line for i in range(number)]
-        begun = min(part, len(self.line))
-        return all(begins) and self._around[number * self.each :][:begun] == self.line[:begun]
-
-
 class Wire:
     """Commands out, replies in, in order. Not thread-safe: one thread at a time has it.
 
@@ -327,13 +72,12 @@ class Wire:
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        self._stream = _TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else ByteStream(sock)
+        self._stream = TlsStream(sock, WireError) if isinstance(sock, ssl.SSLSocket) else ByteStream(sock, WireError)
         self._buffer = self._view = memoryview(bytearray(_BUFFER))
         self._start = self._end = 0  # received bytes that were not consumed, in `_view`
         self._deadline = 0.0
-        self._runs: dict[tuple[int, int, int], _ValueRun] = {}
         self.num_expected = 0
-        self.round_trip = 0.0  # seconds, from `time_reply`; 0: not measured
+        self.under_way = 1  # bytes, by `keep_under_way`
 
     def begin(self, deadline: float) -> None:
         self._deadline = deadline
@@ -402,10 +146,6 @@ class Wire:
         is_whole = stored_bytes is None or stored_bytes(head) == size - head_bytes
         return head if is_whole else Outcome.CHECKSUM
 
-    def values(self, head_bytes: int, into: Sequence[memoryview]) -> Iterable[Head]:
-        """`value` for buffers of one size, received together: a list if all came, else read one by one."""
-        return self._run(head_bytes, into) or self.one_by_one(head_bytes, into)
-
     def one_by_one(
         self, head_bytes: int, into: Sequence[memoryview], stored_bytes: StoredBytes | None = None
     ) -> Iterator[Head]:
@@ -413,16 +153,10 @@ class Wire:
         for buffer in into:
             yield self.value(head_bytes, buffer, stored_bytes)
 
-    def time_reply(self, sent_at: float) -> None:
-        """Wait for the next reply, and measure the round trip since `sent_at`: at most twice the last."""
-        if self._start == self._end:
-            self._receive_more(1)
-        took = time.monotonic() - sent_at
-        self.round_trip = min(took, 2 * self.round_trip) if self.round_trip else took
-
-    @property
-    def takes_turns(self) -> bool:
-        return self._stream.takes_turns
+    def keep_under_way(self, least: int, most: int) -> int:
+        """Bytes of commands and replies under way at once: `least`, or bandwidth times round trip."""
+        self.under_way = min(most, max(least, int(self._stream.round_trip() * _BYTES_PER_SECOND)))
+        return self.under_way
 
     def value_places(self, head_bytes: int, into: Sequence[memoryview]) -> tuple[bytes, list[Sequence[memoryview]]]:
         """The start of a value, and where its parts go: its line and head, its payload, its end."""
@@ -437,63 +171,36 @@ class Wire:
 
     def in_turn(
         self,
-        make: MakeTurns,
-        commands: list[Sequence[SendBuffer]],
-        places: list[Sequence[memoryview]],
+        commands: Sequence[Sequence[SendBuffer]],
+        places: Sequence[Sequence[memoryview]],
         opening: bytes,
         num_sent: int,
-        depth: int,
-    ) -> tuple[Turns, int]:
-        """Send commands, at most `depth` under way, and receive replies into their places while these are as expected.
+        whole: ReportWhole,
+    ) -> tuple[int, int]:
+        """Send commands and receive replies into their places while these are as expected; `under_way` was set.
 
-        `num_sent` commands were sent before. Returns the progress, and how many commands are now sent whole.
-        Unexpected replies are unread.
+        `num_sent` commands were sent before. Returns how many replies are whole and how many commands are now sent
+        whole; unexpected replies are unread.
         """
-        first = places[0]
         here = self._end - self._start
-        part = self._give_all(first)
-        run = make(commands, places, opening, num_sent, part)
+        part = self._give_all(places[0])
+        run = self._stream.transfer(commands, places, opening, num_sent, part)
         self.num_expected += len(commands) - num_sent
-        state = None
-        while (
-            here == part
-            and run.whole < len(commands)
-            and state != (state := (run.whole, run.part, run.num_sent, run.sent))
-        ):
-            self._stream.take_turns(run, depth, self._deadline)
-            if run.part and not _is_begun(places[run.whole], run.part, opening):
-                break  # another reply; the rest of one that has begun is sure to come
+        step = max(1, _TOGETHER // sum(place.nbytes for place in places[0]))
+        done, goes_on = 0, here == part
+        while goes_on:  # the server goes on while the caller looks at replies
+            self._stream.move(run, self.under_way, self._deadline, done + step)
+            goes_on = done + step <= run.whole < len(commands)
+            whole(run, range(done, run.whole))
+            done = run.whole
         if run.sent:
             rest = cut([memoryview(part) for part in commands[run.num_sent]], run.sent)[1]
             self._stream.send(rest, self._deadline)
         begun = run.num_sent + bool(run.sent)
-        self.num_expected -= run.whole + len(commands) - begun
+        self.num_expected -= done + len(commands) - begun
         if run.part:
-            self._take_back(places[run.whole], run.part)
-        return run, begun
-
-    def _run(self, head_bytes: int, into: Sequence[memoryview]) -> list[bytes]:
-        """Every value's head; [] if the replies are not all there and of the right length: then all are unread."""
-        key = head_bytes, into[0].nbytes, len(into)
-        if (run := self._runs.get(key)) is None:
-            if len(self._runs) >= _MAX_RUNS:
-                self._runs.clear()
-            run = self._runs[key] = _ValueRun(*key)
-        places = run.places(into)
-        size = run.count * run.value_bytes
-        received = self._give_all(places) if self._start < self._end else 0
-        while received < size:
-            rest = cut(places, received)[1] if received else places
-            came = self._stream.receive_run(rest, self._deadline)
-            received += came
-            if received < size and not (came and run.is_promised(received)):
-                break  # silence, the end, or another reply; the rest of a value that has begun is sure to come
-        else:
-            if heads := run.heads():
-                self.num_expected -= run.count
-                return heads
-        self._take_back(places, received)
-        return []
+            self._take_back([place for row in places[done:] for place in row], run.part)
+        return done, begun
 
     def _take_back(self, places: Sequence[memoryview], count: int) -> None:
         """The first bytes of these places are unread again."""
@@ -575,12 +282,6 @@ class Wire:
         room = self._view[len(here) : len(here) + count]
         came = self._stream.receive_run([room], self._deadline) or self._stream.receive(room, self._deadline)
         self._end += came
-
-
-def _is_begun(places: Sequence[memoryview], part: int, opening: bytes) -> bool:
-    """Whether so many bytes are the start of an expected reply, and not all of one."""
-    begun = min(part, len(opening))
-    return part < sum(place.nbytes for place in places) and places[0][:begun] == opening[:begun]
 
 
 def _opens_bulk(line: bytes) -> bool:

@@ -114,6 +114,8 @@ class RecordForm(ABC):
     deletes it as damaged.
     """
 
+    reads_payload = True
+    """Whether encoding reads the payload, which takes time."""
     name: str
     """Sixteen hexadecimal digits for the model, and for secret or key, in every key."""
     head_bytes: int
@@ -171,6 +173,7 @@ class ClearForm(RecordForm):
     ) -> None:
         super().__init__(slot_bytes, codec)
         use, kind = ("", "raw") if codec is None else ("compressed ", "zstd")
+        self.reads_payload = secret is not None or codec is not None
         self._seal = HeadSeal(secret, purpose(tier, f"{use}record"))
         namespace = purpose(tier, f"{use}namespace") + fingerprint
         if secret is not None:

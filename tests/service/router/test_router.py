@@ -462,7 +462,9 @@ def test_a_page_of_text_says_where_requests_went_and_why(pair: Pair, router: Rou
 
 def test_its_metrics_are_those_of_its_page_in_the_docs(router: RoutedReplicas) -> None:
     told = re.findall(r"^# TYPE (\w+)", router.client.get("/metrics").text, re.MULTILINE)
-    assert set(told) == set(re.findall(r"`(kvtier_[a-z]+_\w+|kvtier_wanting)", (ROOT / "docs" / "routing.md").read_text()))
+    assert set(told) == set(
+        re.findall(r"`(kvtier_[a-z]+_\w+|kvtier_wanting)", (ROOT / "docs" / "routing.md").read_text())
+    )
 
 
 def test_a_daemons_verbs_are_one_line_where_a_router_or_an_engine_answers(pair: Pair, router: RoutedReplicas) -> None:

@@ -4,11 +4,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from doubles import chain_of, store
-from peers_rig import Node, Script, ScriptedPeer, borrowing, buffers, key_file, peers_config
+from doubles import SLOT_BYTES, chain_of, payload_of, record_of, store
+from peers_rig import Node, Script, ScriptedPeer, block, borrowing, buffers, key_file, peers_config, says_held
 
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.peers import store as tiers_store
@@ -17,6 +18,7 @@ from kvtier.tiers.peers.link import IsMyself, PeerLink
 from kvtier.tiers.peers.opening import examine
 from kvtier.tiers.peers.peer import OtherNode
 from kvtier.tiers.peers.stream import PeerFailed
+from kvtier.tiers.shared.stream import ByteStream
 from kvtier.tiers.tier import BlockRecord, Outcome
 
 
@@ -175,3 +177,66 @@ def test_the_doctor_asks_peers_that_hang_at_once_and_names_those_without_address
 
 def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def garbage(peer: socket.socket, over: threading.Event) -> None:
+    peer.sendall(b"\xff" * 3 * SLOT_BYTES)
+
+
+def silence(peer: socket.socket, over: threading.Event) -> None:
+    over.wait(60.0)
+
+
+def an_end(peer: socket.socket, over: threading.Event) -> None:
+    peer.shutdown(socket.SHUT_RDWR)
+
+
+def a_byte_at_a_time(peer: socket.socket, over: threading.Event) -> None:
+    with suppress(OSError):
+        while not over.wait(0.01):
+            peer.sendall(b"\0")
+
+
+@pytest.mark.parametrize("is_plain", [True, False], ids=["compiled", "python"])
+@pytest.mark.parametrize(
+    ("then", "outcome", "reason"),
+    [
+        (garbage, Outcome.CHECKSUM, "mac"),
+        (silence, Outcome.TIMEOUT, "timeout"),
+        (an_end, Outcome.IO_ERROR, "hung_up"),
+        (a_byte_at_a_time, Outcome.TIMEOUT, "timeout"),
+    ],
+)
+def test_a_peer_that_stops_amid_a_block_costs_that_one_and_those_behind_it(
+    key: Path,
+    peer_of: Callable[[Script], ScriptedPeer],
+    over: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    is_plain: bool,
+    then: Callable[[socket.socket, threading.Event], None],
+    outcome: Outcome,
+    reason: str,
+) -> None:
+    """What came whole is served; once the read has returned nothing is written into its slots."""
+    monkeypatch.setattr(ByteStream, "is_plain", is_plain)
+    chain = chain_of(3)
+
+    def lends(peer: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, names: list[bytes]) -> None:
+        if verb is wire.PeerVerb.HELD:
+            says_held(peer, session, names)
+            return
+        whole = [block(session, record_of(chain, i), payload_of(name)) for i, name in enumerate(names)]
+        peer.sendall(session.answer(verb, len(names)) + whole[0] + whole[1][: session.head_bytes + SLOT_BYTES // 2])
+        then(peer, over)
+
+    with borrowing(key, peer_of(lends).address, deadline="500ms") as tier:
+        assert tier.locate(chain.hashes) == 3
+        into = buffers(3)
+        first, *others = tier.read(chain.hashes, into)
+        assert first == record_of(chain, 0)
+        assert bytes(into[0]) == payload_of(chain.hashes[0])
+        assert others == [outcome] * 2
+        assert tier.stats()[f"failed_{reason}"] == 1
+        after = [bytes(each) for each in into]
+        time.sleep(0.1)
+        assert [bytes(each) for each in into] == after

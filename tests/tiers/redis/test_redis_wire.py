@@ -11,9 +11,11 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 from redis_rig import NO_REDIS, standalone
+from redis_stories import together
 
-from kvtier.tiers.redis import wire as redis_wire
-from kvtier.tiers.redis.wire import ByteStream, RedisReply, Refusal, TooLongError, Turns, Wire, WireError, socket_of
+from kvtier.tiers.redis.wire import RedisReply, Refusal, TooLongError, Wire, WireError, socket_of
+from kvtier.tiers.shared import stream
+from kvtier.tiers.shared.stream import ByteStream, Transfer
 from kvtier.tiers.tier import Outcome
 
 HEAD, PAYLOAD = 40, 3000
@@ -22,14 +24,15 @@ HEAD, PAYLOAD = 40, 3000
 class Script(ByteStream):
     """A stream that says what it is given, in the pieces it is given."""
 
+    is_plain = False
+
     def __init__(self, data: bytes, pieces: Sequence[int]) -> None:
         self.data = data
         self.pieces = list(pieces)
         self.longest = 0
-        self.takes_turns = False  # of sockets alone
 
-    def take_turns(self, run: Turns, depth: int, deadline: float) -> None:
-        raise AssertionError("a script takes no turns")
+    def move(self, run: Transfer, under_way: int, deadline: float, until: int = 1 << 40) -> None:
+        run.run(self, under_way, deadline, until)
 
     def send(self, parts: Sequence[object], deadline: float) -> None:
         raise AssertionError("nobody sends here")
@@ -47,7 +50,8 @@ class Script(ByteStream):
 
     def receive_run(self, into: Sequence[memoryview], deadline: float) -> int:
         """As much as there is: what a socket has given when patience ends."""
-        before = len(self.data)
+        if not (before := len(self.data)):
+            raise WireError(Outcome.IO_ERROR, "the script is over")
         for view in into:
             here = min(view.nbytes, len(self.data))
             view[:here], self.data = self.data[:here], self.data[here:]
@@ -226,7 +230,7 @@ def test_a_value_gone_between_question_and_answer_costs_a_moment_and_no_other_bl
     wire.begin(time.monotonic() + 30)
     wire.num_expected = len(answers)
     buffers = [memoryview(bytearray(size)) for _ in answers]
-    heads = list(wire.values(HEAD, buffers))
+    heads = list(together(wire, HEAD, buffers))
     assert wire._deadline - time.monotonic() > 10
     peer.join()
     for answer, head, into in zip(answers, heads, buffers, strict=True):
@@ -248,7 +252,7 @@ def test_a_run_outlasts_patience_as_long_as_its_values_come(ends: tuple[Wire, so
     def trickle() -> None:
         for first in range(0, len(said), 250_000):
             server.sendall(said[first : first + 250_000])
-            time.sleep(1.2 * redis_wire.PATIENCE)
+            time.sleep(1.2 * stream.PATIENCE)
 
     wire.begin(time.monotonic() + 30)
     wire.num_expected = len(values)
@@ -257,10 +261,8 @@ def test_a_run_outlasts_patience_as_long_as_its_values_come(ends: tuple[Wire, so
     said = said[7:]
     peer = threading.Thread(target=trickle)
     peer.start()
-    heads = wire.values(HEAD, buffers)
+    heads = list(together(wire, HEAD, buffers))
     peer.join()
-    if not isinstance(heads, list):  # the machine was too busy to send anything in time: one by one, then
-        heads = list(heads)
     assert heads == [value[:HEAD] for value in values]
     assert buffers == [value[HEAD:] for value in values]
     assert wire.is_clean
@@ -304,21 +306,21 @@ ODD: list[list[Item]] = [
 def test_a_run_cut_at_any_byte_says_what_one_by_one_says(items: list[Item], asked: int) -> None:
     """The fast way beside the slow one, for two pieces at each boundary; `asked` bytes of it were read too early."""
     said = b"".join(spelled(item) for item in items) + b"+PONG\r\n"
-    wanted = taken(scripted(said, 4), items, together=False)
+    wanted = taken(scripted(said, 4), items, as_run=False)
     for boundary in range(1, len(said)):
         wire = scripted(said, 4)
         wire._stream = Paused(said, boundary)
         if asked:  # as a short reply before them would have left it
             wire._end = wire._stream.receive(wire._buffer[:asked], 0)
-        assert taken(wire, items, together=True) == wanted, f"cut at {boundary}"
+        assert taken(wire, items, as_run=True) == wanted, f"cut at {boundary}"
 
 
-def taken(wire: Wire, items: Sequence[Item], *, together: bool) -> list[object]:
+def taken(wire: Wire, items: Sequence[Item], *, as_run: bool) -> list[object]:
     """What each value was, its payload if it was one of ours, and what came behind them."""
     found: list[object] = []
     buffers = [memoryview(bytearray(SHORT)) for _ in items]
     try:
-        heads = wire.values(8, buffers) if together else wire.one_by_one(8, buffers)
+        heads = together(wire, 8, buffers) if as_run else wire.one_by_one(8, buffers)
         for head, buffer in zip(heads, buffers, strict=True):
             found.append((head, bytes(buffer) if isinstance(head, bytes) else None))
     except TooLongError as error:
@@ -338,7 +340,7 @@ def test_a_connection_that_dies_in_a_run_gives_what_was_whole(asked: int) -> Non
         buffers = [memoryview(bytearray(SHORT)) for _ in range(3)]
         got: list[object] = []
         with pytest.raises(WireError):
-            got.extend(wire.values(8, buffers))
+            got.extend(together(wire, 8, buffers))
         assert got == [b"v" * 8] * (end // len(value))
         assert buffers[: len(got)] == [b"v" * SHORT] * len(got)
         assert not wire.is_clean
@@ -379,7 +381,7 @@ def test_a_server_that_drips_cannot_outlast_the_deadline(ends: tuple[Wire, socke
     wire.num_expected = 2
     buffers = [memoryview(bytearray(PAYLOAD)) for _ in range(2)]
     with pytest.raises(WireError) as caught:
-        list(wire.values(HEAD, buffers) if at == "run" else (wire.value(HEAD, buffer) for buffer in buffers))
+        list(together(wire, HEAD, buffers) if at == "run" else (wire.value(HEAD, buffer) for buffer in buffers))
     late = time.monotonic() - wire._deadline
     stop.set()
     peer.join()
