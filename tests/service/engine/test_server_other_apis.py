@@ -55,9 +55,9 @@ def asked(server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> list[dict[st
     seen: list[dict[str, Any]] = []
     original = request_parser.completion_of
 
-    def completion_of(served: Any, kind: Any, data: bytes, deadline: float) -> Any:
+    def completion_of(served: Any, kind: Any, data: bytes, deadline: float, **more: Any) -> Any:
         seen.append(json.loads(data))
-        return original(served, kind, data, deadline)
+        return original(served, kind, data, deadline, **more)
 
     monkeypatch.setattr(request_parser, "completion_of", completion_of)
     return seen
