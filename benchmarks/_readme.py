@@ -198,7 +198,7 @@ def written(page: Path, table: str) -> str:
     return text[:start] + table + text[text.index(END, start) :]
 
 
-# tables of scale and hints in docs/performance.md, and of compression in docs/storage.md
+# tables of scale, hints and agents in docs/performance.md, and of compression in docs/storage.md
 
 
 def tables() -> dict[str, str]:
@@ -225,6 +225,7 @@ def tables() -> dict[str, str]:
     made["lossy"] = f"{table(packed)}\n{table(answers)}\n{_machine(compressed)}" if packed else ""
     worth = [{name: row[name] for name in row if name != "lru %"} for row in results["hints"]["results"]]
     made["hints"] = f"{table(worth)}\n{_machine(results['hints'])}"
+    made["agents"] = f"{table(results['agent_reuse']['results'])}\n{_machine(results['agent_reuse'])}"
     return made
 
 
