@@ -81,6 +81,8 @@ hints:
   hints of which nine of ten are right, six traces, by who says what: points more than none | 9 of 10 right
   same, five of ten | 5 of 10 right | Hints at random
   same, none | 0 of 10 right
+agent_reuse:
+  generated agents: tokens found in exact prefixes ÷ in runs at any offset | at any offset | Agents that edit
 order_cost:
   same, requests of 8 to 512 blocks in a full pool | ^predicted over LRU | The cost of predicted
 eviction:
