@@ -2,9 +2,9 @@
 
 Arms: no connector, vLLM's example connector (files read from the page cache, nothing verified) and kvtier's. Each has
 three engines of its own, in turns: a hit differs by a third from one engine to the next. Before each round vLLM's own
-caches of images and KV are emptied, as they are when they are too small. "restart": the first answers of the next engine
-over the same storage. Random weights; every answer is compared with that of the engine without a connector. Runs in
-`.venv-vllm` (`.ci/beside-engine vllm`).
+caches of images and KV are emptied, as they are when they are too small. "restart": the first answers of the next
+engine over the same storage. Random weights; every answer is compared with that of the engine without a connector. Runs
+in `.venv-vllm` (`.ci/beside-engine vllm`).
 """
 
 import sys
