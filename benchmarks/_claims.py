@@ -140,6 +140,11 @@ engine_ttft:
 engine_conversations:
   conversations on vLLM, first run and restart ÷ the best other, mean | : kvtier over.*mean | Many conversations
   same, below vLLM's offloading: kvtier's files ÷ vLLM's, mean | kvtier below native over.*mean
+encoder_outputs:
+  vLLM, first token about an image seen before, also after a restart: no connector ÷ kvtier | none ÷ kvtier
+  same, a hit ÷ the example connector's | ^again.*example
+  same, after a restart | ^restart.*example | Encoder outputs after a restart
+  same, images never seen: with ÷ without kvtier | ^first
 sglang_files:
   SGLang after a restart, first token: no storage ÷ kvtier | no storage
   same, kvtier ÷ SGLang's file backend | ^time.*file backend | SGLang's file backend
