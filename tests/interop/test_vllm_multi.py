@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 from failing_connector import SWITCH
 from vllm.config import VllmConfig
+from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm_rig import Engine, engine, multi, prompt, said, tiers
 
@@ -158,7 +159,8 @@ def test_the_installed_package_names_its_entry_point() -> None:
 
 
 def test_a_foreign_connector_stays_in_place(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(KVConnectorFactory, "_registry", {})
+    for factory in (KVConnectorFactory, ECConnectorFactory):
+        monkeypatch.setattr(factory, "_registry", {})
     monkeypatch.setattr(vllm_plugin, "_registered", set())
     KVConnectorFactory.register_connector("KVTierConnector", "failing_connector", "FailingConnector")
     with caplog.at_level(logging.WARNING):
@@ -175,7 +177,8 @@ def test_registering_imports_nothing_that_vllm_had_not() -> None:
         "import sys, vllm.v1.engine.core; before = set(sys.modules)\n"
         "from kvtier.connector.vllm.plugin import register; register()\n"
         "new = (name for name in set(sys.modules) - before if name.split('.')[0] in ('kvtier', 'torch', 'vllm'))\n"
-        "from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory\n"
+        "from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory\n"
         "print(*new, 'KVTierConnector' in KVConnectorFactory._registry)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True)
