@@ -15,10 +15,10 @@ NotEmpty = Annotated[str, Field(min_length=1)]
 TimeLimit = Annotated[float, Field(gt=0, le=86400)]
 
 ROUTER: Final = "kvtier.service.ray.request_router.KVTierRequestRouter"
-_VLLM_BLOCK: Final = 16  # tokens, of vLLM's cache on most devices
+VLLM_BLOCK: Final = 16  # tokens, of vLLM's cache on most devices
 _CHOSEN: Final = {"kvtier": ("--http", "--model"), "vllm": ("--block-size", "--host", "--port")}  # set by `command`
 _MAX_WAITING: Final = 65_536  # that `[server] max_waiting` may be
-_ENDPOINTS: Final = ("tcp://{node}:{events}", "tcp://{node}:{replay}")
+ENDPOINTS: Final = ("tcp://{node}:{events}", "tcp://{node}:{replay}")
 
 
 class RayOptions(BaseModel):
@@ -66,7 +66,7 @@ class RayOptions(BaseModel):
         return [_filled(word, ports) for word in words]
 
     def environment(self, ports: Mapping[str, str]) -> dict[str, str]:
-        publish, replay = _ENDPOINTS
+        publish, replay = ENDPOINTS
         own = {
             "KVTIER_SERVER__MAX_WAITING": str(
                 min(self.max_requests, _MAX_WAITING)
@@ -80,13 +80,13 @@ class RayOptions(BaseModel):
 
     def endpoints(self, ports: Mapping[str, str]) -> tuple[str, str] | None:
         """Where an engine publishes and replays KV events, if it does not report that itself; None: it does."""
-        publish, replay = (_filled(each, ports) for each in _ENDPOINTS)
+        publish, replay = (_filled(each, ports) for each in ENDPOINTS)
         return None if self.engine == "kvtier" else (publish, replay)
 
     @property
     def fallback_block_size(self) -> int | None:
         """Tokens in a block of an engine that does not report them; None: it does."""
-        return self.block_size or (_VLLM_BLOCK if self.engine == "vllm" else None)
+        return self.block_size or (VLLM_BLOCK if self.engine == "vllm" else None)
 
     @property
     def _program(self) -> Sequence[str]:

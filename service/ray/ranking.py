@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 from weakref import WeakSet
 
+from pydantic import BaseModel
+
 from kvtier.service import router
 from kvtier.service.openai import OpenAIError, Prompts, json_object
 from kvtier.service.router import Candidate, Headers, Held, Publishers, ReplicaProfile
@@ -34,6 +36,19 @@ class EngineRequest:
     def prompt(self) -> str:
         """The body as text for Ray Serve's own prefix router, which divides by its length: never empty."""
         return self.body.decode("utf-8", "replace") or self.path
+
+
+def engine_request(arguments: Sequence[Any]) -> EngineRequest | None:
+    """The request among a call's arguments: ours, or one of `ray.serve.llm`, a pydantic model of OpenAI's fields."""
+    for each in arguments:
+        if isinstance(each, EngineRequest):
+            return each
+        if isinstance(each, BaseModel) and not {"messages", "prompt"}.isdisjoint(each.model_fields_set):
+            path = router.READ["messages" not in each.model_fields_set]
+            named: dict[str, str] = next((more.headers for more in arguments if hasattr(more, "headers")), {})
+            headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
+            return EngineRequest("POST", path, headers, each.model_dump_json(exclude_unset=True).encode(), "")
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +221,7 @@ class ReplicaRanking:
             fields = json_object(request.body)
         except OpenAIError:  # the engine reports what is wrong
             return self._not_read("unreadable", request)
-        session = router.session_of(path, fields)
+        session = router.session_of(path, fields, request.headers)
         known = await router.read_prompt(path, fields, len(request.body), self._prompts)
         if known.unknown is not None:
             return self._not_read(known.unknown, request, session)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-from kvtier.service.ray.ranking import METADATA, EngineRequest, Queue, ReplicaRanking
+from kvtier.service.ray.ranking import METADATA, Queue, ReplicaRanking, engine_request
 
 _log = logging.getLogger("ray.serve")  # Ray Serve keeps this logger's lines
 
@@ -35,7 +35,7 @@ class KVTierRequestRouter(RequestRouter):
         pending_request.routing_context.should_backoff = True  # else a full deployment is retried without a pause
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
         queues = [self._queue(name, replica) for name, replica in by_name.items()]
-        request = next((each for each in pending_request.args if isinstance(each, EngineRequest)), None)
+        request = engine_request(pending_request.args)
         try:
             names = await self._ranking.rank(pending_request.metadata.internal_request_id, request, queues)
         except Exception:  # Ray Serve would never give the request a replica

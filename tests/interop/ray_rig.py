@@ -1,6 +1,7 @@
 """A real Ray cluster of several nodes' processes on this machine, with an application of ours and its clients."""
 
 import contextlib
+import json
 import os
 import signal
 import threading
@@ -17,6 +18,8 @@ import ray
 from node_rig import free_port
 from ray import serve
 from ray.cluster_utils import Cluster
+from server_rig import save_checkpoint
+from transformers import LlamaConfig
 
 from kvtier.service.ray import RayOptions, build
 
@@ -115,6 +118,18 @@ def pids(wanted: Callable[[Sequence[str]], bool]) -> list[int]:
             if wanted(entry.read_bytes().decode("utf-8", "replace").split("\0")):
                 found.append(int(entry.parent.name))
     return found
+
+
+def vllm_checkpoint(folder: Path) -> Path:
+    """A tiny Llama whose tokenizer vLLM takes."""
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        max_position_embeddings=1024,
+    )  # fmt: skip
+    model = save_checkpoint(folder, config=config)
+    settings = model / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}))
+    return model
 
 
 @contextlib.contextmanager

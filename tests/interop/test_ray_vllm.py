@@ -10,9 +10,7 @@ from redis_rig import standalone
 
 pytest.importorskip("ray", reason="needs Ray Serve; run `make test-ray`")
 
-from ray_rig import application, ray_cluster, until
-from server_rig import save_checkpoint
-from transformers import LlamaConfig
+from ray_rig import application, ray_cluster, until, vllm_checkpoint
 
 VLLM: Final = ROOT / ".venv-vllm" / "bin" / "python"
 pytestmark = [
@@ -30,13 +28,7 @@ OPTIONS = ("--served-model-name", "tiny", "--dtype", "float32", "--max-model-len
 
 
 def test_conversations_go_where_vllms_events_say_and_a_new_replica_loads_them(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        max_position_embeddings=1024,
-    )  # fmt: skip
-    model = save_checkpoint(tmp_path, config=config)
-    settings = model / "tokenizer_config.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}))
+    model = vllm_checkpoint(tmp_path)
     with ray_cluster(2) as cluster, standalone() as redis:
         tiers = {"host": {"size": "32MiB"}, "redis": {"url": redis.url}}
         connector = {"kv_connector": "KVTierConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}

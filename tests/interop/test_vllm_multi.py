@@ -177,8 +177,7 @@ def test_registering_imports_nothing_that_vllm_had_not() -> None:
         "import sys, vllm.v1.engine.core; before = set(sys.modules)\n"
         "from kvtier.connector.vllm.plugin import register; register()\n"
         "new = (name for name in set(sys.modules) - before if name.split('.')[0] in ('kvtier', 'torch', 'vllm'))\n"
-        "from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory\n"
+        "from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory\n"
         "print(*new, 'KVTierConnector' in KVConnectorFactory._registry)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True)
