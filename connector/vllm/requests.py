@@ -182,7 +182,7 @@ def last_border(
 
 
 def params_of(request: Any) -> Mapping[str, Any]:
-    """A request's `kv_transfer_params`. vLLM passes on what is no object, too, of a client's `vllm_xargs`: that is none."""
+    """A request's `kv_transfer_params`; none if a client has given something else there, in its `vllm_xargs`."""
     given = request.kv_transfer_params
     return given if isinstance(given, Mapping) else {}
 

@@ -221,9 +221,9 @@ def test_a_block_before_an_image_has_no_name() -> None:
 
 @pytest.mark.parametrize(
     ("identifier", "is_kept"),
-    [("c" * 64, True), ("d" * 128, True), ("an adapter:" + "c" * 64, True), ("my-image", False), ("0-image-0", False)]
-    + [("", False), ("C" * 64, False), ("c" * 63, False), ("c" * 64 + "\n", False), ("c" * 64 + ":my-image", False)],
-)
+    [("c" * 64, True), ("d" * 128, True), ("an adapter:" + "c" * 64, True), ("my-image", False), ("0-image-0", False),
+     ("", False), ("C" * 64, False), ("c" * 63, False), ("c" * 64 + "\n", False), ("c" * 64 + ":my-image", False)],
+)  # fmt: skip
 def test_a_request_whose_image_has_no_digest_for_a_name_has_no_chain(identifier: str, is_kept: bool) -> None:
     """In another process that name may mean another image."""
     plan: Any = SimpleNamespace(canonical=False, block_size=4, hash_size=4, lookahead=0)

@@ -360,7 +360,7 @@ def test_a_pipelined_request_has_no_trace_of_the_one_before_it() -> None:
 
     async def page(request: Request) -> Response:
         trace = tracing.current.get()
-        seen.append(trace and trace.trace_id)
+        seen.append(None if trace is None else trace.trace_id)
         return PlainTextResponse("")
 
     app = Starlette(routes=[Route("/v1/completions", page, methods=["POST"]), Route("/page", page)])
