@@ -7,6 +7,7 @@ nothing of a prompt.
 
 import atexit
 import logging
+import re
 import socket
 import time
 from collections import Counter, OrderedDict
@@ -48,6 +49,11 @@ class OtlpTarget(NamedTuple):
 
     url: str
     why: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """The URL without what may be secret: user and query."""
+        return re.sub("//[^/]*@", "//", self.url).partition("?")[0]
 
 
 class Trace:
@@ -206,17 +212,17 @@ class _Process:
             self._is_wanting(target.why)
             return False
         try:
-            self._open(service, target.url)
+            self._open(service, target)
         except Exception as error:  # an OTEL_… variable that cannot be meant: reading it raises, even at an import
             why = " ".join(str(error).split())[:_LONGEST]
-            self._is_wanting(f"[tracing] {target.url}: OpenTelemetry does not start: {why}; fix its OTEL_… variables")
+            self._is_wanting(f"[tracing] {target.shown}: OpenTelemetry does not start: {why}; fix its OTEL_… variables")
             return False
         self.counts.update(exported=0)
         atexit.register(stop)
-        _log.debug("spans of requests go to %s", target.url)
+        _log.debug("spans of requests go to %s", target.shown)
         return True
 
-    def _open(self, service: str, url: str) -> None:
+    def _open(self, service: str, target: OtlpTarget) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -224,7 +230,9 @@ class _Process:
         logging.getLogger(OTLPSpanExporter.__module__).setLevel(logging.CRITICAL)  # each failed message would be a line
         own: Attributes = {"service.name": service, "host.name": socket.gethostname(), "process.pid": getpid()}
         provider = TracerProvider(resource=Resource(own).merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
-        self._processor = _batches(OTLPSpanExporter(url, timeout=_EXPORT, session=_heads_only()), self, url)
+        self._processor = _batches(
+            OTLPSpanExporter(target.url, timeout=_EXPORT, session=_heads_only()), self, target.shown
+        )
         provider.add_span_processor(self._processor)
         self._tracer = provider.get_tracer("kvtier")
 
@@ -328,11 +336,11 @@ def _heads_only() -> "Session":
     return session
 
 
-def _batches(exporter: "SpanExporter", process: _Process, url: str) -> "SpanProcessor":
+def _batches(exporter: "SpanExporter", process: _Process, shown: str) -> "SpanProcessor":
     """Exports on a thread of its own, and counts what it does not."""
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
-    why = f"[tracing] {url}: the collector takes no spans; look at its address and its log"
+    why = f"[tracing] {shown}: the collector takes no spans; look at its address and its log"
 
     class Counting(SpanExporter):
         def export(self, spans: "Sequence[ReadableSpan]") -> "SpanExportResult":

@@ -333,7 +333,7 @@ def test_it_is_on_where_a_collector_is_named(
 
 @pytest.mark.parametrize("variable", ["OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"])
 def test_a_collector_by_grpc_is_refused_with_the_fix(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://c:4317")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://me:secret@c:4317")
     monkeypatch.setenv(variable, "grpc")
     target = otlp_target(None)
     assert target is not None
@@ -381,6 +381,19 @@ def test_a_pipelined_request_has_no_trace_of_the_one_before_it() -> None:
         finally:
             server.stop()
     assert seen == [TRACE, None]
+
+
+def test_a_collectors_password_is_in_no_reason() -> None:
+    url = "http://me:secret@127.0.0.1:1/v1/traces?key=secret"
+    tracing.start("here", tracing.OtlpTarget(url))
+    try:
+        trace = tracing.begin("one", None, "server", {})
+        assert trace is not None
+        trace.end()
+        wait_until(tracing.wanting)
+        assert tracing.wanting()["tracing"].startswith("[tracing] http://127.0.0.1:1/v1/traces: the collector takes no")
+    finally:
+        tracing.stop()
 
 
 def test_off_it_imports_nothing() -> None:
