@@ -30,6 +30,9 @@ COPY service service
 
 # The wheel of kvtier has extension modules: no compiler comes into an image that runs.
 RUN .ci/debian-package gcc gcc && .ci/debian-package '' libc6-dev
+# What `kvtier --version` names: --build-arg BUILD_COMMIT="$(git rev-parse --short=12 HEAD)".
+ARG BUILD_COMMIT
+ENV BUILD_COMMIT=$BUILD_COMMIT
 
 # What options of a configuration need is in every image: nothing can be installed in one that runs.
 FROM sources AS build-plain

@@ -60,14 +60,15 @@ def commit_of(root: Path) -> str:
     """This checkout's commit, "-dirty" behind it if files differ. Empty: an sdist has its own, or there is no git."""
     if (root / _COMMIT).exists():
         return ""
-    if given := os.environ.get(_FROM):
+    if given := os.environ.get(_FROM, "").strip():
         return given
     if not (root / ".git").exists():
         return ""
-    told = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-        cwd=root, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        told = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):  # no git on this machine
+        return ""
     return told.stdout.strip()
 
 

@@ -352,12 +352,13 @@ class SchedulerSide:
         """
         if self.overlapped:
             self.end_overlapped(request_id)
-        if (known := self.requests.pop(request_id, None)) is None:
+        known = self.requests.pop(request_id, None)
+        if self.traces:
+            self.traces.pop(request_id, None)
+        if known is None:
             return
         if known.claim is not None:
             self._cancel(known)
-        if self.traces:
-            self.traces.pop(request_id, None)
         if answered is not None:
             self._finished.append(answered.finish_of(known.request.chain, request_id))
             if not self._wanted:

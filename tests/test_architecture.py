@@ -149,6 +149,7 @@ EXPLAINED: Final = {
     "tiers/pool/core.py": "one extension module: its classes call one another in C",
     "service/events/holders.py": "the same",
     "tiers/pool/core.py:SlotCore": "all that happens to a slot, over one set of arrays; pools are verbs over it",
+    "tiers/tracing.py:start:except": "OpenTelemetry and its variables raise what they like: then there are no spans",
     "tiers/hierarchy/io_queue.py:begun:except": "what work raises is for whoever has its future",
     "tiers/hierarchy/io_queue.py:run:except": "the same",
     "tiers/hierarchy/io_queue.py:_work:except": "top of the worker loop: a failed end is logged, the thread lives on",

@@ -15,7 +15,7 @@ from typing import Any, Final
 import _claims
 import _readme
 import pytest
-from lint import deploy_files, fault_table, figures, prose, references
+from lint import deploy_files, fault_table, figures, licences, prose, references
 from lint.__main__ import RULES, main
 from lint.tree import Rule, Skip, Tree
 
@@ -300,3 +300,9 @@ def test_the_program_prints_a_line_a_rule_and_a_total(
     assert main(asked, tmp_path) == 0
     (tmp_path / "README.md").unlink()
     assert main(["--rule", "examples"], tmp_path) == 1
+
+
+def test_licences_are_those_of_what_an_extra_of_a_package_brings_too() -> None:
+    found = licences._installed(["redis[hiredis]>=6.0"])
+    assert {"redis", "hiredis"} <= found.keys()
+    assert "hiredis" not in licences._installed(["redis"])

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 
 import pytest
 
+from hatch_build import commit_of
 from kvtier import __version__
 from kvtier.tiers.extras import EXTRAS, install_command
 
@@ -126,6 +127,17 @@ def test_make_dist_prints_the_files_and_the_commands_of_the_quickstart(checkout:
     plain, extras = (line.partition(":")[2].strip() for line in checkout.printed[2:])
     assert [line for line in typed_to_install() if fnmatch(plain, line)]
     assert extras.startswith(f"pip install '{WHEEL}[engine]' ")
+
+
+def test_without_git_a_checkout_is_built_without_its_commit(
+    checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BUILD_COMMIT", raising=False)
+    assert len(commit_of(checkout.root).removesuffix("-dirty")) == 12
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit_of(checkout.root) == ""
+    monkeypatch.setenv("BUILD_COMMIT", "0123456789ab\n")
+    assert commit_of(checkout.root) == "0123456789ab"
 
 
 def test_a_wheel_is_whole_and_holds_nothing_else(checkout: Checkout, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ nothing of a prompt.
 
 import atexit
 import logging
+import re
 import socket
 import time
 from collections import Counter, OrderedDict
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult, SpanProcessor
     from opentelemetry.trace import Span, Tracer
+    from requests import Response, Session
 
     from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
@@ -35,6 +37,7 @@ _BATCH: Final = 512  # of these in one message
 _EVERY: Final = 1000.0  # milliseconds between two messages
 _EXPORT: Final = 2.0  # seconds for one
 _STOP: Final = 2.0  # seconds for the last ones
+_LONGEST: Final = 200  # characters of a reason
 
 Kind = Literal["internal", "server", "client"]
 Attributes = Mapping[str, str | int | float]
@@ -46,6 +49,11 @@ class OtlpTarget(NamedTuple):
 
     url: str
     why: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """The URL without what may be secret: user and query."""
+        return re.sub("//[^/]*@", "//", self.url).partition("?")[0]
 
 
 class Trace:
@@ -115,7 +123,8 @@ def begin(name: str, traceparent: str | None, kind: Kind, attributes: Attributes
 def start(service: str, target: OtlpTarget | None) -> None:
     """Trace this process's requests from now on, under the name of a service unless OTEL_SERVICE_NAME has one.
 
-    None: it stays off. It also does, and `wanting` says why, if the packages of the extra `tracing` are missing.
+    None: it stays off. It also does, and `wanting` says why, if the packages of the extra `tracing` are missing, or
+    OpenTelemetry cannot read one of its variables.
     """
     global ON
     if target is not None and not ON:
@@ -202,6 +211,18 @@ class _Process:
         if target.why is not None:
             self._is_wanting(target.why)
             return False
+        try:
+            self._open(service, target)
+        except Exception as error:  # an OTEL_… variable that cannot be meant: reading it raises, even at an import
+            why = " ".join(str(error).split())[:_LONGEST]
+            self._is_wanting(f"[tracing] {target.shown}: OpenTelemetry does not start: {why}; fix its OTEL_… variables")
+            return False
+        self.counts.update(exported=0)
+        atexit.register(stop)
+        _log.debug("spans of requests go to %s", target.shown)
+        return True
+
+    def _open(self, service: str, target: OtlpTarget) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -209,13 +230,11 @@ class _Process:
         logging.getLogger(OTLPSpanExporter.__module__).setLevel(logging.CRITICAL)  # each failed message would be a line
         own: Attributes = {"service.name": service, "host.name": socket.gethostname(), "process.pid": getpid()}
         provider = TracerProvider(resource=Resource(own).merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
-        self._processor = _batches(OTLPSpanExporter(target.url, timeout=_EXPORT), self, target.url)
+        self._processor = _batches(
+            OTLPSpanExporter(target.url, timeout=_EXPORT, session=_heads_only()), self, target.shown
+        )
         provider.add_span_processor(self._processor)
         self._tracer = provider.get_tracer("kvtier")
-        self.counts.update(exported=0)
-        atexit.register(stop)
-        _log.debug("spans of requests go to %s", target.url)
-        return True
 
     def stop(self) -> None:
         processor, self._processor, self._tracer = self._processor, None, None
@@ -301,11 +320,27 @@ def _named(attributes: Attributes) -> dict[str, str | int | float]:
     return {name if name.startswith(prefixes) else f"kvtier.{name}": value for name, value in attributes.items()}
 
 
-def _batches(exporter: "SpanExporter", process: _Process, url: str) -> "SpanProcessor":
+def _heads_only() -> "Session":
+    """A session for the exporter that reads no body: one without an end would fill the memory."""
+    from requests import Session
+
+    def leave(response: "Response", *_: object, **__: object) -> None:
+        response.close()
+        response.raw = None
+        if response.is_redirect:  # the exporter would take it for a success
+            response.status_code = 400
+
+    session = Session()
+    session.stream = True
+    session.hooks["response"].append(leave)
+    return session
+
+
+def _batches(exporter: "SpanExporter", process: _Process, shown: str) -> "SpanProcessor":
     """Exports on a thread of its own, and counts what it does not."""
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
-    why = f"[tracing] {url}: the collector takes no spans; look at its address and its log"
+    why = f"[tracing] {shown}: the collector takes no spans; look at its address and its log"
 
     class Counting(SpanExporter):
         def export(self, spans: "Sequence[ReadableSpan]") -> "SpanExportResult":

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from typing import Final
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from lint.tree import Tree
 
 OUR_OWN: Final = ("dev", "docs")  # extras that no user needs
 FREE: Final = re.compile(r"\b(Apache|MIT|BSD|0BSD|ISC|PSF|Python Software|MPL|Zlib|CC0)\b")
 BOUND: Final = re.compile(r"\b(A|L)?GPL|proprietary|non-?commercial", re.IGNORECASE)
 UNSAID: Final = {"aeg": "its package names none; the library inside, libaegis, is under the MIT licence"}
-_NAME: Final = re.compile(r"[\w.-]+")
 
 
 def licences(tree: Tree) -> Iterator[str]:
@@ -30,17 +32,19 @@ def licences(tree: Tree) -> Iterator[str]:
 
 
 def _installed(requirements: list[str]) -> dict[str, Distribution]:
-    """The packages behind these requirements that are installed here, and what they need in turn."""
-    found, left = dict[str, Distribution](), list(requirements)
+    """The packages behind these requirements that are installed here, and what they need in turn, with their extras."""
+    found, seen, left = dict[str, Distribution](), set[tuple[str, str]](), [*map(Requirement, requirements)]
     while left:
-        match = _NAME.match(left.pop())
-        name = re.sub(r"[-_.]+", "-", match[0]).lower() if match else ""
-        if name and name not in found:
+        wanted = left.pop()
+        name = canonicalize_name(wanted.name)
+        for extra in {"", *wanted.extras} - {extra for known, extra in seen if known == name}:
+            seen.add((name, extra))
             try:
                 found[name] = distribution(name)
             except PackageNotFoundError:  # of another platform, or of a GPU
                 continue
-            left += [each for each in found[name].requires or () if "extra ==" not in each]
+            needed = map(Requirement, found[name].requires or ())
+            left += [each for each in needed if each.marker is None or each.marker.evaluate({"extra": extra})]
     return found
 
 

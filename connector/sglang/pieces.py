@@ -55,7 +55,7 @@ def pieces_of(
         (0, num_heads), own_layers,
     )  # fmt: skip
     if storage.is_mla_model:
-        whole = replace(whole, tp_ranks=(0, tp or 1), tp_size=tp or 1)
+        whole = replace(whole, tp_ranks=(0, 1), tp_size=1)
     if tp is None and pp is None:
         return [whole]
     text = configuration.get("text_config") or configuration

@@ -39,7 +39,7 @@ from kvtier.connector.vllm.options import VllmOptions, warn_of_policy
 from kvtier.connector.vllm.plugin import register
 from kvtier.connector.vllm.requests import AnswerReader
 from kvtier.connector.vllm.scheduler import SchedulerHalf
-from kvtier.connector.vllm.slot_plan import divided, slot_order, slot_plan, warn_of_order, why_none
+from kvtier.connector.vllm.slot_plan import divided, slot_order, slot_plan, warn_of_order, why_none, why_unnamed
 from kvtier.connector.vllm.worker import WorkerHalf
 from kvtier.tiers import Metrics, Series, tracing
 from kvtier.tiers.config import otlp_target
@@ -181,6 +181,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         tracing.start("kvtier-vllm", otlp_target(config.tracing.endpoint))
         tiers = open_tiers(config, named, plan, model_identity, takes_parts=plan.has_one_table)
         self._scheduler_half = SchedulerHalf(plan, tiers, cache, named, kv_cache_config.num_blocks, num_ranks, adapters)
+        if (reason := why_unnamed(vllm_config)) is not None:
+            _log.warning("no blocks of requests with images are kept: %s", reason)
         if (reason := why_none(vllm_config)) is not None:
             _log.warning("no blocks of this model are kept: %s", reason)
         shares = bool(vllm_config.cache_config.enable_prefix_caching)

@@ -8,7 +8,6 @@ is filled. The scheduler reads it there: vLLM does not pass on the reports of a 
 
 import hashlib
 import logging
-import re
 import struct
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import Any, Final
 import torch
 
 from kvtier.connector import CopyOp, SchedulerSide, StepPlan, WorkerReport
+from kvtier.connector.vllm.keys import is_content
 from kvtier.connector.vllm.worker import RegionHandle, handle_of
 from kvtier.tiers import ConfigError, TierUnavailable
 from kvtier.tiers.hierarchy import CacheTiers, Pending
@@ -30,7 +30,6 @@ ROWS: Final = 32  # of the widest output, in a slot
 _HEAD: Final = struct.Struct("<32sIII20x")  # the piece's name; the output's rows, width and dtype
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 _REFUSED: Final = b"\xff" * 32  # in place of the name: the worker's output does not fit what was reserved
-_CONTENT: Final = re.compile(r"[0-9a-f]{64,128}")  # a digest. A client's own id may mean another image elsewhere
 _LOST: Final = 60.0  # seconds after which a store that no worker has made is given up
 _IDLE_WAIT: Final = 0.005  # seconds an idle step waits for the tiers
 
@@ -120,7 +119,7 @@ class EncoderScheduler:
         self._root = root_hash(fingerprint, cache_salt=salt)
         self._items: dict[str, Item] = {}
         self._cached: set[str] = set()  # in vLLM's own cache
-        self._granted: dict[str, int] = {}  # this step's loads that are planned, and how many pieces each has
+        self._granted: dict[str, bool] = {}  # items that this step was asked for, and whether all of each is loaded
         self._expected: set[str] = set()  # of these, the ones that vLLM has scheduled
         self._computed: dict[str, Item] = {}  # items that this step encodes
         self._writing: dict[int, tuple[CopyOp, list[bytes], float]] = {}  # stores under way, since when
@@ -133,7 +132,7 @@ class EncoderScheduler:
         """Whether it is known what the tiers have of a request's items: (identifier, rows, width) each."""
         pending = False
         for identifier, rows, width in items:
-            if _CONTENT.fullmatch(identifier) is None:
+            if not is_content(identifier):
                 continue
             item = self._items.get(identifier)
             if item is None:
@@ -148,7 +147,7 @@ class EncoderScheduler:
     def has(self, identifier: str) -> bool:
         """Whether an item can be loaded in this step. If so, its load is planned."""
         if identifier in self._granted:
-            return True
+            return self._granted[identifier]
         item = self._items.get(identifier)
         if item is None or not self._is_mapped:
             return False
@@ -156,7 +155,7 @@ class EncoderScheduler:
         if isinstance(found, Pending) or found < item.num_pieces * ROWS:
             return False
         loading = self.side.allocated(identifier, range(item.num_pieces), found)
-        self._granted[identifier] = loading // ROWS
+        self._granted[identifier] = loading == found  # fewer if the daemon is away meanwhile
         return loading == found
 
     def scheduled(self, identifier: str) -> None:

@@ -30,6 +30,7 @@ from kvtier.connector.vllm.encoder import EncoderReport, EncoderScheduler, Encod
 from kvtier.connector.vllm.identity import encoder_identity
 from kvtier.connector.vllm.interface import require_supported_version
 from kvtier.connector.vllm.options import VllmOptions
+from kvtier.connector.vllm.slot_plan import why_unnamed
 
 _log = logging.getLogger(__name__)
 
@@ -81,13 +82,10 @@ class KVTierECConnector(ECConnectorBase):
         tiers = open_tiers(config, named.fingerprint(), shape, named, takes_parts=False)
         ranks = parallel.tensor_parallel_size
         self._scheduler_half = EncoderScheduler(shape, tiers, named.fingerprint(), cache.cache_salt, ranks)
-        multimodal = model.multimodal_config
-        self._keeps = vllm_config.cache_config.enable_prefix_caching or multimodal.mm_processor_cache_gb > 0
-        if not self._keeps:
-            _log.warning(
-                "no encoder outputs are kept: without a processor cache and prefix caching vLLM names an image by its "
-                "request, not by its content; leave out --no-enable-prefix-caching or --mm-processor-cache-gb 0"
-            )
+        reason = why_unnamed(vllm_config)
+        self._keeps = reason is None
+        if reason is not None:
+            _log.warning("no encoder outputs are kept: %s", reason)
         _log.info(
             "kvtier keeps encoder outputs in pieces of %d rows, %d bytes each", shape.block_size, shape.block_bytes
         )

@@ -84,7 +84,7 @@ def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: Cach
     spec = specs[plan.layers[0]] if plan.layers else None
     dtype = str(model.dtype).removeprefix("torch.")
     draft = _draft_layout(vllm_config.speculative_config, plan)
-    num_ranks = cache.share_across_tp or plan.num_parts  # those that a slot is laid out for
+    num_ranks = plan.num_pieces or plan.num_parts  # those that a slot is laid out for
     exact = ModelIdentity(
         model=name_of(path),
         revision=revision_of(path),

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import logging
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -403,8 +404,17 @@ class OwnChain:
         return self._chain
 
 
+_CONTENT: Final = re.compile(r"[0-9a-f]{64,128}")
+
+
+def is_content(identifier: str) -> bool:
+    """Whether vLLM names an image, clip or video by a digest of its content. A client's own name, or that of a request,
+    may mean another one in another process."""
+    return _CONTENT.fullmatch(identifier) is not None
+
+
 class RequestNames:
-    """Names the requests of one engine. Requests whose adapter has no digest have none."""
+    """Names the requests of one engine. Requests whose adapter or image has no digest have none."""
 
     def __init__(
         self, plan: "SlotPlan", cache: CacheConfig, root: bytes, adapters: ServedAdapters | None = None
@@ -419,6 +429,9 @@ class RequestNames:
 
     def of(self, request: Any) -> VllmChain | AheadChain | OwnChain | None:
         """The request's chain; None if its blocks cannot be named."""
+        names = (feature.identifier.rpartition(":")[2] for feature in request.mm_features or ())
+        if not all(map(is_content, names)):  # before the colon is an adapter, whose weights are in our names
+            return None
         lora = request.lora_request
         digest = None if lora is None else self.adapters.digest(lora)
         if lora is not None and digest is None:

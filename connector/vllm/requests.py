@@ -181,6 +181,12 @@ def last_border(
     return 0
 
 
+def params_of(request: Any) -> Mapping[str, Any]:
+    """A request's `kv_transfer_params`; none if a client has given something else there, in its `vllm_xargs`."""
+    given = request.kv_transfer_params
+    return given if isinstance(given, Mapping) else {}
+
+
 HINT_KEY: Final = "kvtier_hint"  # in `kv_transfer_params`
 _STOPPED: Final = "FINISHED_STOPPED"  # vLLM's status of an answer that was not cut off
 
@@ -193,8 +199,7 @@ def answered_of(
     An explicit hint takes precedence over one derived from the answer. An unknown hint is ignored, and `ignored` is
     called with the reason, since vLLM has already accepted the request.
     """
-    given = request.kv_transfer_params
-    given = given if isinstance(given, Mapping) else {}
+    given = params_of(request)
     if not request.num_output_tokens or given.get("do_remote_decode"):
         return None
     word = given.get(HINT_KEY)
@@ -283,7 +288,7 @@ class TrackedRequest:
     most_stored: int | None = None  # leading tokens that its client lets it store
 
     def __post_init__(self) -> None:
-        given = self.request.kv_transfer_params or {}
+        given = params_of(self.request)
         self.most_loaded, self.most_stored = (_limit(given, name) for name in ("max_load_tokens", "max_offload_tokens"))
 
     @property
@@ -299,7 +304,7 @@ def _limit(given: Mapping[str, Any], name: str) -> int | None:
     """A bound in `kv_transfer_params`, by the name that vLLM's own offloading has for it."""
     value = given.get(name)
     if value is not None and (type(value) is not int or value < 0):
-        _log.warning("kv_transfer_params, %s %r: ignored; use a number of tokens from 0 on", name, value)
+        _log.warning("kv_transfer_params, %s %.60r: ignored; use a number of tokens from 0 on", name, value)
         return None
     return value
 
@@ -411,8 +416,8 @@ class Handovers:
 
         With states it names the last border after which the decode node can continue. vLLM has few of those.
         """
-        given = row.request.kv_transfer_params
-        if not isinstance(given, dict) or not given.get("do_remote_decode") or _KEY in given:
+        given = params_of(row.request)
+        if not given.get("do_remote_decode") or _KEY in given:
             return None
         in_prompt = (row.request.num_prompt_tokens - self._lookahead) // self._size  # named by the prompt alone
         num_blocks = row.border if self._groups else min(row.stored or 0, in_prompt)
@@ -428,8 +433,8 @@ class Handovers:
 
         `num_requests`: of this engine. Computing the prompt would delay each of them.
         """
-        given, hashes = row.request.kv_transfer_params, row.chain.hashes
-        offered = given.get(_KEY) if isinstance(given, Mapping) else None
+        given, hashes = params_of(row.request), row.chain.hashes
+        offered = given.get(_KEY)
         if not isinstance(offered, Mapping) or given.get("do_remote_prefill") or given.get("do_remote_decode"):
             return  # if another connector delivers the KV, there is nothing to wait for
         if self._cache.load_or_recompute == "recompute":

@@ -102,6 +102,15 @@ def why_none(vllm_config: Any) -> str | None:
     return None
 
 
+def why_unnamed(vllm_config: Any) -> str | None:
+    """Why another process may take one image for another; None if vLLM names each by its content."""
+    images, caches = vllm_config.model_config.multimodal_config, vllm_config.cache_config
+    if images is None or caches.enable_prefix_caching or images.mm_processor_cache_gb > 0:
+        return None
+    fix = "leave out --no-enable-prefix-caching or --mm-processor-cache-gb 0"
+    return f"without a processor cache and prefix caching vLLM names an image by its request, not by its content; {fix}"
+
+
 _FIX: Final = "use pipeline_parallel_size 1, and divide the model by tensor_parallel_size"
 
 

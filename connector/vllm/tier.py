@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvtier.connector.vllm.identity import engine_config, native_identity
 from kvtier.connector.vllm.interface import require_supported_version
-from kvtier.connector.vllm.slot_plan import why_none
+from kvtier.connector.vllm.slot_plan import why_none, why_unnamed
 from kvtier.connector.vllm.tier_jobs import StoreOrder, TierJobs
 from kvtier.tiers import ChainHash, ConfigError, Metrics, Outcome
 from kvtier.tiers.config import Config
@@ -133,7 +133,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         num_chunks, chunk_bytes = len(primary_kv_view), self.block_size_bytes
         self.metrics = Metrics()
         ports: list[TierPort] = []
-        if (reason := why_none(engine)) is None:
+        if (reason := why_none(engine) or why_unnamed(engine)) is None:
             ports = open_ports(config, root, _Chunks(chunk_bytes), self.metrics, Rates("load"))
         else:
             _log.warning("secondary tier %s keeps no blocks: %s", tier_type, reason)

@@ -390,6 +390,7 @@ def _traced(app: ASGIApp) -> ASGIApp:
 
     async def traced(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
+        tracing.current.set(None)  # a pipelined request begins in the context of the one before it
         if not path.startswith("/v1/") or scope["method"] != "POST":
             await app(scope, receive, send)
             return

@@ -21,6 +21,7 @@ from kvtier.tiers.hierarchy.cache_tiers import PENDING, Wanted
 from kvtier.tiers.host import host
 from kvtier.tiers.pool import Reservation
 from kvtier.tiers.tier import Outcome
+from kvtier.tiers.tracing import Trace
 
 
 def test_what_one_request_computed_the_next_one_loads(bench: Bench) -> None:
@@ -46,6 +47,13 @@ def test_what_one_request_computed_the_next_one_loads(bench: Bench) -> None:
     for i, block in enumerate([7, 8, 9]):
         assert bench.l1[block].tobytes() == payload_of(second.chain.hashes[i])
     bench.scheduler.finished("b")
+
+
+def test_a_traced_request_that_ends_before_its_lookup_leaves_nothing(bench: Bench) -> None:
+    """As one that is aborted while it waits for its turn."""
+    bench.scheduler.traces["a"] = Trace("")
+    bench.scheduler.finished("a")
+    assert not bench.scheduler.traces
 
 
 def test_at_least_the_last_token_is_computed(bench: Bench) -> None:

@@ -121,3 +121,18 @@ def test_a_clients_own_name_of_an_image_is_not_kept(
         with image_engine(model, kvtier(slab), mm_processor_cache_gb=0) as started:
             assert started.text([IMAGES[number]], ["my-image"]) == [plain[number]]
     assert loads == []
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"enable_prefix_caching": False, "mm_processor_cache_gb": 0}, None), ({"mm_processor_cache_gb": 0}, "my-image")],
+)
+def test_kv_of_an_image_that_a_request_or_a_client_names_is_not_kept(
+    model: Path, plain: Texts, tmp_path: Path, options: dict[str, Any], name: str | None
+) -> None:
+    """The next process has another image of that name, behind the same words."""
+    ours = {"kv_connector_extra_config": tiers(tmp_path / "kv"), "kv_load_failure_policy": "recompute"}
+    kept = KVTransferConfig(kv_connector="KVTierConnector", kv_role="kv_both", **ours)
+    for number in (0, 1):
+        with image_engine(model, None, kv_transfer_config=kept, **options) as started:
+            assert started.text([IMAGES[number]], name and [name]) == [plain[number]]

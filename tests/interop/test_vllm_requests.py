@@ -1,5 +1,6 @@
 """vLLM's real requests: what of images, embeddings, adapters and salts is in the names of their blocks."""
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -33,7 +34,9 @@ def chains_begin_as_in_an_engine() -> None:
 def image(name: str, offset: int = BLOCK + 5) -> MultiModalFeatureSpec:
     """An image of twenty tokens, by default in the second block."""
     where = PlaceholderRange(offset=offset, length=20)
-    return MultiModalFeatureSpec(data=None, modality="image", identifier=name, mm_position=where)
+    return MultiModalFeatureSpec(
+        data=None, modality="image", identifier=hashlib.sha256(name.encode()).hexdigest(), mm_position=where
+    )
 
 
 def request_of(**options: Any) -> Request:

@@ -271,12 +271,12 @@ def test_blocks_that_cannot_be_cut_by_heads_are_refused(share: int, changed: dic
         shared(share, **changed)
 
 
-@pytest.mark.parametrize("share", [1, 2, 8])
-def test_engines_of_every_size_have_one_name_and_slots_of_one_size(tmp_path: Path, share: int) -> None:
+@pytest.mark.parametrize(("share", "heads"), [(1, 8), (2, 8), (8, 8), (8, 2)])
+def test_engines_of_every_size_have_one_name_and_slots_of_one_size(tmp_path: Path, share: int, heads: int) -> None:
     path = make_checkpoint("llama", tmp_path / "m")
     kept = set()
-    for tp, heads in ((1, 8), (2, 8), (8, 8), (16, 8)):
-        config, kv_cache, plan = shared(share, tp=tp, heads=heads)
+    for tp in (1, 2, 8, 16):
+        config, kv_cache, plan = shared(share, tp=tp, heads=heads, replicas=max(1, tp // heads))
         read_from(path, config)
         named = identity(config, kv_cache, plan, CacheConfig(share_across_tp=share)).fingerprint()
         kept.add((named, plan.block_bytes))
@@ -284,7 +284,7 @@ def test_engines_of_every_size_have_one_name_and_slots_of_one_size(tmp_path: Pat
             alone = slot_plan(config, kv_cache, canonical=False)
             assert identity(config, kv_cache, alone, CacheConfig()).fingerprint() == named
         if tp == 16:  # the ranks of a head store it once
-            assert (plan.num_parts, plan.replicas) == (8, 2)
+            assert (plan.num_parts, plan.replicas) == (heads, 16 // heads)
     assert len(kept) == 1
 
 
@@ -296,7 +296,8 @@ def test_latents_have_one_name_whatever_the_number_of_ranks(tmp_path: Path) -> N
         config, kv_cache, plan = shared(4, spec, tp=tp, replicas=tp)
         read_from(path, config)
         assert plan.block_bytes == 3 * 16 * 576 * 2
-        names.add(identity(config, kv_cache, plan, CacheConfig()).fingerprint())
+        for cache in (CacheConfig(share_across_tp=4), CacheConfig()):
+            names.add(identity(config, kv_cache, plan, cache).fingerprint())
     assert len(names) == 1
 
 

@@ -38,12 +38,18 @@ def primary() -> np.ndarray[Any, np.dtype[np.int8]]:
     return np.zeros((NUM_CHUNKS, CHUNK_BYTES), np.int8)
 
 
+def engine_of(images: Any, *, caches: bool = False) -> Any:
+    """What of vLLM's configuration says how it names images; `images`: its `multimodal_config`."""
+    model, cache = SimpleNamespace(multimodal_config=images), SimpleNamespace(enable_prefix_caching=caches)
+    return SimpleNamespace(lora_config=None, model_config=model, cache_config=cache)
+
+
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, disk_dir: Path, primary: Any) -> Iterator[Make]:
     """Makes tiers over one directory and the primary tier; laws are checked at the end."""
     from kvtier.connector.vllm import tier as vllm_tier
 
-    monkeypatch.setattr(vllm_tier, "engine_config", lambda spec: SimpleNamespace(lora_config=None))
+    monkeypatch.setattr(vllm_tier, "engine_config", lambda spec: getattr(spec, "engine", engine_of(None)))
     monkeypatch.setattr(vllm_tier, "why_none", lambda config: None)
     monkeypatch.setattr(vllm_tier, "native_identity", lambda config, spec, revision, epoch: IDENTITY)
     made: list[Any] = []
@@ -346,3 +352,15 @@ def test_bad_options_are_refused_with_one_line(options: dict[str, Any], line: st
         _configuration("kvtier", options)
     assert str(refused.value).startswith(line)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("cache_gb", "caches", "is_kept"), [(0, False, False), (4, False, True), (0, True, True), (None, False, True)]
+)
+def test_nothing_is_kept_where_a_name_may_be_another_image(
+    make: Make, cache_gb: int | None, caches: bool, is_kept: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    images = None if cache_gb is None else SimpleNamespace(mm_processor_cache_gb=cache_gb)
+    tier = make(spec=SimpleNamespace(engine=engine_of(images, caches=caches)))
+    assert bool(tier.jobs.ports) == is_kept
+    assert ("vLLM names an image by its request, not by its content; leave out" in caplog.text) != is_kept

@@ -41,6 +41,7 @@ def otlp_target(configured: str | None) -> tracing.OtlpTarget | None:
     url = url or f"{(base or 'http://localhost:4318').rstrip('/')}/v1/traces"
     protocol = next((value for name in _PROTOCOLS if (value := os.environ.get(name))), "http/protobuf")
     if protocol != "http/protobuf" or not url.startswith(("http://", "https://")):
-        why = f"[tracing] {url} by {protocol}: spans go by http/protobuf; set [tracing] endpoint to a port for that"
+        shown = tracing.OtlpTarget(url).shown
+        why = f"[tracing] {shown} by {protocol}: spans go by http/protobuf; set [tracing] endpoint to a port for that"
         return tracing.OtlpTarget(url, why)
     return tracing.OtlpTarget(url)

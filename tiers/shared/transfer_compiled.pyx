@@ -85,8 +85,8 @@ cdef class Transfer:
         if self.out.first == NULL or self.hashes == NULL:
             raise MemoryError()
         self.into.first = self.out.first + i
-        self.hold(sends, self.out.width, PyBUF_SIMPLE)
-        self.hold(receives, self.into.width, PyBUF_WRITABLE)
+        self.hold(sends, self.out.count, self.out.width, PyBUF_SIMPLE)
+        self.hold(receives, self.into.count, self.into.width, PyBUF_WRITABLE)
         if expected is not None:
             self.expected = <uint64_t*>calloc(self.out.count + 1, sizeof(uint64_t))
             if self.expected == NULL:
@@ -105,8 +105,12 @@ cdef class Transfer:
             first = &self.into.first[i * self.into.width]
             if opening and (first.len < len(opening) or first[self.into.width - 1].len < 2):
                 raise ValueError(f"places of reply {i} are shorter than what it begins or ends with; give more bytes")
+            if self.into.width > 1 and not first[1].len:
+                raise ValueError(f"the payload of reply {i} has no place; give some bytes")
         for i in range(self.out.count if self.expected != NULL else 0):
             first = &self.out.first[i * self.out.width]
+            if not first[1].len:
+                raise ValueError(f"the payload of row {i} is empty; give some bytes")
             if first[2].len != TAG or (mac is None and not first[2].readonly):
                 raise ValueError(f"the tag of row {i} has {first[2].len} bytes; give {TAG}, and a MAC if they are to be made")
         kvtier_start(self.out.sums)
@@ -117,8 +121,10 @@ cdef class Transfer:
             self.into.part = min(part, row_bytes(&self.into, 0))
             self.waiting -= self.into.part
 
-    cdef hold(self, rows, Py_ssize_t width, int flags):
-        for row in map(tuple, rows):
+    cdef hold(self, rows, Py_ssize_t count, Py_ssize_t width, int flags):
+        cdef Py_ssize_t i
+        for i in range(count):
+            row = tuple(rows[i])
             if len(row) != width:
                 raise ValueError(f"{len(row)} buffers where the first row has {width}; give all as many")
             for each in row:

@@ -76,14 +76,45 @@ def test_it_names_the_prompts_blocks_or_the_last_border_with_states(tier: Memory
     assert prefilled(tier, groups=(0, 2))["kvtier"]["blocks"] == 3
 
 
-@pytest.mark.parametrize("params", [None, {}, [], {"do_remote_decode": False}, {"do_remote_prefill": True}])
+@pytest.mark.parametrize(
+    "params",
+    [None, {}, [], ["kvtier"], "do_remote_decode", 7, {"do_remote_decode": False}, {"do_remote_prefill": True}],
+)
 def test_an_answer_without_a_hand_over_request_has_no_parameters(params: Any, tier: MemoryTier) -> None:
     node = Node(tier)
     row = node.row(params)
     row.stored = 4
+    node.handovers.admit(row)
+    assert (row.awaited, row.most_loaded, row.most_stored) == (None, None, None)
     assert node.handovers.offer(row) is None
     row = node.row(ASKED)  # and nothing of what was not stored
     assert node.handovers.offer(row) is None
+    node.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "bound"),
+    [
+        (0, 0),
+        (7, 7),
+        (1 << 62, 1 << 62),
+        (-1, None),
+        (True, None),
+        (1.0, None),
+        (float("nan"), None),
+        ("7", None),
+        ([], None),
+    ],
+)
+def test_a_bound_is_a_number_of_tokens_or_none(
+    value: object, bound: int | None, tier: MemoryTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Node(tier)
+    row = node.row({"max_load_tokens": value, "max_offload_tokens": value})
+    assert (row.most_loaded, row.most_stored) == (bound, bound)
+    assert ("use a number of tokens from 0 on" in caplog.text) == (bound is None)
+    node.row({"max_load_tokens": "7" * 1_000_000})
+    assert len(caplog.text) < 2000  # a client writes no log
     node.close()
 
 

@@ -189,6 +189,26 @@ def test_an_item_that_vllm_has_no_room_for_is_loaded_in_a_later_step(engine: Eng
     assert torch.equal(engine.ask([(CAT, 40, 24)], {}), cat)
 
 
+@pytest.mark.parametrize("num_left", [0, 32])
+def test_an_item_whose_promise_ends_is_encoded_however_often_it_is_asked_for(
+    engine: Engine, num_left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the daemon goes away; vLLM asks once for each request that has the image."""
+    cat = output(1, 40)
+    engine.ask([(CAT, 40, 24)], {CAT: cat})
+    engine.evict()
+    allocated = engine.half.side.allocated
+    monkeypatch.setattr(engine.half.side, "allocated", lambda name, blocks, _: allocated(name, blocks, num_left))
+    assert engine.half.is_ready("r", [(CAT, 40, 24)], loads=True)
+    assert [engine.half.has(CAT) for _ in range(3)] == [False] * 3
+    engine.half.scheduled(CAT)
+    assert not engine.half.build([], is_idle=False, stores=True).names
+    engine.half.finished("r", [CAT])
+    monkeypatch.undo()
+    engine.evict()
+    assert torch.equal(engine.ask([(CAT, 40, 24)], {}), cat)
+
+
 @pytest.mark.parametrize(
     "made", [output(1, 39), output(1, 40, width=48), output(1, 40, torch.float64), output(1, 40)[0]]
 )

@@ -215,8 +215,22 @@ def test_a_block_before_an_image_has_no_name() -> None:
     asked = request_of([1, 2, 3, 4, 5])
     asked.lora_request = asked.prompt_embeds = asked.mm_features = None
     assert isinstance(names.of(asked), AheadChain)
-    asked.mm_features = [object()]
+    asked.mm_features = [SimpleNamespace(identifier="c" * 64)]
     assert names.of(asked) is None
+
+
+@pytest.mark.parametrize(
+    ("identifier", "is_kept"),
+    [("c" * 64, True), ("d" * 128, True), ("an adapter:" + "c" * 64, True), ("my-image", False), ("0-image-0", False),
+     ("", False), ("C" * 64, False), ("c" * 63, False), ("c" * 64 + "\n", False), ("c" * 64 + ":my-image", False)],
+)  # fmt: skip
+def test_a_request_whose_image_has_no_digest_for_a_name_has_no_chain(identifier: str, is_kept: bool) -> None:
+    """In another process that name may mean another image."""
+    plan: Any = SimpleNamespace(canonical=False, block_size=4, hash_size=4, lookahead=0)
+    asked = request_of([1, 2, 3, 4, 5])
+    asked.lora_request = asked.prompt_embeds = asked.cache_salt = None
+    asked.mm_features = [SimpleNamespace(identifier="c" * 64), SimpleNamespace(identifier=identifier)]
+    assert (RequestNames(plan, CacheConfig(), ROOT).of(asked) is not None) == is_kept
 
 
 @pytest.mark.parametrize(

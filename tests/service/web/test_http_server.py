@@ -10,7 +10,8 @@ import re
 import resource
 import socket as sockets
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from router_rig import replicas, routed
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Scope
 
@@ -334,6 +335,37 @@ def test_what_is_written_in_one_turn_goes_by_one_send() -> None:
         assert transport.is_closing()
 
     asyncio.run(story())
+
+
+def test_a_client_that_reads_nothing_bounds_what_is_made_and_then_gets_all_in_order() -> None:
+    made: list[int] = []
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for number in range(4000):
+            made.append(number)
+            yield b"%09d," % number + bytes(10_000)
+            await asyncio.sleep(0)
+
+    async def stream(_: Request) -> Response:
+        return StreamingResponse(pieces())
+
+    server = HttpServer(Starlette(routes=[Route("/", stream)]), HttpSocket("127.0.0.1:0"))
+    server.start()
+    host, _, port = server.address.rpartition(":")
+    try:
+        with sockets.socket() as client:
+            client.setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVBUF, 4096)
+            client.settimeout(60)
+            client.connect((host, int(port)))
+            client.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            before = -1
+            while before != (before := len(made)) or not made:  # until it waits
+                time.sleep(0.3)
+            assert before < 2000  # the kernel's buffers have some megabytes
+            got = b"".join(iter(lambda: client.recv(1 << 20), b""))
+        assert [int(each) for each in re.findall(rb"(\d{9}),", got)] == list(range(4000))
+    finally:
+        server.stop()
 
 
 # Stories of a request's id and the log: it comes with the request or is made, and is in the log and in the answer.

@@ -2,14 +2,16 @@
 
 import json
 import logging
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 
 import httpx2
 import pytest
@@ -20,9 +22,14 @@ from otlp_rig import Collector, SeenSpan, collecting, drawn, tree
 from router_rig import replicas, routed
 from server_rig import BLOCK, MODEL, ServerProcess, serving
 from service_rig import DaemonProcess, DaemonThread, end_child, environment
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 
 from kvtier.service.command_line import JsonLine
 from kvtier.service.node.status import wanting_parts
+from kvtier.service.web import HttpServer, HttpSocket
 from kvtier.tiers import extras, tracing
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.config.environment import otlp_target
@@ -212,6 +219,40 @@ def test_a_collector_that_is_away_fails_no_request(model: Path) -> None:
         wait_until(lambda: server.status()["wanting"] == [])
 
 
+@pytest.mark.parametrize(
+    ("head", "body", "outcome"),
+    [
+        ("200 OK\r\ntransfer-encoding: chunked", b"10000\r\n" + bytes(65536) + b"\r\n", "exported"),
+        ("302 Found\r\nlocation: http://127.0.0.1:1/", b"", "export_failed"),
+        ("500 Oops\r\nretry-after: never", b"garbage", "export_failed"),
+        ("nonsense", b"", "export_failed"),
+    ],
+)
+def test_what_a_collector_answers_is_not_read_beyond_its_head(head: str, body: bytes, outcome: str) -> None:
+    """It may have no end, and would fill the memory."""
+    sent: list[int] = []
+
+    def answer(listener: socket.socket) -> None:
+        with listener.accept()[0] as client, suppress(OSError):
+            client.recv(1 << 16)
+            client.sendall(f"HTTP/1.1 {head}\r\n\r\n".encode())
+            while body:
+                client.sendall(body)
+                sent.append(len(body))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        answering = Thread(target=answer, args=[listener])
+        answering.start()
+        with tracing_to(f"http://127.0.0.1:{listener.getsockname()[1]}"):
+            trace = tracing.begin("one", None, "server", {})
+            assert trace is not None
+            trace.end()
+            wait_until(lambda: tracing.counts().get(outcome) == 1)
+            answering.join(60)
+            assert not answering.is_alive()
+    assert sum(sent) < 64 << 20  # what the kernel took before it was closed
+
+
 def test_spans_that_find_no_room_are_dropped_and_counted() -> None:
     hanging = threading.Event()
     with collecting() as collector:
@@ -292,12 +333,67 @@ def test_it_is_on_where_a_collector_is_named(
 
 @pytest.mark.parametrize("variable", ["OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"])
 def test_a_collector_by_grpc_is_refused_with_the_fix(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://c:4317")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://me:secret@c:4317")
     monkeypatch.setenv(variable, "grpc")
     target = otlp_target(None)
     assert target is not None
     fix = "spans go by http/protobuf; set [tracing] endpoint to a port for that"
     assert target.why == f"[tracing] http://c:4317/v1/traces by grpc: {fix}"
+
+
+@pytest.mark.parametrize("variable", ["OTEL_ATTRIBUTE_COUNT_LIMIT", "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT"])  # by an import
+def test_a_variable_that_cannot_be_meant_costs_the_spans_and_no_start(variable: str) -> None:
+    program = (
+        "from kvtier.tiers import tracing; from kvtier.tiers.config import otlp_target;"
+        "tracing.start('here', otlp_target('http://127.0.0.1:1'));"
+        "print(tracing.ON, tracing.begin('one', None, 'server', {}), tracing.wanting()['tracing'])"
+    )
+    variables = {**environment(), variable: "many"}
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("False None [tracing] http://127.0.0.1:1/v1/traces: OpenTelemetry does not start: ")
+    assert "many" in done.stdout
+    assert done.stdout.endswith("; fix its OTEL_… variables\n")
+
+
+def test_a_pipelined_request_has_no_trace_of_the_one_before_it() -> None:
+    seen: list[str | None] = []
+
+    async def page(request: Request) -> Response:
+        trace = tracing.current.get()
+        seen.append(None if trace is None else trace.trace_id)
+        return PlainTextResponse("")
+
+    app = Starlette(routes=[Route("/v1/completions", page, methods=["POST"]), Route("/page", page)])
+    with collecting() as collector, tracing_to(collector.url):
+        server = HttpServer(app, HttpSocket("127.0.0.1:0"))
+        server.start()
+        try:
+            host, _, port = server.address.rpartition(":")
+            first = (
+                f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\ntraceparent: 00-{TRACE}-{CLIENT}-01"
+            )
+            with socket.create_connection((host, int(port)), timeout=60) as client:
+                client.sendall(
+                    f"{first}\r\n\r\nGET /page HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode()
+                )
+                while client.recv(4096):
+                    pass
+        finally:
+            server.stop()
+    assert seen == [TRACE, None]
+
+
+def test_a_collectors_password_is_in_no_reason() -> None:
+    url = "http://me:secret@127.0.0.1:1/v1/traces?key=secret"
+    tracing.start("here", tracing.OtlpTarget(url))
+    try:
+        trace = tracing.begin("one", None, "server", {})
+        assert trace is not None
+        trace.end()
+        wait_until(tracing.wanting)
+        assert tracing.wanting()["tracing"].startswith("[tracing] http://127.0.0.1:1/v1/traces: the collector takes no")
+    finally:
+        tracing.stop()
 
 
 def test_off_it_imports_nothing() -> None:

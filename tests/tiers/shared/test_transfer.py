@@ -266,6 +266,8 @@ def test_rows_that_cannot_be_are_refused() -> None:
         (([(b"h", b"p", b"short")], []), {"expected": [1]}),
         (([(b"h", b"p")], []), {"expected": [1]}),
         (([], [place]), {"mac": BlockTags(bytes(32))}),
+        (([], [(place[0], memoryview(bytearray(0)))]), {}),
+        (([(b"h", b"", bytes(TAG_BYTES))], []), {"expected": [1]}),
     ]
     for rows, more in wrong:
         with pytest.raises(ValueError, match=r"give"):
