@@ -90,7 +90,8 @@ def astray(path: str) -> str:
         if not any(engine in str(error).lower() for engine in ENGINES):
             return f"{path}: {error}"
         folder = ROOT.joinpath(*re.sub("_tier$", "", module.removeprefix("kvtier.")).split("."))
-        text = "".join(file.read_text() for file in folder.glob("*.py"))
+        files = folder.glob("*.py") if folder.is_dir() else [folder.with_suffix(".py")]
+        text = "".join(file.read_text() for file in files)
         missing = [name for name in attributes if not re.search(rf"^(class|def) {name}\b", text, re.MULTILINE)]
         return f"{path}: no file of {folder.relative_to(ROOT)} defines {missing}" if missing else ""
     return ""

@@ -23,19 +23,19 @@ _CONNECTOR: Final = "KVTierConnector"
 class KVTierLLMServer(LLMServer):
     """Ray Serve calls every method. It runs wherever LLMServer does, with or without the connector."""
 
-    async def __init__(self, llm_config: LLMConfig, **more: Any) -> None:
-        """The engine is ready once this has ended."""
+    async def start(self) -> None:
+        """Start the engine, which then publishes KV events."""
         if not KVConnectorBackendFactory.is_registered(_CONNECTOR):  # it needs no set-up of Ray's
             KVConnectorBackendFactory.register_backend(_CONNECTOR, DefaultConnectorBackend)
         node = ray.util.get_node_ip_address()
         with held_ports(len(ENDPOINTS)) as ports:
-            self._endpoints = [
+            publish, replay = self._endpoints = [
                 text.format(node=node, events=port, replay=port) for text, port in zip(ENDPOINTS, ports, strict=True)
             ]
-            publish, replay = self._endpoints
-            events = {"enable_kv_cache_events": True, "publisher": "zmq"}
-            llm_config.update_engine_kwargs(kv_events_config={**events, "endpoint": publish, "replay_endpoint": replay})
-            await super().__init__(llm_config, **more)
+            given = self._llm_config.engine_kwargs.get("kv_events_config") or {}
+            ours = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": publish, "replay_endpoint": replay}
+            self._llm_config.update_engine_kwargs(kv_events_config={**given, **ours})
+            await super().start()
 
     @classmethod
     def get_deployment_options(cls, llm_config: LLMConfig) -> dict[str, Any]:
