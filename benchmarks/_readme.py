@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from statistics import mean
 from typing import Any, Final
 
 from _claims import CLAIMS, SIX, PageRow
@@ -201,6 +202,9 @@ def written(page: Path, table: str) -> str:
 # tables of scale, hints and agents in docs/performance.md, and of compression in docs/storage.md
 
 
+_RIGHT: Final = ("9 of 10 right, points", "5 of 10 right, points", "0 of 10 right, points")
+
+
 def tables() -> dict[str, str]:
     """Each table of the pages by the word in its mark."""
     results = saved()
@@ -223,7 +227,14 @@ def tables() -> dict[str, str]:
     made["compression"] = "\n".join([*(table(rows) for rows in (kinds, tiers, kept) if rows), _machine(compressed)])
     packed = [{name: row[name] for name in row if name not in LEFT_OUT} for row in packed]
     made["lossy"] = f"{table(packed)}\n{table(answers)}\n{_machine(compressed)}" if packed else ""
-    worth = [{name: row[name] for name in row if name != "lru %"} for row in results["hints"]["results"]]
+    said: dict[str, list[dict[str, Any]]] = {}
+    for row in results["hints"]["results"]:
+        said.setdefault(row["said"], []).append(row)
+    worth = [
+        {"said": word, "traces": len(rows)}
+        | {name: f"{mean(row[name] for row in rows):.2f} ({min(row[name] for row in rows):.2f})" for name in _RIGHT}
+        for word, rows in said.items()
+    ]
     made["hints"] = f"{table(worth)}\n{_machine(results['hints'])}"
     made["agents"] = f"{table(results['agent_reuse']['results'])}\n{_machine(results['agent_reuse'])}"
     return made
