@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -47,9 +48,10 @@ class Server:
         self.port = int(arguments[arguments.index("--port") + 1])
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        arguments += ["--host", "127.0.0.1", "--enforce-eager", "--dtype", "float32", "--max-model-len", "1024"]
-        arguments += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", "128", "--served-model-name", "m"]
-        arguments += ["--enable-prompt-tokens-details"]
+        small = {"--max-model-len": "1024", "--num-gpu-blocks-override": "128"}  # unless the command has its own
+        arguments += chain.from_iterable(each for each in small.items() if each[0] not in arguments)
+        arguments += ["--host", "127.0.0.1", "--enforce-eager", "--dtype", "float32", "--served-model-name", "m"]
+        arguments += ["--block-size", str(BLOCK), "--enable-prompt-tokens-details"]
         with log.open("wb") as out:
             self._process = subprocess.Popen(
                 # what `vllm serve` runs; the CPU build's command wants a package by the name of the GPU build's

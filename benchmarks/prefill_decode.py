@@ -1,0 +1,181 @@
+"""A prefill and a decode vLLM on this CPU, and what hands the KV over: kvtier by a daemon, by Redis, or vLLM's NIXL.
+
+Two real `vllm serve`, and what a proxy does between them: the prompt goes to the prefill server with one token to
+answer, then to the decode server with what that returned. "alone": the decode server computes the prompt itself. TTFT
+is from the proxy's first request to the first token of the answer. Inter-token times are those of one more request,
+which the decode server answers all the while: they show what a prefill beside it costs. NIXL moves blocks from vLLM's
+cache to vLLM's cache, and keeps none; kvtier's stay in its tiers. Every way has the same prompts and the same answers,
+one request at a time; ways take turns. Both servers share the cores. Runs in `.venv-vllm` (`.ci/beside-engine vllm`).
+"""
+
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from _process import beside
+
+beside("vllm")
+
+import httpx  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from _process import free_port, installed  # noqa: E402
+from _report import Row, Target, parser, progress, report  # noqa: E402
+from node_rig import node  # noqa: E402
+from pair_rig import ASKED, Pair, Server  # noqa: E402
+from redis_rig import standalone  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+from tokenizers.models import WordLevel  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+
+NIXL: Final = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # UCX over shared memory; nothing of CUDA's is needed
+BESIDE_TOKENS: Final = 2000  # tokens of the answer that goes on meanwhile
+MAX_LEN: Final = 4096
+WORDS: Final = 512
+
+
+@contextmanager
+def servers(transfers: Sequence[dict[str, Any]], model: Path, logs: Path, blocks: int) -> Iterator[Pair]:
+    started = []
+    try:
+        for name, transfer in zip(("prefill", "decode"), transfers, strict=True):
+            command = ["vllm", "serve", str(model), "--port", str(free_port())]
+            command += ["--kv-transfer-config", json.dumps(transfer)] if transfer else []
+            command += ["--max-model-len", str(MAX_LEN), "--num-gpu-blocks-override", str(blocks)]
+            started.append(Server(command, logs / f"{name}.log"))
+            os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())  # of the next one
+        for server in started:
+            server.until_ready()
+        yield Pair(*started)
+    finally:
+        for server in started:
+            server.close()
+
+
+def of_kvtier(extra: dict[str, Any]) -> list[dict[str, Any]]:
+    common = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
+    return [{**common, "kv_role": role, "kv_connector_extra_config": extra} for role in ("kv_producer", "kv_consumer")]
+
+
+def of_nixl() -> list[dict[str, Any]]:
+    return [{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}] * 2
+
+
+class Client:
+    """One streamed request at a time, and the times of its tokens."""
+
+    def __init__(self, server: Server) -> None:
+        self._url = f"{server.url}/v1/completions"
+
+    def times(self, prompt: Sequence[int], num_tokens: int, params: Any = None) -> tuple[list[float], list[int]]:
+        body: dict[str, Any] = {"model": "m", "prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0}
+        body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
+        body |= {"kv_transfer_params": params} if params else {}
+        came, tokens = list[float](), list[int]()
+        with httpx.stream("POST", self._url, json=body, timeout=300) as answer:
+            answer.raise_for_status()
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    came.append(time.perf_counter())
+                    piece = json.loads(line.removeprefix("data: "))
+                    if "error" in piece:
+                        raise RuntimeError(f"{self._url}: {piece['error']}")
+                    tokens += piece["choices"][0].get("token_ids") or []
+        return came, tokens
+
+
+def trial(way: str, pair: Pair, prompts: Sequence[list[int]], texts: dict[int, list[int]]) -> Row:
+    """The figures of one way, and a check of every answer."""
+    client, firsts = Client(pair.decode), list[float]()
+    own = threading.Thread(target=lambda: beside_times.extend(client.times([5] * 40, BESIDE_TOKENS)[0]))
+    beside_times: list[float] = []
+    client.times(prompts[0][:64], 2)  # what a first request alone costs
+    own.start()
+    time.sleep(0.5)
+    for number, prompt in enumerate(prompts):
+        began = time.perf_counter()
+        params = None if way == "alone" else pair.prefill.ask(prompt, 1, ASKED)[1]
+        came, tokens = client.times(prompt, 4, params)
+        firsts.append(came[0] - began)
+        if texts.setdefault(number, tokens) != tokens:
+            raise AssertionError(f"{way}, prompt {number}: another answer than alone")
+    end = time.perf_counter()
+    own.join()
+    meanwhile = [each for each in beside_times if each <= end]
+    gaps = np.diff(meanwhile) * 1e3
+    row: Row = {"TTFT p50 ms": median(firsts) * 1e3, "TTFT p99 ms": float(np.quantile(firsts, 0.99)) * 1e3}
+    return row | {"inter-token p50 ms": float(np.median(gaps)), "inter-token p99 ms": float(np.quantile(gaps, 0.99))}
+
+
+def main() -> int:
+    chosen = parser(__doc__).parse_args()
+    count, length, rounds = (2, 256, 1) if chosen.quick else (8, 2048, 2)
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(3, WORDS, length).tolist() for _ in range(count * rounds)]
+    texts: dict[int, list[int]] = {}
+    found: dict[str, list[Row]] = {}
+    packages = installed("benchmark-nixl-1.5.1", *NIXL)
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(packages)])
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        home = Path(folder)
+        size, layers = (128, 2) if chosen.quick else (512, 8)
+        config = LlamaConfig(
+            **{"vocab_size": WORDS, "hidden_size": size, "intermediate_size": 3 * size, "num_hidden_layers": layers},
+            **{
+                "num_attention_heads": size // 64,
+                "num_key_value_heads": size // 64,
+                "max_position_embeddings": MAX_LEN,
+            },
+        )
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(home / "model")
+        words = Tokenizer(WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token="w0"))
+        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(home / "model")
+        redis = stack.enter_context(standalone())
+        daemon = stack.enter_context(node())
+        transfers: dict[str, list[dict[str, Any]]] = {
+            "alone": [{}, {}],
+            "kvtier, a daemon": of_kvtier({"service": {"socket": str(daemon.socket)}, "host": {"size": "1GiB"}}),
+            "kvtier, Redis": of_kvtier({"host": {"size": "512MiB"}, "redis": {"url": redis.url}}),
+            "NIXL": of_nixl(),
+        }
+        blocks = (MAX_LEN + length) // 32 + 16
+        for turn in range(rounds):
+            for way, transfer in transfers.items():
+                progress(f"{way}, {turn + 1} of {rounds}")
+                own = prompts[turn * count : (turn + 1) * count]
+                with servers(transfer, home / "model", home, blocks) as pair:
+                    share = {at: text for at, text in texts.items() if at // count == turn}
+                    shifted = {at % count: text for at, text in share.items()}
+                    found.setdefault(way, []).append(trial(way, pair, own, shifted))
+                    texts |= {turn * count + at: text for at, text in shifted.items()}
+    rows: list[Row] = [
+        {"KV by": way, **{name: median(float(str(row[name])) for row in made) for name in made[0]}}
+        for way, made in found.items()
+    ]
+    return report(
+        "prefill_decode", rows, targets(rows), chosen.json, chosen.save, {"prompts": f"{count} of {length} tokens"}
+    )
+
+
+def targets(rows: Sequence[Row]) -> list[Target]:
+    by_way = {str(row["KV by"]): row for row in rows}
+    nixl = by_way.pop("NIXL")
+    return [
+        Target(f"{way} ÷ NIXL: {name}", 1.1, float(str(row[name])) / float(str(nixl[name])))
+        for way, row in by_way.items()
+        if way != "alone"
+        for name in ("TTFT p50 ms", "inter-token p99 ms")
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
