@@ -154,7 +154,7 @@ class Namespaces:
 
     def __init__(self, config: Config, log: RequestLog | None = None) -> None:
         self.budget = config.host.size
-        self._config, self._log = config, log
+        self.config, self._log = config, log
         self._open: dict[bytes, Namespace] = {}
         self.opening: dict[bytes, int] = {}  # fingerprint → bytes of L2 reserved for it
 
@@ -209,7 +209,7 @@ class Namespaces:
             del self._open[victims[-1].fingerprint]
         size = min(wanted, left) // stride * stride
         self.opening[hello.fingerprint] = size
-        return Opening(hello, size, victims, self._config, self._log)
+        return Opening(hello, size, victims, self.config, self._log)
 
     def opened(self, fingerprint: bytes, namespace: Namespace | None) -> None:
         del self.opening[fingerprint]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvtier.service.explain import LoggedRequest, Recent, RequestLog, tenant_of
 from kvtier.service.node.lookups import PastLookups, TraceRecorder
 from kvtier.tiers import L1, L2, TIERS, ChainHash, ConfigError, Outcome
-from kvtier.tiers.config import format_size
+from kvtier.tiers.config import Config, format_size
 from kvtier.tiers.hierarchy import Claim, HeldRun, Hierarchy, Overlap, Pending, Rates, Wanted, in_runs
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.naming import root_hash
@@ -46,14 +46,15 @@ class Quotas:
 
     def __init__(self, host: HostTier, fingerprint: bytes, default: int | None = None) -> None:
         """`default`: bytes for each tenant that has no quota, a block at least; None = no bound."""
-        self._default = None if default is None else max(default, host.region.slot_stride)
-        self.binds = default is not None  # some tenant
         self._unsalted = root_hash(fingerprint)
         self._others: dict[ChainHash, _Tenant] = {}  # that have the default
         self._num_noted = 0  # blocks stored since `keep` was last called
         self._host, self._fingerprint = host, fingerprint
         self._lock = Lock()
         self._tenants: dict[ChainHash, _Tenant] = {}  # by the root
+        self._default: int | None = None
+        self.binds = False  # some tenant
+        self.set_default(default)
 
     def __len__(self) -> int:
         return len(self._tenants)
@@ -74,6 +75,19 @@ class Quotas:
                     tenant.adopt(run)
         with self._lock:
             tenant.make_room(self._host.pool, len(tenant) - tenant.limit, ())
+
+    def set_default(self, num_bytes: int | None) -> None:
+        """Change the default quota, and evict what exceeds it. Blocks stored while there was none do not count."""
+        with self._lock:
+            self._default = None if num_bytes is None else max(num_bytes, self._host.region.slot_stride)
+            self.binds = self._default is not None or bool(self._tenants)
+            if self._default is None:
+                self._others.clear()
+                return
+            limit = self._tenant("", self._default).limit
+            for tenant in self._others.values():
+                tenant.num_bytes, tenant.limit = self._default, limit
+                tenant.make_room(self._host.pool, len(tenant) - limit, ())
 
     def require(self, num_bytes: int) -> None:
         if num_bytes < (stride := self._host.region.slot_stride):
@@ -405,6 +419,13 @@ class ServedTiers:
         self.recorder: TraceRecorder | None = None  # while a trace is recorded
         self.feed: TierFeed | None = None  # if KV events are published
         self._missed: OrderedDict[ChainHash, float] = OrderedDict()  # last block looked up → when it last missed
+
+    def reload(self, config: Config) -> None:
+        """Put in force what a running daemon takes of its configuration."""
+        self.quotas.set_default(config.service.default_quota)
+        self.savings.assumed_rate = config.service.prefill_rate
+        for port in self.hierarchy.ports:
+            port.set_breakers(config.breaker.failures, config.breaker.retry_after)
 
     def poll(self, claim: Claim) -> int | Pending:
         """As `Hierarchy.poll`. Counts a whole request's answer, unless the same lookup missed a moment ago."""

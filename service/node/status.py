@@ -23,7 +23,18 @@ from kvtier.service.node.loop import now
 from kvtier.service.node.namespaces import Namespace
 from kvtier.service.node.operators import Pins
 from kvtier.service.node.served_tiers import MOST_HEADS, Tenants
-from kvtier.service.observe import MetricValues, counter, figures, gauge, labelled, spans, statuses, text_of, wanting
+from kvtier.service.observe import (
+    MetricValues,
+    counter,
+    figures,
+    gauge,
+    labelled,
+    reloads,
+    spans,
+    statuses,
+    text_of,
+    wanting,
+)
 from kvtier.tiers import ChainHash, Lineage, tier_captions, tracing
 from kvtier.tiers.hierarchy import Hierarchy, TierPort, lineages
 from kvtier.tiers.naming import root_hash
@@ -310,7 +321,8 @@ def wanting_parts(daemon: Daemon, namespaces: Iterable[Namespace]) -> list[Wanti
     lost = ((each.name, each.hierarchy.metrics.wanting) for each in namespaces)
     too_small = [Wanting(part, f"model {name}: {why}", False) for name, parts in lost for part, why in parts.items()]
     untraced = [Wanting(part, why, False) for part, why in tracing.wanting().items()]
-    return [*daemon.health.wanting, *untraced, *too_small]
+    refused = [Wanting(part, why, False) for part, why in daemon.reloads.wanting.items()]
+    return [*daemon.health.wanting, *refused, *untraced, *too_small]
 
 
 def degraded_tiers(namespaces: Iterable[Namespace]) -> list[statuses.DegradedTier]:
@@ -421,6 +433,7 @@ def _own(
     yield gauge("kvtier_dead_clients", "Dead clients whose processes may still copy", dead)
     yield gauge("kvtier_budget_bytes", "Host memory there is for all models", daemon.config.host.size)
     yield wanting(each.part for each in wanting_parts(daemon, namespaces))
+    yield reloads(daemon.reloads.counts)
     yield spans()
     sizes = {namespace.name: namespace.size for namespace in namespaces}
     yield gauge("kvtier_host_bytes", "Host memory a model has", sizes, "fingerprint")

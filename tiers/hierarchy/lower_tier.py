@@ -425,6 +425,12 @@ class TierPort:
                     self._num_stale -= 1
         return [Outcome.EPOCH] * len(records) if stale else outcomes
 
+    def set_breakers(self, failures: int, retry_after: float) -> None:
+        """Change both breakers' limits: failures in a row, and seconds until the first probe."""
+        self.settings = replace(self.settings, failures=failures, retry_after=retry_after)
+        for breaker in self.breakers.values():
+            breaker.set_limits(failures, retry_after)
+
     def failed(self, direction: Direction) -> None:
         """An operation of this tier ran past its deadline."""
         self.breakers[direction].failure()
