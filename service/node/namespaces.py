@@ -70,6 +70,7 @@ class Namespace:
     about: dict[str, str] = field(default_factory=dict)  # what the fingerprint was made from; empty: not known
     members: set[NamespaceUser] = field(default_factory=set)
     idle_since: float = field(default_factory=now)
+    opened: float = field(default_factory=now)
     progressed: bool = False  # a claim may have an answer: set by any thread, read by the loop
     hierarchy: Hierarchy = field(init=False)  # behind the tiers
 

@@ -229,7 +229,7 @@ class Router:
         `seat`: this process's, if there are several.
         """
         self._prefix, self.seat = prefix, seat
-        self.reloads = reloads or Reloads(Config)
+        self.reloads, self.prompt_price = reloads or Reloads(Config), config.prompt_price
         terms = _terms(config)
         keys = CurveKeys.load("router", config.curve_key_file, "curve_publisher_file", config.curve_publisher_file)
         self.holdings = FleetHoldings[ModelVersion](strict=strict, max_blocks=config.max_blocks, keys=keys)
@@ -249,6 +249,7 @@ class Router:
         listed = self.list.prepare(config.replicas, config.replicas_file, config.resolve_interval)
 
         async def apply() -> None:
+            self.prompt_price = config.prompt_price
             self._proxy.set_policy(_deadlines(config), config.weights)
             self._headers = terms.headers
             if self._tokens is not None:
@@ -357,6 +358,7 @@ class Router:
             indexed_blocks=self.holdings.num_blocks,
             forgotten_blocks=ledger.forgotten,
             cpu_s=ledger.cpu,
+            prompt_price=self.prompt_price,
         )
 
     @property

@@ -263,6 +263,9 @@ class LogConfig(Section):
     format: Literal["text", "json"] = option("text", "text: lines; json: an object a line")
 
 
+_Price = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+
+
 class ServiceConfig(HttpSection):
     """The node's daemon: where it listens, and where engines find it."""
 
@@ -288,8 +291,9 @@ class ServiceConfig(HttpSection):
         ge=0,
         le=1 << 24,
     )
-    gpu_hour: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = option(
-        None, "hourly price of an engine's GPUs together; none = no prices", reloads=True
+    gpu_hour: _Price | None = option(None, "hourly price of an engine's GPUs together; none = no prices", reloads=True)
+    cache_hour: _Price | None = option(
+        None, "hourly price of the cache, its memory and disk; none = nothing", reloads=True
     )
     prefill_rate: Annotated[WholeNumber, Field(ge=1, le=10**9)] | None = option(
         None, "tokens a second that an engine prefills, if none reports it", reloads=True
@@ -423,6 +427,9 @@ class RouterConfig(HttpSection, ApiSection):
     weight_storage: _Share = option(TIERS["file"].weight, "what a slab saves of it", reloads=True)
     weight_external: _Share = option(TIERS["redis"].weight, "what Redis saves of it", reloads=True)
     weight_object: _Share = option(TIERS["objects"].weight, "what an object store saves of it", reloads=True)
+    prompt_price: _Price | None = option(
+        None, "price of a million prompt tokens that replicas compute; none = no prices", reloads=True
+    )
     max_requests: WholeNumber = option(
         256, "requests at one replica at a time; further ones get 429", reloads=True, ge=1, le=65536
     )
