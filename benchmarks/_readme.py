@@ -1,4 +1,4 @@
-"""Writes what programs measured into the README, docs/performance.md, storage.md and models.md; `make lint` compares.
+"""Writes what programs measured into the README and docs/ (performance, storage, models, operate); lint compares.
 
 `python benchmarks/_readme.py`; it then says what the page still lacks: a goal, a row, a cause.
 """
@@ -15,7 +15,9 @@ from _goals import Target, held, is_end, left_out, without_mean
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PROGRAMS: Final = ROOT / "benchmarks"
-PERFORMANCE, STORAGE, MODELS = (ROOT / "docs" / f"{name}.md" for name in ("performance", "storage", "models"))
+PERFORMANCE, STORAGE, MODELS, OPERATE = (
+    ROOT / "docs" / f"{name}.md" for name in ("performance", "storage", "models", "operate")
+)
 README: Final = ROOT / "README.md"
 BEGIN: Final = "<!-- figures: written by benchmarks/_readme.py from benchmarks/results/ -->\n"
 END: Final = "<!-- end of figures -->\n"
@@ -198,7 +200,7 @@ def written(page: Path, table: str) -> str:
     return text[:start] + table + text[text.index(END, start) :]
 
 
-# tables of scale and hints in docs/performance.md, and of compression in docs/storage.md
+# tables of scale and hints in docs/performance.md, of compression in docs/storage.md, of backups in docs/operate.md
 
 
 def tables() -> dict[str, str]:
@@ -223,6 +225,8 @@ def tables() -> dict[str, str]:
     made["compression"] = "\n".join([*(table(rows) for rows in (kinds, tiers, kept) if rows), _machine(compressed)])
     packed = [{name: row[name] for name in row if name not in LEFT_OUT} for row in packed]
     made["lossy"] = f"{table(packed)}\n{table(answers)}\n{_machine(compressed)}" if packed else ""
+    transfers, loads = ([row for row in results["backup"]["results"] if name in row] for name in ("transfer", "load"))
+    made["backup"] = f"{table(transfers)}\n{table(loads)}\n{_machine(results['backup'])}"
     worth = [{name: row[name] for name in row if name != "lru %"} for row in results["hints"]["results"]]
     made["hints"] = f"{table(worth)}\n{_machine(results['hints'])}"
     return made
@@ -304,7 +308,7 @@ def models_table() -> str:
 def main() -> None:
     for page, made in ((PERFORMANCE, figures), (README, six), (MODELS, models_table)):
         page.write_text(written(page, made()))
-    for page in (PERFORMANCE, STORAGE):
+    for page in (PERFORMANCE, STORAGE, OPERATE):
         page.write_text(filled(page.read_text()))
     print("\n".join(chain(lacking(saved(), PERFORMANCE.read_text()), ["the pages are written"])))
 
