@@ -138,6 +138,7 @@ class QuotaBody(BaseModel):
 
     cache_salt: TenantSalt
     size: ByteSize | None = None
+    slab: ByteSize | None = None
 
 
 class ExportBody(BlocksBody):
@@ -222,32 +223,44 @@ class Admin:
         return {"pins": self._pins.listing()}
 
     def quota(self, body: QuotaBody) -> Json:
-        salt, size = body.cache_salt, body.size
-        if size is None:
+        salt, limits = body.cache_salt, node.TenantLimits(body.size, body.slab)
+        if not any(limits):
             for namespace in self._daemon.call(lambda: self._forget_quota(salt)):
                 namespace.tiers.quotas.remove(salt)
             return {"removed": salt}
-        namespaces = self._daemon.call(lambda: self._note_quota(salt, size))
+        namespaces = self._daemon.call(lambda: self._note_quota(salt, limits))
         for namespace in namespaces:
-            namespace.tiers.quotas.set(salt, size)
-        return {"cache_salt": salt, "size": size, "models": [each.name for each in namespaces]}
+            namespace.tiers.quotas.set(salt, limits)
+        given = {"cache_salt": salt, "size": limits.host, "slab": limits.slab}
+        return {**given, "models": [each.name for each in namespaces]}
 
     def quotas(self) -> Json:
         limits = self._daemon.call(lambda: dict(self._daemon.limits))
-        used: dict[str, dict[str, int]] = {salt: {} for salt in limits}
+        used: dict[str, dict[str, node.Quota]] = {salt: {} for salt in limits}
         for namespace in self._open():
-            for quota in namespace.tiers.quotas.listing():
-                used.setdefault(quota.cache_salt, {})[namespace.name] = quota.used
-        return {"quotas": [{"cache_salt": salt, "size": size, "used": used[salt]} for salt, size in limits.items()]}
+            for quota in namespace.tiers.quotas.listing(namespace.slab_used):
+                used.setdefault(quota.cache_salt, {})[namespace.name] = quota
+        return {
+            "quotas": [
+                {
+                    "cache_salt": salt,
+                    "size": each.host,
+                    "used": {name: quota.used for name, quota in used[salt].items()},
+                    "slab": each.slab,
+                    "slab_used": {name: quota.slab_used for name, quota in used[salt].items()},
+                }
+                for salt, each in limits.items()
+            ]
+        }
 
-    def _note_quota(self, salt: str, size: int) -> list[Namespace]:
+    def _note_quota(self, salt: str, quota: node.TenantLimits) -> list[Namespace]:
         """On the loop's thread."""
         limits, namespaces = self._daemon.limits, self._daemon.namespaces()
         if len(limits) >= node.MAX_QUOTAS and salt not in limits:
             raise ConfigError(f"cache_salt: {node.MAX_QUOTAS} tenants have a quota already; remove one first")
         for namespace in namespaces:
-            namespace.tiers.quotas.require(size)
-        limits[salt] = size
+            namespace.tiers.quotas.require(quota)
+        limits[salt] = quota
         return namespaces
 
     def _forget_quota(self, salt: str) -> list[Namespace]:

@@ -23,6 +23,7 @@ from kvtier.service.node.holdings import Buffers, ClientProcesses, HeldCounts, H
 from kvtier.service.node.loop import READABLE, WRITABLE, Listener, Loop, now
 from kvtier.service.node.namespaces import Namespace, Namespaces, Opening
 from kvtier.service.node.peer_server import PeerFeeds, PeerServer
+from kvtier.service.node.served_tiers import TenantLimits
 from kvtier.service.observe import LastStores, brief_time, statuses
 from kvtier.tiers import ConfigError, FormatError, KVMismatch, TierUnavailable
 from kvtier.tiers.config import Config
@@ -391,7 +392,7 @@ class Daemon:
         self.counts: Counter[str] = Counter()
         self.refusals = Refusals()
         self.started = now()
-        self.limits: dict[str, int] = {}  # cache_salt → bytes of each model's L2 it may have; on the loop's thread
+        self.limits: dict[str, TenantLimits] = {}  # by cache_salt; on the loop's thread
         self.buffers: Buffers[Session] = Buffers(self._cut_off)
         self.request_log = RequestLog.opened(config.service.request_log, "[service] request_log")
         self.models = Namespaces(config, self.request_log)
@@ -669,8 +670,10 @@ class Daemon:
                 at = EventsAt.bound(self.publisher.endpoint, self.publisher.replay_endpoint)
                 if result.lent is not None and at.publish:
                     result.lent.events = lambda: replace(at, tells_all=feed.tells_all)
-            for cache_salt, num_bytes in self.limits.items():
-                result.tiers.quotas.set(cache_salt, max(num_bytes, result.hierarchy.host.region.slot_stride))
+            least = result.hierarchy.host.region.slot_stride
+            for cache_salt, limits in self.limits.items():
+                at_least = TenantLimits(*(None if size is None else max(size, least) for size in limits))
+                result.tiers.quotas.set(cache_salt, at_least)
         for session, hello in waiting:
             if isinstance(result, Namespace):
                 self.admit(session, hello)

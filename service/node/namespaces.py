@@ -11,8 +11,8 @@ from kvtier.connector.daemon import ID_BYTES, Hello
 from kvtier.service.explain import RequestLog
 from kvtier.service.node.loop import now
 from kvtier.service.node.peer_server import LentModel
-from kvtier.service.node.served_tiers import ServedTiers
-from kvtier.tiers import ConfigError
+from kvtier.service.node.served_tiers import ServedTiers, default_limits
+from kvtier.tiers import ChainHash, ConfigError
 from kvtier.tiers.config import Config, format_size
 from kvtier.tiers.file import record_beside
 from kvtier.tiers.hierarchy import EventSource, Hierarchy, ProbedOpening, open_hierarchy, require_alike
@@ -108,6 +108,10 @@ class Namespace:
         slots = sum(value for each in below for key, value in each.items() if key.startswith("slots_"))
         return self.hierarchy.num_slots + int(slots)
 
+    def slab_used(self, tenant: ChainHash) -> int:
+        """Bytes of a tenant's blocks in tiers that bound tenants."""
+        return sum(port.tier.used_by(tenant) for port in self.hierarchy.ports if port.tier is not None)
+
     @property
     def in_use(self) -> bool:
         return any(member.holds_slots for member in self.members)
@@ -138,7 +142,7 @@ class Opening(NamedTuple):
         tiers = ServedTiers(
             hierarchy,
             fingerprint,
-            service.default_quota,
+            default_limits(config),
             assumed_rate=service.prefill_rate,
             kept_lookups=service.kept_lookups,
             log=self.log,

@@ -169,7 +169,11 @@ def memory(daemon: Daemon, use: MemoryUse, *, named: bool) -> statuses.MemorySta
     models = []
     for namespace in namespaces:
         tiers = found.get(namespace.fingerprint, {})
-        quotas = {root_hash(namespace.fingerprint, cache_salt=each): (each, limits[each]) for each in limits}
+        quotas = {
+            root_hash(namespace.fingerprint, cache_salt=each): (each, limit.host)
+            for each, limit in limits.items()
+            if limit.host
+        }
         shown = _ShownNames(namespace.tiers.tenants, use, quotas if named else {}, named)
         by_tier = {tier: _tier(each, namespace.blocks.block_size, namespace.blocks.block_bytes, shown)
                 for tier, each in tiers.items()}  # fmt: skip

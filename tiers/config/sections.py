@@ -285,6 +285,9 @@ class ServiceConfig(HttpSection):
     default_quota: ByteSize | None = option(
         None, "host memory of each model for a cache_salt without its own quota; none = no bound", reloads=True
     )
+    default_slab_quota: ByteSize | None = option(
+        None, "the same of each model's slab, in extents of 8 MiB, two at least; none = no bound", reloads=True
+    )
     kept_lookups: WholeNumber = option(
         1 << 18,
         "blocks of the last hour's lookups kept to compute the best policy's hits; 0 = none",

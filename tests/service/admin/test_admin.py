@@ -188,8 +188,9 @@ def test_quotas_by_command_hold_for_models_to_come(
     theirs = TokenChain(root_hash(OTHER, cache_salt="alice"), 4)
     theirs.extend(range(24))
     assert store(later, theirs) == 2
-    listed = json.loads(says(daemon, "quota", "--json"))["quotas"]
-    assert listed == [{"cache_salt": "alice", "size": 8192, "used": {MODEL: 8192, OTHER.hex()[:16]: 8192}}]
+    [listed] = json.loads(says(daemon, "quota", "--json"))["quotas"]
+    assert (listed["cache_salt"], listed["size"], listed["slab"]) == ("alice", 8192, None)
+    assert listed["used"] == {MODEL: 8192, OTHER.hex()[:16]: 8192}
     status = httpx2.get(f"http://{daemon.http}/status").json()
     assert {model["model"]: model["dropped"]["l2"].get("quota") for model in status["models"]} == {
         MODEL: 4,
