@@ -172,7 +172,6 @@ class ReplicaList:
             self._texts, self._file, self._interval, self._given = texts, file, interval, given
             self._lines = self._seen = lines
             self.why = None
-            self._look_up_all()
 
         return commit
 

@@ -8,7 +8,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -241,6 +241,7 @@ class Router:
         self._headers = terms.headers
         self._tokens = ReplicaTokenizer(config.tokenize_timeout, terms.headers) if config.model is None else None
         self._started = time.time()
+        self._loop: Future[asyncio.AbstractEventLoop] = Future()  # once it runs
 
     def prepare(self, config: RouterConfig) -> Callable[[], None]:
         """As `Reloads.prepare`, on another thread than the router's."""
@@ -254,18 +255,18 @@ class Router:
             self._headers = terms.headers
             if self._tokens is not None:
                 self._tokens.set_terms(config.tokenize_timeout, terms.headers)
-            listed()
             self.fleet.set_terms(terms)
-            self.fleet.change(self.list.specs)
+            listed()
+            self.fleet.change(await self.list.looked_up())
 
         def commit() -> None:
-            wait([asyncio.run_coroutine_threadsafe(apply(), self._loop)], _APPLY)
+            wait([asyncio.run_coroutine_threadsafe(apply(), self._loop.result(_APPLY))], _APPLY)
 
         return commit
 
     async def start(self) -> None:
         """Probe every replica once, then start probing, watching the list and following events until `stop`."""
-        self._loop = asyncio.get_running_loop()
+        self._loop.set_result(asyncio.get_running_loop())
         self.fleet.change(await self.list.looked_up())
         await self.fleet.start()
         self._tasks = [asyncio.create_task(self.list.follow(self.fleet.change))]
@@ -725,4 +726,6 @@ def _readiness(router: Router, stopping: Event) -> Response:
     num_up, is_stopping = router.status().num_up, stopping.is_set()
     is_ready = num_up > 0 and not is_stopping
     answer: Json = {"ready": is_ready, "replicas_up": num_up} | ({"stopping": True} if is_stopping else {})
+    if less := [*router.wanting.values()]:
+        answer["wanting"] = less
     return JSONResponse(answer, 200 if is_ready else 503)

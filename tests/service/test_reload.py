@@ -123,7 +123,9 @@ def test_a_router_takes_another_list_of_replicas_and_another_key(pair: list[Told
         assert router.said('the one in force stays: [router] replicas "localhost": not http://HOST:PORT')
         assert router.complete("second").status_code == 200
         assert len(other.seen) == before + 2
-        assert get(f"{router.url}/status").json()["wanting"][0]["part"] == "configuration"
+        [wanting] = get(f"{router.url}/status").json()["wanting"]
+        assert wanting["part"] == "configuration"
+        assert get(f"{router.url}/readyz").json() == {"ready": True, "replicas_up": 1, "wanting": [wanting["why"]]}
 
 
 def test_all_processes_of_a_router_take_it_and_so_does_the_next(pair: list[ToldReplica], file: Path) -> None:
