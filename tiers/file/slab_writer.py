@@ -133,9 +133,9 @@ class SlabWriter:
         self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], owner: Owner | None = None
     ) -> list[Outcome]:
         names, entered = [record.chain_hash for record in records], set[int]()
-        with self.lock:
-            excess = [] if owner is None else self.blocks.excess(owner)
-        if excess:
+        if owner is not None:
+            with self.lock:
+                excess = self.blocks.excess(owner)
             self.discard(excess, EVICTED)
         with self.lock:
             is_new = max(self.blocks.index.find_each(names), default=-1) < 0 and len(set(names)) == len(names)
