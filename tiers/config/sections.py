@@ -286,7 +286,7 @@ class ServiceConfig(HttpSection):
         None, "host memory of each model for a cache_salt without its own quota; none = no bound", reloads=True
     )
     default_slab_quota: ByteSize | None = option(
-        None, "the same of each model's slab, in extents of 8 MiB, two at least; none = no bound", reloads=True
+        None, "the same of each model's slab, in extents of 8 MiB, four at least; none = no bound", reloads=True
     )
     kept_lookups: WholeNumber = option(
         1 << 18,

@@ -62,7 +62,7 @@ _FIRST_LOOK: Final = 4  # names of a lookup found at once; twice as many while a
 _MOST_LOOKED: Final = 2048
 _LOOK: Final = 2.0  # seconds between two checks whether the path still names the slab
 _SECTOR: Final = 512  # bytes; what `stat` counts a file's blocks in
-_FEWEST: Final = 2  # extents of a tenant that has a bound: one is filled while the other is evicted
+_FEWEST: Final = 4  # extents of a tenant that has a bound: with two writers, fewer are often all being written
 _PIECE: Final = 1 << 16  # slots whose blocks are listed under the lock at a time
 
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def blocks_of(store: FileStore, number: int) -> list[int]:
 
 def test_one_tenant_never_takes_what_others_have(opened: Opened) -> None:
     store = opened()
-    per_extent = bounded(store, Bounds(t1=2))
+    per_extent = bounded(store, Bounds(t1=4))
     others = range(2 * per_extent)
     assert put(store, others) == [Outcome.OK] * len(others)
     newest = TENANT
@@ -69,11 +70,11 @@ def test_one_tenant_never_takes_what_others_have(opened: Opened) -> None:
         keys = range(newest + 1, newest + 1 + per_extent // 2)
         newest = keys[-1]
         assert put(store, keys) == [Outcome.OK] * len(keys)  # it is never refused …
-        assert len(blocks_of(store, 1)) <= 2 * per_extent
+        assert len(blocks_of(store, 1)) <= 4 * per_extent
         assert store.used_by(tenant(1)) == len(blocks_of(store, 1)) * store.superblock.stride
     # … the newest are there, and of the others each one
     assert blocks_of(store, 1)[-1] == newest
-    assert len(blocks_of(store, 1)) > per_extent
+    assert len(blocks_of(store, 1)) > 2 * per_extent
     assert blocks_of(store, 0) == list(others)
     assert get(store, others) == [Outcome.OK] * len(others)
     assert get(store, blocks_of(store, 1)) == [Outcome.OK] * len(blocks_of(store, 1))
@@ -81,39 +82,39 @@ def test_one_tenant_never_takes_what_others_have(opened: Opened) -> None:
 
 def test_what_a_tenant_uses_itself_is_kept_longer(opened: Opened) -> None:
     store = opened()
-    per_extent = bounded(store, Bounds(t1=2))
-    put(store, range(TENANT, TENANT + 2 * per_extent))
+    per_extent = bounded(store, Bounds(t1=4))
+    put(store, range(TENANT, TENANT + 4 * per_extent))
     used = list(range(TENANT, TENANT + per_extent // 8))
     assert get(store, used) == [Outcome.OK] * len(used)
-    put(store, range(TENANT + 2 * per_extent, TENANT + 3 * per_extent - len(used)))
+    put(store, range(TENANT + 4 * per_extent, TENANT + 5 * per_extent - len(used)))
     assert get(store, used) == [Outcome.OK] * len(used)
     assert get(store, [TENANT + per_extent - 1]) == [Outcome.ABSENT]
 
 
 def test_a_lower_bound_holds_from_the_next_extent_on(opened: Opened) -> None:
     store = opened()
-    bounds = Bounds(t1=5)
+    bounds = Bounds(t1=6)
     per_extent = bounded(store, bounds)
-    put(store, range(TENANT, TENANT + 5 * per_extent))
-    assert len(blocks_of(store, 1)) == 5 * per_extent
-    bounds.limits[1] = 2
-    put(store, range(TENANT + 5 * per_extent, TENANT + 5 * per_extent + 1))
-    assert len(blocks_of(store, 1)) == per_extent + 1  # the newest before it, and what was stored
-    assert blocks_of(store, 1)[0] == TENANT + 4 * per_extent
+    put(store, range(TENANT, TENANT + 6 * per_extent))
+    assert len(blocks_of(store, 1)) == 6 * per_extent
+    bounds.limits[1] = 4
+    put(store, range(TENANT + 6 * per_extent, TENANT + 6 * per_extent + 1))
+    assert len(blocks_of(store, 1)) == 3 * per_extent + 1  # the newest before it, and what was stored
+    assert blocks_of(store, 1)[0] == TENANT + 3 * per_extent
     before = blocks_of(store, 1)
     store.close()
     store = opened()  # what was evicted does not come back
     assert blocks_of(store, 1) == before
     bounded(store, bounds)
     del bounds.limits[1]  # without a bound it is one of all again
-    put(store, range(TENANT + 6 * per_extent, TENANT + 9 * per_extent))
-    assert len(blocks_of(store, 1)) > 3 * per_extent
+    put(store, range(TENANT + 7 * per_extent, TENANT + 10 * per_extent))
+    assert len(blocks_of(store, 1)) > 4 * per_extent
 
 
 def test_more_tenants_than_extents_may_all_store(opened: Opened) -> None:
     store = opened()
     many = 3 * store.superblock.num_extents
-    bounded(store, Bounds(**{f"t{number}": 2 for number in range(1, many + 1)}))
+    bounded(store, Bounds(**{f"t{number}": 4 for number in range(1, many + 1)}))
     for _ in range(3):
         for number in range(1, many + 1):
             keys = [number * TENANT + len(blocks_of(store, number)) + at for at in range(3)]
@@ -123,25 +124,42 @@ def test_more_tenants_than_extents_may_all_store(opened: Opened) -> None:
 
 def test_whose_blocks_are_is_forgotten_with_a_restart_and_no_block_is(opened: Opened) -> None:
     store = opened()
-    per_extent = bounded(store, Bounds(t1=2))
+    per_extent = bounded(store, Bounds(t1=4))
     put(store, range(per_extent))
-    put(store, range(TENANT, TENANT + 4 * per_extent))
+    put(store, range(TENANT, TENANT + 6 * per_extent))
     before = blocks_of(store, 1)
     store.close()
     store = opened()
-    bounded(store, Bounds(t1=2))
+    bounded(store, Bounds(t1=4))
     assert (blocks_of(store, 0), blocks_of(store, 1)) == (list(range(per_extent)), before)
     assert store.used_by(tenant(1)) == 0
-    put(store, range(2 * TENANT - 4 * per_extent, 2 * TENANT))
-    assert store.used_by(tenant(1)) <= 2 * store.superblock.extent_bytes
+    put(store, range(2 * TENANT - 6 * per_extent, 2 * TENANT))
+    assert 0 < store.used_by(tenant(1)) <= 4 * store.superblock.extent_bytes
     store.reset()
     assert store.used_by(tenant(1)) == 0
+
+
+def test_two_writers_of_one_tenant_keep_its_bound(opened: Opened) -> None:
+    store = opened()
+    per_extent = bounded(store, Bounds(t1=4))
+    put(store, range(per_extent))
+
+    def store_all(first: int) -> list[Outcome]:
+        size = per_extent - 10
+        return [each for start in range(first, first + 2000, size) for each in put(store, range(start, start + size))]
+
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = [each for found in pool.map(store_all, (TENANT, TENANT + 5000)) for each in found]
+    assert outcomes.count(Outcome.OK) > 0.9 * len(outcomes)  # the rest found all four being written: it comes again
+    assert set(outcomes) <= {Outcome.OK, Outcome.FULL}
+    assert len(blocks_of(store, 1)) <= 4 * per_extent
+    assert blocks_of(store, 0) == list(range(per_extent))
 
 
 @pytest.mark.parametrize("seed", range(brief(4, 40)))
 def test_whatever_happens_bounds_and_bytes_hold(opened: Opened, seed: int) -> None:
     store, dice = opened(), random.Random(seed)
-    bounds = Bounds(t1=2, t2=3, t3=2)
+    bounds = Bounds(t1=4, t2=5, t3=4)
     per_extent = bounded(store, bounds)
     last = {number: number * TENANT for number in range(5)}
     for _ in range(120):
@@ -161,8 +179,8 @@ def test_whatever_happens_bounds_and_bytes_hold(opened: Opened, seed: int) -> No
         elif what < 0.97:
             store.reset()
         else:
-            bounds.limits[dice.randrange(1, 4)] = dice.randrange(2, 5)
+            bounds.limits[dice.randrange(1, 4)] = dice.randrange(4, 7)
         store.check()
         for each in bounds.limits:
             used = store.used_by(tenant(each)) // store.superblock.stride
-            assert len(blocks_of(store, each)) <= used <= 4 * per_extent  # the most of any bound
+            assert len(blocks_of(store, each)) <= used <= 6 * per_extent  # the most of any bound
