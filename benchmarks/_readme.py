@@ -1,4 +1,4 @@
-"""Writes what programs measured into the README, docs/performance.md, storage.md and models.md; `make lint` compares.
+"""Writes what programs measured into the README and docs/ (performance, storage, models, operate); lint compares.
 
 `python benchmarks/_readme.py`; it then says what the page still lacks: a goal, a row, a cause.
 """
@@ -16,7 +16,9 @@ from _goals import Target, held, is_end, left_out, without_mean
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PROGRAMS: Final = ROOT / "benchmarks"
-PERFORMANCE, STORAGE, MODELS = (ROOT / "docs" / f"{name}.md" for name in ("performance", "storage", "models"))
+PERFORMANCE, STORAGE, MODELS, OPERATE = (
+    ROOT / "docs" / f"{name}.md" for name in ("performance", "storage", "models", "operate")
+)
 README: Final = ROOT / "README.md"
 BEGIN: Final = "<!-- figures: written by benchmarks/_readme.py from benchmarks/results/ -->\n"
 END: Final = "<!-- end of figures -->\n"
@@ -199,7 +201,7 @@ def written(page: Path, table: str) -> str:
     return text[:start] + table + text[text.index(END, start) :]
 
 
-# tables of scale, hints and agents in docs/performance.md, and of compression in docs/storage.md
+# tables of docs/performance.md, of compression in docs/storage.md, of backups in docs/operate.md
 
 
 _RIGHT: Final = ("9 of 10 right, points", "5 of 10 right, points", "0 of 10 right, points")
@@ -227,6 +229,8 @@ def tables() -> dict[str, str]:
     made["compression"] = "\n".join([*(table(rows) for rows in (kinds, tiers, kept) if rows), _machine(compressed)])
     packed = [{name: row[name] for name in row if name not in LEFT_OUT} for row in packed]
     made["lossy"] = f"{table(packed)}\n{table(answers)}\n{_machine(compressed)}" if packed else ""
+    transfers, loads = ([row for row in results["backup"]["results"] if name in row] for name in ("transfer", "load"))
+    made["backup"] = f"{table(transfers)}\n{table(loads)}\n{_machine(results['backup'])}"
     said: dict[str, list[dict[str, Any]]] = {}
     for row in results["hints"]["results"]:
         said.setdefault(row["said"], []).append(row)
@@ -316,7 +320,7 @@ def models_table() -> str:
 def main() -> None:
     for page, made in ((PERFORMANCE, figures), (README, six), (MODELS, models_table)):
         page.write_text(written(page, made()))
-    for page in (PERFORMANCE, STORAGE):
+    for page in (PERFORMANCE, STORAGE, OPERATE):
         page.write_text(filled(page.read_text()))
     print("\n".join(chain(lacking(saved(), PERFORMANCE.read_text()), ["the pages are written"])))
 

@@ -21,4 +21,8 @@ from .command_line import private_file as private_file
 from .command_line import request_id as request_id
 from .command_line import shown as shown
 from .command_line import writable as writable
+from .reload import DAEMON as DAEMON
+from .reload import ENGINE as ENGINE
+from .reload import ROUTER as ROUTER
+from .reload import Reloads as Reloads
 from .sizing import sizing_of as sizing_of

@@ -62,6 +62,8 @@ from .tier import LastRoom as LastRoom
 from .tier import Lineage as Lineage
 from .tier import Outcome as Outcome
 from .tier import StoragePlace as StoragePlace
+from .tier import TenantBound as TenantBound
+from .tier import TenantBounds as TenantBounds
 from .tier import Tier as Tier
 from .tier import require_buffers as require_buffers
 from .tier import require_records as require_records

@@ -35,6 +35,10 @@ class Breaker:
         self.state = BreakerState.CLOSED
         self.closed = True  # whether the tier may be used
 
+    def set_limits(self, failures: int, retry_after: float) -> None:
+        """From now on these count; an open breaker stays open."""
+        self._limit, self._retry_after = failures, retry_after
+
     def success(self) -> None:
         """The storage answered an ordinary operation. Late answers do not close an open breaker: a probe does."""
         with self._lock:

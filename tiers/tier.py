@@ -135,6 +135,15 @@ class ChangeFeed(Protocol):
         """Keep no log any more; returns the names of blocks that the reader knows."""
 
 
+class TenantBound(NamedTuple):
+    tenant: ChainHash  # the root of its chains
+    num_bytes: int  # that it may have in a tier
+
+
+TenantBounds = Callable[[ChainHash], TenantBound | None]
+"""The bound of the tenant that stored a block, which is in host memory now; None: it has none. No I/O."""
+
+
 class Tier(ABC):
     """A tier below host memory. Thread-safe. No method raises for a storage failure: failures are outcomes.
 
@@ -229,6 +238,13 @@ class Tier(ABC):
     def ended(self, end: Any) -> None:
         """A request has ended, by this `ClassifiedEnd` (`tiers/reuse`): for the order of eviction. No I/O."""
         return
+
+    bounds: "TenantBounds | None" = None
+    """Set by the holder: bounds of tenants here. A tier without quotas does not ask."""
+
+    def used_by(self, tenant: ChainHash) -> int:
+        """Bytes of the tenant's blocks that were stored under a bound since the tier was opened. No I/O."""
+        return 0
 
     def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
         """Up to `limit` held blocks of this parent that begin with `start`. Index-only; some may be left out."""

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import kvtier
 from kvtier.cli.program import VERBS, load
-from kvtier.tiers.config.config import Config, options
+from kvtier.tiers.config.config import Config, is_reloadable, options
 from lint.tree import Tree
 
 ROOT: Final = Path(__file__).resolve().parents[2]  # what is imported, whatever tree is looked at
@@ -153,13 +153,14 @@ def api(tree: Tree) -> Iterator[str]:
 
 
 def configuration(tree: Tree) -> Iterator[str]:
-    """docs/configuration.md has a row for each option, with its default and its description."""
+    """docs/configuration.md has a row for each option, with its default and its description; ↻: SIGHUP changes it."""
     page = tree.text("docs/configuration.md")
     defaults = Config().model_dump(mode="json")
     for section, name, field in tree.each(options()):
         default = defaults[section][name]
         shown = default if isinstance(default, str) else json.dumps(default).replace("null", "none")
-        row = f"| `[{section}] {name}` | `{shown}` | {field.description} |"
+        mark = " ↻" if is_reloadable(field) else ""
+        row = f"| `[{section}] {name}`{mark} | `{shown}` | {field.description} |"
         if row not in page:
             yield f"docs/configuration.md: no row {row}"
 

@@ -178,7 +178,9 @@ class KVTierStorage(_OlderCalls):
         fingerprint = identity.fingerprint()
         config = self._config if shares_kv(self._storage_config) else _share(self._config, piece)
         self._tiers.append(open_tiers(config, fingerprint, _PageSlot(pages.page_size, slot_bytes), identity))
-        _log.info("kvtier keeps pages of %d bytes under fingerprint %s", slot_bytes, fingerprint.hex()[:16])
+        pools = self._pages if pages is self._pages[_KV] else {_KV: pages}
+        shown = ", ".join(f"{name} of {each.page_bytes} bytes" for name, each in pools.items())
+        _log.info("kvtier keeps pages of %s under fingerprint %s", shown, fingerprint.hex()[:16])
         return root_hash(fingerprint)
 
     def _require_one_pool(self, other: str | None) -> None:

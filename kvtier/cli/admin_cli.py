@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 _STATUS_FIELDS: Final = ("clients", "replicas", "steps")  # of a daemon's status, a router's, an engine's
-_SIZES: Final = ("bytes", "size", "used")  # columns of tables
+_SIZES: Final = ("bytes", "size", "used", "slab", "slab_used")  # columns of tables
 
 BlocksOption = Annotated[
     str | None,
@@ -219,20 +219,26 @@ def quota(
     context: CommandContext,
     cache_salt: Annotated[str | None, typer.Argument(metavar="SALT", help="The tenant.")] = None,
     size: Annotated[str | None, typer.Argument(metavar="SIZE", help='What it may have, as in "4GiB".')] = None,
+    slab: Annotated[str | None, typer.Option(metavar="SIZE", help="What it may have of each model's slab.")] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Take its quota away.")] = False,
 ) -> None:
     if cache_salt is None:
         quotas = context.client.get("/admin/quotas", "quotas")
-        rows = [{**each, "used": sum(each["used"].values())} for each in quotas["quotas"]]
-        _show_table(context, quotas, rows, ("cache_salt", "size", "used"))
+        totals = ("used", "slab_used")
+        rows = [{**each, **{name: sum(each[name].values()) for name in totals}} for each in quotas["quotas"]]
+        _show_table(context, quotas, rows, ("cache_salt", "size", "used", "slab", "slab_used"))
         return
-    if (size is None) != remove:
+    if (size is slab is None) != remove:
         raise ConfigError(f'quota "{cache_salt}": give a size, as in 4GiB, or --remove')
     body: Json = {"cache_salt": cache_salt}
     what = "has no quota now"
-    if size is not None:
-        body["size"] = parsed("SIZE", size, parse_size)
-        what = f"may have {format_size(body['size'])} of each model's host memory"
+    for name, option, text in (("size", "SIZE", size), ("slab", "--slab", slab)):
+        if text is not None:
+            body[name] = parsed(option, text, parse_size)
+    if not remove:
+        places = (("size", "host memory"), ("slab", "slab"))
+        parts = [f"{format_size(body[name])} of each model's {place}" for name, place in places if name in body]
+        what = f"may have {' and '.join(parts)}"
     context.show(context.client.post("/admin/quota", body), f"{cache_salt} {what}")
 
 
@@ -351,8 +357,12 @@ def _show_table(context: CommandContext, answer: Json, rows: list[Json], columns
 
     table = Table(*(name.replace("_", " ") for name in columns))
     for row in rows:
-        table.add_row(*(escape(harmless(show_size(row[c]) if c in _SIZES else str(row[c]))) for c in columns))
+        table.add_row(*(escape(harmless(_cell(column, row[column]))) for column in columns))
     show(answer, table, as_json=context.as_json)
+
+
+def _cell(column: str, value: Any) -> str:
+    return "-" if value is None else show_size(value) if column in _SIZES else str(value)
 
 
 # --- prompts that an operator names ----------------------------------------------------------------------------------

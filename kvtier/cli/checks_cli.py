@@ -51,7 +51,8 @@ def show_config(config: ConfigOption = None, as_json: JsonOption = False) -> Non
     for section, name, field in configuration.options():
         value, default = values[section][name], defaults[section][name]
         shown = escape(_toml(value))
-        cells = (f"[{section}] {name}", "" if value == default else _toml(default), field.description or "")
+        mark = " ↻" if configuration.is_reloadable(field) else ""
+        cells = (f"[{section}] {name}{mark}", "" if value == default else _toml(default), field.description or "")
         option, usual, meaning = map(escape, cells)
         table.add_row(option, shown if value == default else f"[bold]{shown}[/]", usual, meaning)
     show(values, table, as_json=as_json)

@@ -7,6 +7,7 @@ needs nothing else, and is fast.
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
@@ -138,3 +139,17 @@ def on_signal(stop: Callable[[], None], *, once: bool = False) -> None:
 
     for number in _SIGNALS:
         signal.signal(number, handle)
+
+
+def on_reload(reload: Callable[[], object]) -> None:
+    """Call `reload` on a thread of its own after each SIGHUP, and after one that came while the signal was blocked."""
+    raised = os.eventfd(0, os.EFD_CLOEXEC)  # signals in a row are one
+
+    def serve() -> None:
+        while True:
+            os.eventfd_read(raised)
+            reload()
+
+    threading.Thread(target=serve, name="kvtier-reload", daemon=True).start()
+    signal.signal(signal.SIGHUP, lambda *_: os.eventfd_write(raised, 1))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})

@@ -49,7 +49,7 @@ _MODULES: Final = (
         "explain": "Say which tier holds a prompt's blocks, why none holds the first that is missing, and what helps.",
         "pin": "Keep the blocks of a prompt in host memory for a time; without blocks, list what is pinned.",
         "unpin": "Remove a pin: its blocks may be evicted again.",
-        "quota": "Bound what a tenant has of each model's host memory; without a tenant, list the quotas.",
+        "quota": "Bound what a tenant has of each model's memory and slab; without a tenant, list the quotas.",
         "purge": "Remove blocks from every tier: a prompt's, a model's, or all.",
         "export": "Write a model's blocks, or a prompt's, to a file for `kvtier import`; the daemon goes on serving.",
         "import": "Store the blocks of a file that `kvtier export` wrote; each is verified first.",

@@ -3,6 +3,7 @@
 import gc
 import logging
 import resource
+import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Annotated, Final
 
 import typer
 
-from kvtier.cli.options import ConfigOption, ExactOption, HttpOption, given, on_signal
+from kvtier import service
+from kvtier.cli.options import ConfigOption, ExactOption, HttpOption, given, on_reload, on_signal
 from kvtier.connector import ChatPrefix
 from kvtier.service import LogFormat, LogLevel, log_to_stderr
 from kvtier.tiers import ConfigError, hash_without_the_gil, require_extra, tracing
@@ -21,9 +23,13 @@ from kvtier.tiers.config import format_size, otlp_target
 _COLLECT: Final = 20_000  # new objects before the collector visits the youngest; Python's are 700
 
 
-def begin(switch_interval: float, log_level: LogLevel, log_format: LogFormat) -> None:
-    """Log to stderr, allow as many open files as possible, and set how long a thread waits for the GIL."""
-    log_to_stderr(log_level, log_format)
+def begin(switch_interval: float, settings: configuration.Config) -> None:
+    """Log to stderr, allow as many open files as possible, and set how long a thread waits for the GIL.
+
+    From here on SIGHUP waits for `on_reload`.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    log_to_stderr(settings.log.level, settings.log.format)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each client needs one or more
     sys.setswitchinterval(switch_interval)
@@ -51,9 +57,11 @@ _DRAIN: Final = 10.0  # seconds from a signal to the end of the daemon
 RequestLogOption = Annotated[
     str | None, typer.Option(metavar="FILE", help="Append a line of JSON for each request, and why it was no hit.")
 ]
-LogLevelOption = Annotated[LogLevel, typer.Option(metavar="debug|info|warning|error", help="The least that is logged.")]
+LogLevelOption = Annotated[
+    LogLevel | None, typer.Option(metavar="debug|info|warning|error", help="The least that is logged.")
+]
 LogFormatOption = Annotated[
-    LogFormat, typer.Option(metavar="text|json", help="A line of text each, or an object of JSON.")
+    LogFormat | None, typer.Option(metavar="text|json", help="A line of text each, or an object of JSON.")
 ]
 _REPLICA: Final = (
     "http[s]://HOST:PORT[,events=…][,replay=…][,node=…][,node_replay=…][,block_size=N][,addresses=all]; once for each."
@@ -68,14 +76,16 @@ def serve(
     ] = None,
     http: HttpOption = None,
     request_log: RequestLogOption = None,
-    log_level: LogLevelOption = "info",
-    log_format: LogFormatOption = "text",
+    log_level: LogLevelOption = None,
+    log_format: LogFormatOption = None,
 ) -> None:
-    settings = configuration.Config.load(config, service=given(socket=socket, http=http, request_log=request_log))
-    path = settings.service.socket
+    options = {"service": given(socket=socket, http=http, request_log=request_log)}
+    options["log"] = given(level=log_level, format=log_format)
+    reloads = service.Reloads(lambda: configuration.Config.load(config, **options), service.DAEMON)
+    settings, path = reloads.config, reloads.config.service.socket
     if path is None:
         raise ConfigError("[service] socket none: the daemon needs a place to listen; name one, or give --socket PATH")
-    begin(_DAEMON_SWITCH, log_level, log_format)
+    begin(_DAEMON_SWITCH, settings)
     hash_without_the_gil()  # its loop goes on answering
     tracing.start("kvtier-daemon", otlp_target(settings.tracing.endpoint))
     from kvtier.service.admin import Pages
@@ -90,11 +100,12 @@ def serve(
     publishes = settings.events.publish is not None
     with Publisher(settings.events, has_peers=has_peers) if publishes else nullcontext() as publisher:
         try:
-            daemon = Daemon(settings, path, publisher=publisher)
+            daemon = Daemon(settings, path, publisher=publisher, reloads=reloads)
         except BaseException:
             listening.close()
             raise
         pages = Pages(daemon, listening)
+        reloads.prepare = pages.prepare
         on_signal(daemon.stop)
         pages.start()
         size = format_size(settings.host.size)
@@ -103,6 +114,7 @@ def serve(
         _log.info("ready on %s, %s of host memory%s, http on %s", path, size, token, pages.address)
         for each in tiers:
             _log.info("%s", each)
+        on_reload(reloads.reload)
         daemon.run()
         pages.stop()
         if not daemon.close(_DRAIN):
@@ -118,16 +130,18 @@ def serve_engine(
     http: HttpOption = None,
     exact: ExactOption = False,
     request_log: RequestLogOption = None,
-    log_level: LogLevelOption = "info",
-    log_format: LogFormatOption = "text",
+    log_level: LogLevelOption = None,
+    log_format: LogFormatOption = None,
     tool_parser: Annotated[
         str | None, typer.Option(metavar="FORM", help="How answers call tools: hermes, llama, auto or none.")
     ] = None,
     config: ConfigOption = None,
 ) -> None:
-    options = given(name=name, http=http, request_log=request_log, tool_parser=tool_parser)
-    settings = configuration.Config.load(config, server=options)
-    begin(_SWITCH, log_level, log_format)
+    options = {"server": given(name=name, http=http, request_log=request_log, tool_parser=tool_parser)}
+    options["log"] = given(level=log_level, format=log_format)
+    reloads = service.Reloads(lambda: configuration.Config.load(config, **options), service.ENGINE)
+    settings = reloads.config
+    begin(_SWITCH, settings)
     require_extra("kvtier engine", "engine")
     from kvtier.connector.models import require_checkpoint
     from kvtier.service.web import HttpSocket
@@ -137,8 +151,9 @@ def serve_engine(
     from kvtier.service.engine import EngineServer  # and torch: errors so far are reported first
 
     tracing.start("kvtier-engine", otlp_target(settings.tracing.endpoint))
-    server = EngineServer(model, settings, exact=exact, listening=listening)
+    server = EngineServer(model, settings, exact=exact, listening=listening, reloads=reloads)
     on_signal(server.stop, once=True)
+    on_reload(reloads.reload)
     server.run()
 
 
@@ -155,31 +170,37 @@ def route(
     processes: Annotated[
         int | None, typer.Option(metavar="N", help="Processes behind the address, a core each; instead of 1.")
     ] = None,
-    log_level: LogLevelOption = "info",
-    log_format: LogFormatOption = "text",
+    log_level: LogLevelOption = None,
+    log_format: LogFormatOption = None,
     config: ConfigOption = None,
 ) -> None:
-    options = given(replicas=replica, replicas_file=replicas_file, model=model, http=http, processes=processes)
-    settings = configuration.Config.load(config, router=options)
-    begin(_SWITCH, log_level, log_format)
-    router, seat, stopping = settings.router, None, Event()
+    options = {"router": given(replicas=replica, replicas_file=replicas_file, model=model, http=http)}
+    options["router"] |= given(processes=processes)
+    options["log"] = given(level=log_level, format=log_format)
+    reloads = service.Reloads(lambda: configuration.Config.load(config, **options), service.ROUTER)
+    begin(_SWITCH, reloads.config)
+    seat, stopping, router = None, Event(), reloads.config.router
     if router.processes > 1:
         from kvtier.service.router import RouterProcesses
 
         signals: list[None] = []
         on_signal(lambda: signals.append(None))
-        several = RouterProcesses(router, lambda: len(signals))
-        router = router.model_copy(update={"http": several.http})
-        ready = f"ready on {len(router.replicas)} replicas, {router.processes} processes, http on {router.http}"
+        several = RouterProcesses(reloads, lambda: len(signals))
+        ready = f"ready on {len(router.replicas)} replicas, {router.processes} processes, http on {several.http}"
         if (seat := several.run(lambda: _log.info("%s", ready))) is None:
             return
+        reloads.level = logging.DEBUG  # the parent has logged it
+        router = reloads.config.router.model_copy(update={"http": several.http})
     from kvtier.service.router import serve as serve_router
 
+    settings = reloads.config
     tracing.start("kvtier-router", otlp_target(settings.tracing.endpoint))
-    server = serve_router(router, strict=settings.events.strict, prefix=ChatPrefix.of(settings.chat), seat=seat)
+    prefix, strict = ChatPrefix.of(settings.chat), settings.events.strict
+    server = serve_router(router, strict=strict, prefix=prefix, seat=seat, reloads=reloads)
     on_signal(stopping.set, once=seat is None)  # with several processes, the parent ends those that are slow
     server.start()
     if seat is None:
         _log.info("ready on %d replicas, http on %s", len(router.replicas), server.address)
+    on_reload(reloads.reload)
     stopping.wait()
     server.stop()

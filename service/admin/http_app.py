@@ -28,7 +28,7 @@ from kvtier.service.node import status as status_of
 from kvtier.service.observe import EXPOSITION, LivePage, daemon_lines, statuses
 from kvtier.service.web import Guard, HttpServer, HttpSocket, OperatorToken, page, read_body
 from kvtier.tiers import ConfigError, FingerprintMismatch, FormatError, KVTierError, TierUnavailable, load_key
-from kvtier.tiers.config import ByteSize, Lifetime
+from kvtier.tiers.config import ByteSize, Config, Lifetime
 from kvtier.tiers.hierarchy import evict_everywhere
 
 # --- the bodies of requests ------------------------------------------------------------------------------------------
@@ -138,6 +138,7 @@ class QuotaBody(BaseModel):
 
     cache_salt: TenantSalt
     size: ByteSize | None = None
+    slab: ByteSize | None = None
 
 
 class ExportBody(BlocksBody):
@@ -222,32 +223,44 @@ class Admin:
         return {"pins": self._pins.listing()}
 
     def quota(self, body: QuotaBody) -> Json:
-        salt, size = body.cache_salt, body.size
-        if size is None:
+        salt, limits = body.cache_salt, node.TenantLimits(body.size, body.slab)
+        if not any(limits):
             for namespace in self._daemon.call(lambda: self._forget_quota(salt)):
                 namespace.tiers.quotas.remove(salt)
             return {"removed": salt}
-        namespaces = self._daemon.call(lambda: self._note_quota(salt, size))
+        namespaces = self._daemon.call(lambda: self._note_quota(salt, limits))
         for namespace in namespaces:
-            namespace.tiers.quotas.set(salt, size)
-        return {"cache_salt": salt, "size": size, "models": [each.name for each in namespaces]}
+            namespace.tiers.quotas.set(salt, limits)
+        given = {"cache_salt": salt, "size": limits.host, "slab": limits.slab}
+        return {**given, "models": [each.name for each in namespaces]}
 
     def quotas(self) -> Json:
         limits = self._daemon.call(lambda: dict(self._daemon.limits))
-        used: dict[str, dict[str, int]] = {salt: {} for salt in limits}
+        used: dict[str, dict[str, node.Quota]] = {salt: {} for salt in limits}
         for namespace in self._open():
-            for quota in namespace.tiers.quotas.listing():
-                used.setdefault(quota.cache_salt, {})[namespace.name] = quota.used
-        return {"quotas": [{"cache_salt": salt, "size": size, "used": used[salt]} for salt, size in limits.items()]}
+            for quota in namespace.tiers.quotas.listing(namespace.slab_used):
+                used.setdefault(quota.cache_salt, {})[namespace.name] = quota
+        return {
+            "quotas": [
+                {
+                    "cache_salt": salt,
+                    "size": each.host,
+                    "used": {name: quota.used for name, quota in used[salt].items()},
+                    "slab": each.slab,
+                    "slab_used": {name: quota.slab_used for name, quota in used[salt].items()},
+                }
+                for salt, each in limits.items()
+            ]
+        }
 
-    def _note_quota(self, salt: str, size: int) -> list[Namespace]:
+    def _note_quota(self, salt: str, quota: node.TenantLimits) -> list[Namespace]:
         """On the loop's thread."""
         limits, namespaces = self._daemon.limits, self._daemon.namespaces()
         if len(limits) >= node.MAX_QUOTAS and salt not in limits:
             raise ConfigError(f"cache_salt: {node.MAX_QUOTAS} tenants have a quota already; remove one first")
         for namespace in namespaces:
-            namespace.tiers.quotas.require(size)
-        limits[salt] = size
+            namespace.tiers.quotas.require(quota)
+        limits[salt] = quota
         return namespaces
 
     def _forget_quota(self, salt: str) -> list[Namespace]:
@@ -439,34 +452,43 @@ _REMEMBERED: Final = ("uptime_s", "budget", "models")  # of a status, for the li
 class Pages:
     def __init__(self, daemon: Daemon, listening: HttpSocket) -> None:
         self.pins = Pins(daemon)
-        given = daemon.config.service.token
-        self.token = OperatorToken.made(daemon.path, listening.address) if given is None else OperatorToken(given, None)
-        self._optimum = node.OptimumWatch(lambda: _watched(daemon))
-        stopping = Event()
-        app = make_app(daemon, self.pins, stopping, self.token, self._optimum)
-        self._server = HttpServer(app, listening, stopping=stopping)
+        self.daemon, self.token = daemon, OperatorToken.of(daemon.config.service.token, daemon.path, listening.address)
+        self.guard, self.stopping = Guard(self.token.secret), Event()
+        self.optimum = node.OptimumWatch(lambda: _watched(daemon))
+        self._server = HttpServer(make_app(self), listening, stopping=self.stopping)
         self.address = self._server.address
 
     def start(self) -> None:
         self._server.start()
-        self._optimum.start()
+        self.optimum.start()
+
+    def prepare(self, config: Config) -> Callable[[], None]:
+        """As `Reloads.prepare`, for the daemon and its pages."""
+
+        def commit() -> None:
+            if config.service.token != self.daemon.config.service.token:
+                self.token.forget()
+                self.token = OperatorToken.of(config.service.token, self.daemon.path, self.address)
+                self.guard.token = self.token.secret
+            self._server.listening.answer_to(config.service.allowed_hosts)
+            self.daemon.reload(config)
+
+        return commit
 
     def stop(self) -> None:
-        self._optimum.stop()
+        self.optimum.stop()
         self._server.stop()
         self.pins.clear()
         self.token.forget()
 
 
-def make_app(
-    daemon: Daemon, pins: Pins, stopping: Event, token: OperatorToken, optimum: node.OptimumWatch | None = None
-) -> Starlette:
+def make_app(pages: Pages) -> Starlette:
     """The application. What waits runs on threads, with deadlines. Verbs need the token, pages do not."""
-    guard = Guard(token.secret)
+    daemon, pins, guard, stopping, optimum = pages.daemon, pages.pins, pages.guard, pages.stopping, pages.optimum
 
     def status() -> statuses.DaemonStatus:
-        daemon_status = status_of(daemon, pins, optimum)
-        return daemon_status if token.file is None else daemon_status.model_copy(update={"token_file": str(token.file)})
+        daemon_status, file = status_of(daemon, pins, optimum), pages.token.file
+        return daemon_status if file is None else daemon_status.model_copy(update={"token_file": str(file)})
 
     use = node.MemoryUse()
     admin, transfers = Admin(daemon, pins), Transfers(daemon)
@@ -503,7 +525,7 @@ def make_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        task = asyncio.create_task(_upkeep(pins, token))
+        task = asyncio.create_task(_upkeep(pages))
         async with live.remembering():
             yield
         task.cancel()
@@ -531,11 +553,11 @@ def make_app(
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=_HANDLERS)
 
 
-async def _upkeep(pins: Pins, token: OperatorToken) -> None:
+async def _upkeep(pages: Pages) -> None:
     while True:
         await asyncio.sleep(_EXPIRY)
-        await asyncio.to_thread(pins.expire)
-        await asyncio.to_thread(token.keep)
+        await asyncio.to_thread(pages.pins.expire)
+        await asyncio.to_thread(pages.token.keep)
 
 
 def _watched(daemon: Daemon) -> list[node.WatchedModel]:

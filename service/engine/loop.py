@@ -18,6 +18,7 @@ from prometheus_client import Histogram
 from kvtier.connector import LocalConnector
 from kvtier.connector.segments import Repair, Segment
 from kvtier.engine import Engine, FinishReason, NamedPrompt, Output, SamplingParams, Sequence, TokenLogprobs
+from kvtier.service import Reloads
 from kvtier.service.events import TierFeed
 from kvtier.service.explain import UNSALTED, LoggedRequest, Recent, RequestLog, client_of, tenant_of
 from kvtier.service.openai import OpenAIError, busy, stopping_error
@@ -233,9 +234,15 @@ class EngineLoop:
     """One thread steps the engine; others submit and abort. One lock, not held in a step. Bounded by `capacity`."""
 
     def __init__(
-        self, engine: Engine, max_waiting: int, feed: TierFeed | None = None, log: RequestLog | None = None
+        self,
+        engine: Engine,
+        max_waiting: int,
+        reloads: Reloads,
+        feed: TierFeed | None = None,
+        log: RequestLog | None = None,
     ) -> None:
         self.engine = engine
+        self.reloads = reloads
         self.fingerprint = engine.identity.fingerprint().hex()
         self.ended = FinishedSequences(engine, log)
         self._feed = feed
@@ -304,10 +311,10 @@ class EngineLoop:
     @property
     def wanting(self) -> dict[str, str]:
         """Tiers missing as configured (`TierUpkeep.wanting`), or too small (`Losses`): the engine runs without them."""
-        connector = self.engine.connector
+        connector, own = self.engine.connector, {**tracing.wanting(), **self.reloads.wanting}
         if not isinstance(connector, LocalConnector):
-            return tracing.wanting()
-        return {**connector.tiers.wanting, **connector.tiers.metrics.wanting, **tracing.wanting()}
+            return own
+        return {**connector.tiers.wanting, **connector.tiers.metrics.wanting, **own}
 
     # called on the engine's thread
 

@@ -309,14 +309,14 @@ def _reads_calls(body: AnyBody) -> bool:
 B = TypeVar("B", bound=BaseModel)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Served:
     """What the API needs. `events`, `node`: where this process and its daemon publish KV events, if they do."""
 
     loop: EngineLoop
     prompts: Prompts
     name: str
-    config: ServerConfig
+    config: ServerConfig  # a reload changes it
     guides: JsonGuides
     events: Mapping[str, str | None] | None = None
     node: Mapping[str, str | None] | None = None

@@ -25,7 +25,7 @@ from kvtier.connector import ChatPrefix, LocalConnector
 from kvtier.connector.models import name_of, require_checkpoint
 from kvtier.connector.segments import SEGMENT_OUTCOMES
 from kvtier.engine import Engine, NamedPrompt, open_engine
-from kvtier.service import Json, explain, openai
+from kvtier.service import Json, Reloads, explain, openai
 from kvtier.service.engine import completion, request_parser
 from kvtier.service.engine.completion import OpenAICompletion, Precomputation
 from kvtier.service.engine.loop import EngineLoop, late
@@ -34,11 +34,15 @@ from kvtier.service.events import Publisher, Source, namespace_of
 from kvtier.service.explain import RequestLog
 from kvtier.service.observe import (
     EXPOSITION,
+    LastStores,
+    brief_time,
     counter,
+    counts,
     figures,
     gauge,
     histogram,
     labelled,
+    reloads,
     spans,
     statuses,
     text_of,
@@ -228,6 +232,7 @@ def _own(loop: EngineLoop) -> Iterator[Metric]:
     stats, tally, pool = loop.stats, loop.tally, loop.engine.pool
     yield gauge("kvtier_build_info", "The version in use", {__version__: 1}, "version")
     yield wanting(loop.wanting)
+    yield reloads(loop.reloads.counts)
     yield spans()
     yield gauge("kvtier_engine_requests", "Sequences by state", {state: stats[state] for state in _STATES}, "state")
     yield gauge("kvtier_engine_live", "Sequences that wait or are computed", loop.num_live)
@@ -261,8 +266,7 @@ _GONE: Final = 499  # proxies log this for a client that has disconnected
 T = TypeVar("T")
 
 
-def make_app(served: Served) -> Starlette:
-    guard = Guard(served.config.token)
+def make_app(served: Served, guard: Guard) -> Starlette:
     reading = asyncio.Semaphore(_READING)
 
     def entry() -> Json:
@@ -447,11 +451,17 @@ _STORES: Final = 10.0  # seconds for stores to reach lower tiers
 
 class EngineServer:
     def __init__(
-        self, model: Path, config: Config, *, exact: bool = False, listening: HttpSocket | None = None
+        self,
+        model: Path,
+        config: Config,
+        *,
+        exact: bool = False,
+        listening: HttpSocket | None = None,
+        reloads: Reloads | None = None,
     ) -> None:
         """Binds the address first, unless `listening` is bound: loading a model takes long. Raises ConfigError."""
         disable_progress_bar()  # type: ignore[no-untyped-call]
-        settings = config.server
+        settings, reloads = config.server, reloads or Reloads(lambda: config)
         with ExitStack() as opened:
             if listening is not None:
                 opened.enter_context(closing(listening))
@@ -490,8 +500,8 @@ class EngineServer:
             if isinstance(connector, LocalConnector) and isinstance(connector.tiers, Hierarchy):
                 sources.append(EventSource(connector.hierarchy))
             self._feed = self.publisher.feed(self.engine.identity.fingerprint(), *sources)
-        self.loop = EngineLoop(self.engine, settings.max_waiting, self._feed, self._log)
-        self.name, self._patience = settings.name or name_of(model), settings.patience
+        self.loop = EngineLoop(self.engine, settings.max_waiting, reloads, self._feed, self._log)
+        self.name, self._guard = settings.name or name_of(model), Guard(settings.token)
         guides = request_parser.JsonGuides(
             prompts.tokenizer_json, self.engine.model.vocab_size, self.engine.model.eos_token_ids
         )
@@ -499,10 +509,26 @@ class EngineServer:
         own_events, publisher = config.events, self.publisher
         events = None if publisher is None else {"publish": publisher.endpoint, "replay": publisher.replay_endpoint}
         node = None if own_events.node is None else {"publish": own_events.node, "replay": own_events.node_replay}
-        app = make_app(Served(self.loop, prompts, self.name, settings, guides, events, node, form))
+        self._served = Served(self.loop, prompts, self.name, settings, guides, events, node, form)
+        app = make_app(self._served, self._guard)
         room = self.loop.capacity + _SPARE
         self._http = HttpServer(app, listening, max_requests=room, refusal=openai.refusal, grace=_GRACE)
         self.address = self._http.address
+        self._stopped: float | None = None
+        reloads.prepare = self._prepare
+
+    def _prepare(self, config: Config) -> Callable[[], None]:
+        """As `Reloads.prepare`."""
+
+        def commit() -> None:
+            self._served.config, self._guard.token = config.server, config.server.token
+            self._http.listening.answer_to(config.server.allowed_hosts)
+            connector = self.engine.connector
+            if isinstance(connector, LocalConnector) and isinstance(connector.tiers, Hierarchy):
+                for port in connector.tiers.ports:
+                    port.set_breakers(config.breaker.failures, config.breaker.retry_after)
+
+        return commit
 
     def run(self) -> None:
         """Serve until stopped. Answers under way end first, then stores reach lower tiers, then everything closes."""
@@ -512,6 +538,9 @@ class EngineServer:
             self.loop.run()
         finally:
             self._http.stop()
+            connector, began = self.engine.connector, time.monotonic()
+            tiers = connector.tiers if isinstance(connector, LocalConnector) else None
+            stores = LastStores([tiers] if isinstance(tiers, Hierarchy) else [])
             if not self.engine.drain(_STORES):
                 _log.warning("stores not finished after %g s: they are dropped", _STORES)
             self.engine.close()
@@ -520,7 +549,11 @@ class EngineServer:
             if self.publisher is not None and self._feed is not None:
                 self._feed.close()
                 self.publisher.close()
+            ended, answers = counts(self.loop.tally.outcomes), began - (self._stopped or began)
+            up = brief_time(time.time() - _STARTED)
+            _log.info("stopped after %s: ended %s, the last in %.1f s; %s", up, ended, answers, stores.line())
 
     def stop(self) -> None:
         """Take no more requests, and end those under way. Any thread or signal handler may call it."""
-        self.loop.stop(self._patience)
+        self._stopped = time.monotonic()
+        self.loop.stop(self._served.config.patience)

@@ -15,6 +15,8 @@ from .operators import release_hold as release_hold
 from .peer_server import PeerFeeds as PeerFeeds
 from .peer_server import PeerServer as PeerServer
 from .served_tiers import MAX_QUOTAS as MAX_QUOTAS
+from .served_tiers import Quota as Quota
+from .served_tiers import TenantLimits as TenantLimits
 from .status import MemoryUse as MemoryUse
 from .status import degraded_tiers as degraded_tiers
 from .status import exposition as exposition

@@ -10,19 +10,21 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from kvtier.connector.daemon import ID_BYTES, FrameReader, Hello, Peer, is_trusted, peer_of, wire
+from kvtier.service import Reloads
 from kvtier.service.explain import RequestLog
 from kvtier.service.node.health import Health, Refusals, Wanting
 from kvtier.service.node.holdings import Buffers, ClientProcesses, HeldCounts, Holdings, return_freed_memory
 from kvtier.service.node.loop import READABLE, WRITABLE, Listener, Loop, now
 from kvtier.service.node.namespaces import Namespace, Namespaces, Opening
 from kvtier.service.node.peer_server import PeerFeeds, PeerServer
-from kvtier.service.observe import statuses
+from kvtier.service.node.served_tiers import TenantLimits
+from kvtier.service.observe import LastStores, brief_time, statuses
 from kvtier.tiers import ConfigError, FormatError, KVMismatch, TierUnavailable
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import begun
@@ -371,10 +373,17 @@ class Daemon:
     """
 
     def __init__(
-        self, config: Config, path: Path, *, lease_deadline: float = 60.0, publisher: "Publisher | None" = None
+        self,
+        config: Config,
+        path: Path,
+        *,
+        lease_deadline: float = 60.0,
+        publisher: "Publisher | None" = None,
+        reloads: Reloads | None = None,
     ) -> None:
         """Bind the socket. ConfigError. Promises not renewed last `lease_deadline` s; the caller owns `publisher`."""
         self.config, self.path = config, path
+        self.reloads = reloads or Reloads(lambda: config)
         self.publisher = publisher
         if config.peers.nodes and config.peers.events:
             FEEDS.open = PeerFeeds(config.events).open
@@ -383,7 +392,7 @@ class Daemon:
         self.counts: Counter[str] = Counter()
         self.refusals = Refusals()
         self.started = now()
-        self.limits: dict[str, int] = {}  # cache_salt → bytes of each model's L2 it may have; on the loop's thread
+        self.limits: dict[str, TenantLimits] = {}  # by cache_salt; on the loop's thread
         self.buffers: Buffers[Session] = Buffers(self._cut_off)
         self.request_log = RequestLog.opened(config.service.request_log, "[service] request_log")
         self.models = Namespaces(config, self.request_log)
@@ -414,6 +423,8 @@ class Daemon:
         """After `run`: disconnect, write what waits to be written, and close every tier. False if time ran out."""
         deadline = time.monotonic() + timeout
         self._listener.close()
+        models, num_clients = list(self.models), len(self._sessions)
+        stores = LastStores(each.hierarchy for each in models)
         for session in list(self._sessions.values()):
             session.end("shutdown")
         self.loop.close()
@@ -429,7 +440,19 @@ class Daemon:
             thread.join(max(0.0, deadline + 0.5 - time.monotonic()))
         if self.request_log is not None:
             self.request_log.close()
+        up = brief_time(now() - self.started)
+        logger.info("stopped after %s: models %d, clients %d; %s", up, len(models), num_clients, stores.line())
         return not any(thread.is_alive() for thread in threads)
+
+    def reload(self, config: Config) -> None:
+        """Put in force what a running daemon takes of a configuration. On any thread but the loop's."""
+
+        def apply() -> None:
+            self.config = self.models.config = config
+            for namespace in self.models:
+                namespace.tiers.reload(config)
+
+        wait([self.submit(apply)], _MAX_WAIT)  # it is in force as soon as the loop runs it
 
     # for people and their tools
 
@@ -637,6 +660,7 @@ class Daemon:
         waiting = self._waiting.pop(fingerprint, [])
         self.models.opened(fingerprint, result if isinstance(result, Namespace) else None)
         if isinstance(result, Namespace):
+            result.tiers.reload(self.config)  # which may have changed meanwhile
             result.hierarchy.news.watch(lambda: self._note_progress(result))
             if self.peer_server is not None:
                 result.lent = self.peer_server.lend(result.hierarchy, fingerprint, result.blocks)
@@ -646,8 +670,10 @@ class Daemon:
                 at = EventsAt.bound(self.publisher.endpoint, self.publisher.replay_endpoint)
                 if result.lent is not None and at.publish:
                     result.lent.events = lambda: replace(at, tells_all=feed.tells_all)
-            for cache_salt, num_bytes in self.limits.items():
-                result.tiers.quotas.set(cache_salt, max(num_bytes, result.hierarchy.host.region.slot_stride))
+            least = result.hierarchy.host.region.slot_stride
+            for cache_salt, limits in self.limits.items():
+                at_least = TenantLimits(*(None if size is None else max(size, least) for size in limits))
+                result.tiers.quotas.set(cache_salt, at_least)
         for session, hello in waiting:
             if isinstance(result, Namespace):
                 self.admit(session, hello)

@@ -11,8 +11,8 @@ from kvtier.connector.daemon import ID_BYTES, Hello
 from kvtier.service.explain import RequestLog
 from kvtier.service.node.loop import now
 from kvtier.service.node.peer_server import LentModel
-from kvtier.service.node.served_tiers import ServedTiers
-from kvtier.tiers import ConfigError
+from kvtier.service.node.served_tiers import ServedTiers, default_limits
+from kvtier.tiers import ChainHash, ConfigError
 from kvtier.tiers.config import Config, format_size
 from kvtier.tiers.file import record_beside
 from kvtier.tiers.hierarchy import EventSource, Hierarchy, ProbedOpening, open_hierarchy, require_alike
@@ -70,6 +70,7 @@ class Namespace:
     about: dict[str, str] = field(default_factory=dict)  # what the fingerprint was made from; empty: not known
     members: set[NamespaceUser] = field(default_factory=set)
     idle_since: float = field(default_factory=now)
+    opened: float = field(default_factory=now)
     progressed: bool = False  # a claim may have an answer: set by any thread, read by the loop
     hierarchy: Hierarchy = field(init=False)  # behind the tiers
 
@@ -107,6 +108,10 @@ class Namespace:
         slots = sum(value for each in below for key, value in each.items() if key.startswith("slots_"))
         return self.hierarchy.num_slots + int(slots)
 
+    def slab_used(self, tenant: ChainHash) -> int:
+        """Bytes of a tenant's blocks in tiers that bound tenants."""
+        return sum(port.tier.used_by(tenant) for port in self.hierarchy.ports if port.tier is not None)
+
     @property
     def in_use(self) -> bool:
         return any(member.holds_slots for member in self.members)
@@ -137,7 +142,7 @@ class Opening(NamedTuple):
         tiers = ServedTiers(
             hierarchy,
             fingerprint,
-            service.default_quota,
+            default_limits(config),
             assumed_rate=service.prefill_rate,
             kept_lookups=service.kept_lookups,
             log=self.log,
@@ -154,7 +159,7 @@ class Namespaces:
 
     def __init__(self, config: Config, log: RequestLog | None = None) -> None:
         self.budget = config.host.size
-        self._config, self._log = config, log
+        self.config, self._log = config, log
         self._open: dict[bytes, Namespace] = {}
         self.opening: dict[bytes, int] = {}  # fingerprint → bytes of L2 reserved for it
 
@@ -209,7 +214,7 @@ class Namespaces:
             del self._open[victims[-1].fingerprint]
         size = min(wanted, left) // stride * stride
         self.opening[hello.fingerprint] = size
-        return Opening(hello, size, victims, self._config, self._log)
+        return Opening(hello, size, victims, self.config, self._log)
 
     def opened(self, fingerprint: bytes, namespace: Namespace | None) -> None:
         del self.opening[fingerprint]

@@ -2,15 +2,15 @@
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from threading import Lock
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.service.explain import LoggedRequest, Recent, RequestLog, tenant_of
 from kvtier.service.node.lookups import PastLookups, TraceRecorder
-from kvtier.tiers import L1, L2, TIERS, ChainHash, ConfigError, Outcome
-from kvtier.tiers.config import format_size
+from kvtier.tiers import L1, L2, TIERS, ChainHash, ConfigError, Outcome, TenantBound
+from kvtier.tiers.config import Config, format_size
 from kvtier.tiers.hierarchy import Claim, HeldRun, Hierarchy, Overlap, Pending, Rates, Wanted, in_runs
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.naming import root_hash
@@ -25,10 +25,21 @@ _MOST_ROOTS: Final = 4096  # tenants known
 MOST_HEADS: Final = 1 << 16  # first blocks whose tenant is known
 
 
+class TenantLimits(NamedTuple):
+    """Bytes of each model's host memory and slab that a tenant may have; None: no bound."""
+
+    host: int | None = None
+    slab: int | None = None
+
+
+UNBOUND: Final = TenantLimits()
+
+
 class Quota(NamedTuple):
     cache_salt: str
-    num_bytes: int  # it may have
-    used: int  # bytes it has
+    limits: TenantLimits
+    used: int  # bytes it has in host memory
+    slab_used: int  # … and in the slab, of those stored under a bound since that was opened
 
 
 class Quotas:
@@ -40,28 +51,30 @@ class Quotas:
     promoted ones, count for it if its chains begin at that root; under vLLM's names they do not. A tenant that would
     pass its quota loses its own least recently stored blocks, last blocks first; leased blocks stay, and if that is
     not enough, stores are refused. Blocks that the pool evicts are noticed late: a tenant never has more than its
-    quota, and may for a while be counted as having more than it has.
+    quota, and may for a while be counted as having more than it has. The slab asks whose a block is while L2 has it
+    (`of_block`), and keeps the bound itself.
     Lock: `_lock` guards everything; the pool's is taken inside it.
     """
 
-    def __init__(self, host: HostTier, fingerprint: bytes, default: int | None = None) -> None:
-        """`default`: bytes for each tenant that has no quota, a block at least; None = no bound."""
-        self._default = None if default is None else max(default, host.region.slot_stride)
-        self.binds = default is not None  # some tenant
+    def __init__(self, host: HostTier, fingerprint: bytes, default: TenantLimits = UNBOUND) -> None:
+        """`default`: for each tenant that has no quota; of host memory a block at least."""
         self._unsalted = root_hash(fingerprint)
         self._others: dict[ChainHash, _Tenant] = {}  # that have the default
         self._num_noted = 0  # blocks stored since `keep` was last called
         self._host, self._fingerprint = host, fingerprint
         self._lock = Lock()
         self._tenants: dict[ChainHash, _Tenant] = {}  # by the root
+        self._default = UNBOUND
+        self.binds = False  # some tenant
+        self.set_default(default)
 
     def __len__(self) -> int:
         return len(self._tenants)
 
-    def set(self, cache_salt: str, num_bytes: int) -> None:
+    def set(self, cache_salt: str, limits: TenantLimits) -> None:
         """Give the tenant a quota, and evict what exceeds it. Reads all of L2. ConfigError: too many, too small."""
-        self.require(num_bytes)
-        root, tenant = root_hash(self._fingerprint, cache_salt=cache_salt), self._tenant(cache_salt, num_bytes)
+        self.require(limits)
+        root, tenant = root_hash(self._fingerprint, cache_salt=cache_salt), self._tenant(cache_salt, limits)
         with self._lock:
             if len(self._tenants) >= MAX_QUOTAS and root not in self._tenants:
                 raise ConfigError(f"cache_salt: {MAX_QUOTAS} tenants have a quota already; remove one first")
@@ -75,28 +88,56 @@ class Quotas:
         with self._lock:
             tenant.make_room(self._host.pool, len(tenant) - tenant.limit, ())
 
-    def require(self, num_bytes: int) -> None:
-        if num_bytes < (stride := self._host.region.slot_stride):
-            least = format_size(stride)
-            raise ConfigError(f'size "{format_size(num_bytes)}": a block of this model takes {least}; give more')
+    def set_default(self, limits: TenantLimits) -> None:
+        """Change the default quota, and evict what exceeds it. Blocks stored while there was none do not count."""
+        with self._lock:
+            host = None if limits.host is None else max(limits.host, self._host.region.slot_stride)
+            self._default = TenantLimits(host, limits.slab)
+            self.binds = any(self._default) or bool(self._tenants)
+            if not any(self._default):
+                self._others.clear()
+            limit = self._tenant("", self._default).limit
+            for tenant in self._others.values():
+                tenant.limits, tenant.limit = self._default, limit
+                tenant.make_room(self._host.pool, len(tenant) - limit, ())
+
+    def require(self, limits: TenantLimits) -> None:
+        stride = self._host.region.slot_stride
+        for name, size in zip(("size", "slab"), limits, strict=True):
+            if size is not None and size < stride:
+                least = format_size(stride)
+                raise ConfigError(f'{name} "{format_size(size)}": a block of this model takes {least}; give more')
 
     def remove(self, cache_salt: str) -> bool:
         with self._lock:
             return self._tenants.pop(root_hash(self._fingerprint, cache_salt=cache_salt), None) is not None
 
-    def listing(self) -> list[Quota]:
+    def listing(self, slab_used: Callable[[ChainHash], int] = lambda root: 0) -> list[Quota]:
+        """`slab_used`: bytes of the tenant whose chains begin there."""
         with self._lock:
-            tenants = [(tenant, tenant.names()) for tenant in self._tenants.values()]
+            tenants = [(root, tenant, tenant.names()) for root, tenant in self._tenants.items()]
         stride, pool = self._host.region.slot_stride, self._host.pool
-        return [Quota(each.cache_salt, each.num_bytes, sum(pool.holds(names)) * stride) for each, names in tenants]
+        return [
+            Quota(each.cache_salt, each.limits, sum(pool.holds(names)) * stride, slab_used(root))
+            for root, each, names in tenants
+        ]
+
+    def of_block(self, name: ChainHash) -> TenantBound | None:
+        """As `TenantBounds`."""
+        with self._lock:
+            for known in (self._tenants, self._others):
+                for root, tenant in known.items():
+                    if name in tenant:
+                        return None if tenant.limits.slab is None else TenantBound(root, tenant.limits.slab)
+        return None
 
     def recount(self) -> None:
         """Blocks came to L2 without their tenants: count all of L2 again."""
         for quota in self.listing():
-            self.set(quota.cache_salt, quota.num_bytes)
+            self.set(quota.cache_salt, quota.limits)
 
     def bound(self, name: ChainHash) -> bool:
-        return name in self._tenants or (self._default is not None and name != self._unsalted)
+        return name in self._tenants or (any(self._default) and name != self._unsalted)
 
     def room(self, wanted: Wanted) -> int:
         """How many leading blocks the tenant may store now; evicts its own blocks for as many as possible."""
@@ -140,14 +181,15 @@ class Quotas:
                 tenant.add(chain_hash, before)
             tenant.make_room(self._host.pool, len(tenant) - tenant.limit, set(hashes))
 
-    def _tenant(self, cache_salt: str, num_bytes: int) -> "_Tenant":
-        limit = min(num_bytes // self._host.region.slot_stride, self._host.pool.num_slots)
-        return _Tenant(cache_salt, num_bytes, limit)
+    def _tenant(self, cache_salt: str, limits: TenantLimits) -> "_Tenant":
+        num_slots = self._host.pool.num_slots
+        limit = num_slots if limits.host is None else min(limits.host // self._host.region.slot_stride, num_slots)
+        return _Tenant(cache_salt, limits, limit)
 
     def _of(self, name: ChainHash) -> "_Tenant | None":
         """The tenant whose chains begin there, if a quota binds it; kept once it has a block. Under the lock."""
         tenant = self._tenants.get(name, self._others.get(name))
-        if tenant is None and self.bound(name) and self._default is not None:
+        if tenant is None and self.bound(name):
             tenant = self._tenant("", self._default)
         return tenant
 
@@ -165,8 +207,8 @@ class Quotas:
 class _Tenant:
     """The blocks counted for one tenant. No lock. The least recently stored leaf goes first, then its parent."""
 
-    def __init__(self, cache_salt: str, num_bytes: int, limit: int) -> None:
-        self.cache_salt, self.num_bytes = cache_salt, num_bytes
+    def __init__(self, cache_salt: str, limits: TenantLimits, limit: int) -> None:
+        self.cache_salt, self.limits = cache_salt, limits
         self.limit = limit  # blocks
         self._parents: dict[ChainHash, ChainHash] = {}
         self._absent: set[ChainHash] = set()  # at the last `keep`
@@ -378,6 +420,10 @@ class SeenRequests:
         )
 
 
+def default_limits(config: Config) -> TenantLimits:
+    return TenantLimits(config.service.default_quota, config.service.default_slab_quota)
+
+
 _SAME: Final = 1.0  # seconds: a lookup that missed, repeated within them, is of a request that still waits
 _MAX_MISSED: Final = 4096  # such lookups remembered
 
@@ -389,15 +435,17 @@ class ServedTiers:
         self,
         hierarchy: Hierarchy,
         fingerprint: bytes,
-        default_quota: int | None = None,
+        default_quota: TenantLimits = UNBOUND,
         *,
         assumed_rate: int | None = None,
         kept_lookups: int = 0,
         log: RequestLog | None = None,
     ) -> None:
-        """`default_quota`: bytes of L2 for a tenant without one. `kept_lookups`: blocks that `past` keeps."""
+        """`default_quota`: of a tenant without one. `kept_lookups`: blocks that `past` keeps."""
         self.hierarchy = hierarchy
         self.quotas = Quotas(hierarchy.host, fingerprint, default_quota)
+        for port in hierarchy.ports:
+            port.bound(self.quotas.of_block)
         self.past = PastLookups(kept_lookups) if kept_lookups else None
         self.savings = Savings(hierarchy.rates, assumed_rate)
         self.tenants = Tenants(fingerprint)
@@ -405,6 +453,13 @@ class ServedTiers:
         self.recorder: TraceRecorder | None = None  # while a trace is recorded
         self.feed: TierFeed | None = None  # if KV events are published
         self._missed: OrderedDict[ChainHash, float] = OrderedDict()  # last block looked up → when it last missed
+
+    def reload(self, config: Config) -> None:
+        """Put in force what a running daemon takes of its configuration."""
+        self.quotas.set_default(default_limits(config))
+        self.savings.assumed_rate = config.service.prefill_rate
+        for port in self.hierarchy.ports:
+            port.set_breakers(config.breaker.failures, config.breaker.retry_after)
 
     def poll(self, claim: Claim) -> int | Pending:
         """As `Hierarchy.poll`. Counts a whole request's answer, unless the same lookup missed a moment ago."""

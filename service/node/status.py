@@ -23,8 +23,20 @@ from kvtier.service.node.loop import now
 from kvtier.service.node.namespaces import Namespace
 from kvtier.service.node.operators import Pins
 from kvtier.service.node.served_tiers import MOST_HEADS, Tenants
-from kvtier.service.observe import MetricValues, counter, figures, gauge, labelled, spans, statuses, text_of, wanting
+from kvtier.service.observe import (
+    MetricValues,
+    counter,
+    figures,
+    gauge,
+    labelled,
+    reloads,
+    spans,
+    statuses,
+    text_of,
+    wanting,
+)
 from kvtier.tiers import ChainHash, Lineage, tier_captions, tracing
+from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import Hierarchy, TierPort, lineages
 from kvtier.tiers.naming import root_hash
 from kvtier.tiers.pool import Slots, Words
@@ -157,7 +169,11 @@ def memory(daemon: Daemon, use: MemoryUse, *, named: bool) -> statuses.MemorySta
     models = []
     for namespace in namespaces:
         tiers = found.get(namespace.fingerprint, {})
-        quotas = {root_hash(namespace.fingerprint, cache_salt=each): (each, limits[each]) for each in limits}
+        quotas = {
+            root_hash(namespace.fingerprint, cache_salt=each): (each, limit.host)
+            for each, limit in limits.items()
+            if limit.host
+        }
         shown = _ShownNames(namespace.tiers.tenants, use, quotas if named else {}, named)
         by_tier = {tier: _tier(each, namespace.blocks.block_size, namespace.blocks.block_bytes, shown)
                 for tier, each in tiers.items()}  # fmt: skip
@@ -300,7 +316,7 @@ def status(daemon: Daemon, pins: Pins, optimum: OptimumWatch | None = None) -> s
         lent=None if daemon.peer_server is None else dict(daemon.peer_server.counts),
         kv_events=published,
         gpu_hour=daemon.config.service.gpu_hour,
-        models=[_model(each, clients, pinned.get(each.name, 0), optimum) for each in namespaces],
+        models=[_model(each, clients, pinned.get(each.name, 0), optimum, daemon.config) for each in namespaces],
         clients=clients,
         refused=refused,
     )
@@ -310,7 +326,8 @@ def wanting_parts(daemon: Daemon, namespaces: Iterable[Namespace]) -> list[Wanti
     lost = ((each.name, each.hierarchy.metrics.wanting) for each in namespaces)
     too_small = [Wanting(part, f"model {name}: {why}", False) for name, parts in lost for part, why in parts.items()]
     untraced = [Wanting(part, why, False) for part, why in tracing.wanting().items()]
-    return [*daemon.health.wanting, *untraced, *too_small]
+    refused = [Wanting(part, why, False) for part, why in daemon.reloads.wanting.items()]
+    return [*daemon.health.wanting, *refused, *untraced, *too_small]
 
 
 def degraded_tiers(namespaces: Iterable[Namespace]) -> list[statuses.DegradedTier]:
@@ -330,7 +347,11 @@ def degraded_tiers(namespaces: Iterable[Namespace]) -> list[statuses.DegradedTie
 
 
 def _model(
-    namespace: Namespace, clients: Iterable[statuses.ClientStatus], num_pinned: int, watch: OptimumWatch | None
+    namespace: Namespace,
+    clients: Iterable[statuses.ClientStatus],
+    num_pinned: int,
+    watch: OptimumWatch | None,
+    config: Config,
 ) -> statuses.ModelStatus:
     hierarchy = namespace.hierarchy
     counts, stride = hierarchy.host.pool.counts(), hierarchy.host.region.slot_stride
@@ -352,7 +373,7 @@ def _model(
         clients=sum(client.model == namespace.name for client in clients),
         l2=host,
         tiers={port.name: _lower(port, values) for port in hierarchy.ports},
-        saved=_saved(namespace),
+        saved=_saved(namespace, config),
         optimum=None if watch is None else watch.of(namespace.fingerprint),
         return_gaps=None
         if gaps is None
@@ -377,9 +398,33 @@ def _called(about: Mapping[str, str]) -> str | None:
     return PurePath(name).name if name and name.startswith(("/", ".", "~")) else name
 
 
-def _saved(namespace: Namespace) -> statuses.SavedFigures:
+_HOUR: Final = 3600.0
+_MILLION: Final = 1e6
+
+
+def _millions(namespace: Namespace, config: Config) -> dict[str, float]:
+    """Prices of a million of the saved tokens, computed and loaded, as far as they are known.
+
+    Computed: the GPUs' price for the seconds of prefill, over tokens whose seconds are known. Loaded: the GPUs' price
+    for the seconds of loading from below, and the model's part of the cache's price since it was opened: of [host]
+    size.
+    """
+    savings, service = namespace.tiers.savings, config.service
+    if service.gpu_hour is None or not savings.num_tokens:
+        return {}
+    held = (now() - namespace.opened) * namespace.size / config.host.size
+    cost = service.gpu_hour * namespace.hierarchy.metrics.load_seconds + (service.cache_hour or 0.0) * held
+    found = {"million_loaded": cost / _HOUR / savings.num_tokens * _MILLION}
+    if num_timed := savings.num_tokens - savings.num_untimed:
+        computed = service.gpu_hour * sum(savings.seconds.values())
+        found["million_computed"] = computed / _HOUR / num_timed * _MILLION
+    return {name: round(value, 6) for name, value in found.items()}
+
+
+def _saved(namespace: Namespace, config: Config) -> statuses.SavedFigures:
     savings, rate = namespace.tiers.savings, namespace.tiers.savings.tokens_per_second
     return statuses.SavedFigures(
+        **_millions(namespace, config),
         tokens=savings.num_tokens,
         untimed_tokens=savings.num_untimed,
         prefill_s=round(sum(savings.seconds.values()), 6),
@@ -421,6 +466,7 @@ def _own(
     yield gauge("kvtier_dead_clients", "Dead clients whose processes may still copy", dead)
     yield gauge("kvtier_budget_bytes", "Host memory there is for all models", daemon.config.host.size)
     yield wanting(each.part for each in wanting_parts(daemon, namespaces))
+    yield reloads(daemon.reloads.counts)
     yield spans()
     sizes = {namespace.name: namespace.size for namespace in namespaces}
     yield gauge("kvtier_host_bytes", "Host memory a model has", sizes, "fingerprint")
@@ -475,3 +521,10 @@ def _savings(daemon: Daemon, namespaces: list[Namespace]) -> Iterator[Metric]:
     yield gauge("kvtier_prefill_tokens_per_second", "What an engine prefills", rates, "fingerprint")
     if (price := daemon.config.service.gpu_hour) is not None:
         yield gauge("kvtier_gpu_hour_price", "Of an hour of an engine's GPUs, as the operator says", price)
+        prices = {
+            (each.name, name.removeprefix("million_")): value
+            for each in namespaces
+            for name, value in _millions(each, daemon.config).items()
+        }
+        text = "Of a million tokens loaded instead of computed: to compute them, and to have them in the cache"
+        yield gauge("kvtier_million_tokens_price", text, prices, "fingerprint", "way")

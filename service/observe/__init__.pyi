@@ -1,12 +1,14 @@
 from . import statuses as statuses
 from .live_page import LivePage as LivePage
 from .metrics import EXPOSITION as EXPOSITION
+from .metrics import LastStores as LastStores
 from .metrics import MetricValues as MetricValues
 from .metrics import counter as counter
 from .metrics import figures as figures
 from .metrics import gauge as gauge
 from .metrics import histogram as histogram
 from .metrics import labelled as labelled
+from .metrics import reloads as reloads
 from .metrics import spans as spans
 from .metrics import text_of as text_of
 from .metrics import wanting as wanting
@@ -14,6 +16,8 @@ from .statuses import DaemonStatus as DaemonStatus
 from .statuses import EngineStatus as EngineStatus
 from .statuses import ReplicaScore as ReplicaScore
 from .statuses import RouterStatus as RouterStatus
+from .top import brief_time as brief_time
+from .top import counts as counts
 from .top import daemon_lines as daemon_lines
 from .top import engine_lines as engine_lines
 from .top import router_lines as router_lines

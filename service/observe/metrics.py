@@ -1,16 +1,21 @@
 """Figures of a model's blocks, read from its metrics; and metrics in Prometheus' text format."""
 
+import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from types import SimpleNamespace
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvtier.service.observe.statuses import BlockFigures
-from kvtier.tiers import Metrics, lookup_results, tracing
+from kvtier.tiers import L2, Metrics, lookup_results, tracing
+
+if TYPE_CHECKING:
+    from kvtier.tiers.hierarchy import Hierarchy
 
 # --- figures of a model's blocks -------------------------------------------------------------------------------------
 
@@ -47,6 +52,31 @@ class MetricValues:
         return {each.labels[1]: int(each.value) for each in mine if each.value}
 
 
+class LastStores:
+    """What the tiers below L2 write, drop and keep while a server ends, for the last line of its log."""
+
+    def __init__(self, hierarchies: Iterable["Hierarchy"]) -> None:
+        self._hierarchies = list(hierarchies)
+        ports = [port for each in self._hierarchies for port in each.ports if not port.is_shared]
+        self._own = [port.tier for port in ports if port.tier is not None]
+        self._before, self._began = self._counts(), time.monotonic()
+
+    def line(self) -> str:
+        """Since the beginning; the tiers may be closed."""
+        done, kept = self._counts() - self._before, sum(int(each.stats().get("slots_ready", 0)) for each in self._own)
+        seconds = time.monotonic() - self._began
+        return (
+            f"{done['stored']} blocks written below in {seconds:.1f} s, {done['dropped']} dropped, {kept} kept in slabs"
+        )
+
+    def _counts(self) -> Counter[str]:
+        found = Counter[str]()
+        for each in map(figures, (one.metrics for one in self._hierarchies)):
+            found["stored"] += sum(count for tier, count in each.stored.items() if tier != L2)
+            found["dropped"] += sum(sum(reasons.values()) for tier, reasons in each.dropped.items() if tier != L2)
+        return found
+
+
 # --- Prometheus' text format -----------------------------------------------------------------------------------------
 
 EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"  # the media type of the text format
@@ -67,6 +97,10 @@ def wanting(parts: Iterable[str]) -> Metric:
     """The parts that /status lists as wanting, of a daemon or an engine."""
     text = "1 for each part that is not there as configured, or too small"
     return gauge("kvtier_wanting", text, dict.fromkeys(parts, 1), "part")
+
+
+def reloads(counts: Mapping[str, int]) -> Metric:
+    return counter("kvtier_reloads", "Configurations read again at SIGHUP: put in force, or refused", counts, "outcome")
 
 
 def spans() -> Metric:

@@ -139,6 +139,8 @@ class SavedFigures(StatusPart):
     load_s: float  # seconds of loading from lower tiers, to subtract from the saving
     tokens_per_s: float | None  # of prefill now
     assumed: bool  # by [service] prefill_rate: no engine has reported a measured rate
+    million_computed: float | None = None  # price of prefilling a million of these tokens; None: no price or no rate
+    million_loaded: float | None = None  # … and of having had them in the cache instead
 
 
 class _OpenModel(StatusPart):
@@ -386,6 +388,15 @@ class RouterStatus(StatusPart):
     indexed_blocks: int
     forgotten_blocks: int
     cpu_s: float
+    prompt_price: float | None = None  # of a million prompt tokens that replicas compute
+
+    @property
+    def million_price(self) -> float | None:
+        """What a million prompt tokens cost, those that replicas had cached for nothing; None: not known."""
+        tokens = self.tokens
+        if self.prompt_price is None or not tokens.told_prompt:
+            return None
+        return self.prompt_price * (1 - tokens.told_cached / tokens.told_prompt)
 
     @property
     def num_up(self) -> int:

@@ -77,9 +77,19 @@ def _model(model: statuses.ModelStatus) -> Iterable[str]:
         less = f"; compression saved {counts(saved)}" if tier.saved else ""
         yield row(name, f"slots {counts(tier.slots)}; breakers {breakers}{less}")
     yield from _figures(model)
+    if model.saved is not None and model.saved.tokens:
+        yield row("saved", _saved(model.saved))
     yield row("dropped", _by_tier(model.dropped, str))
     yield row("corrupted", counts(model.corrupted))
     yield row("moved", _by_tier(model.moved, show_size))
+
+
+def _saved(saved: statuses.SavedFigures) -> str:
+    net, price = brief_time(max(0.0, saved.prefill_s - saved.load_s)), ""
+    if saved.million_loaded is not None:
+        computed = "" if saved.million_computed is None else f", computed {saved.million_computed:.4g}"
+        price = f"; a million cost {saved.million_loaded:.4g} loaded{computed}"
+    return f"{saved.tokens:,} tokens, {net}{price}"
 
 
 def _figures(blocks: statuses.BlockFigures) -> Iterable[str]:
@@ -154,6 +164,8 @@ def router_lines(status: statuses.RouterStatus) -> Iterable[str]:
     yield row("requests", f"{counts(status.requests)}; retries {counts(status.retries)}")
     yield row("errors", counts(status.errors))
     yield row("prompts", f"{tokens.told_prompt:,} tokens, of which replicas had {tokens.told_cached:,} cached")
+    if (price := status.million_price) is not None:
+        yield row("price", f"{price:.4g} a million prompt tokens, {status.prompt_price:.4g} computed")
     yield row("index", f"{status.indexed_blocks:,} blocks of {status.block_size} tokens")
     for replica in replicas:
         yield ""
@@ -240,6 +252,7 @@ _COUNT: Final = Column(str, 8)
 _RATE: Final = Column("{:.0f}".format, 9)
 _SHARE: Final = Column(lambda share: "-" if share is None else f"{share:.1%}", 7)
 _BYTES: Final = Column(lambda rate: f"{show_size(rate, 1000)}/s", 12)
+_PRICE: Final = Column(lambda price: "-" if price is None else f"{price:.4g}", 8)
 _STATE: Final = Column(str, 9)
 
 
@@ -259,8 +272,17 @@ def daemon_row(before: statuses.DaemonStatus, after: statuses.DaemonStatus, seco
         "dropped": _rate(changed["dropped"], seconds),
         "read": _rate(changed["read"], seconds, _BYTES),
         "written": _rate(changed["written"], seconds, _BYTES),
+        "saved": _rate(changed["saved"], seconds),
+        "million": (_million_loaded(models), _PRICE),
         "state": (after.status, _STATE),
     }
+
+
+def _million_loaded(models: Iterable[statuses.ModelStatus]) -> float | None:
+    """What a million saved tokens have cost in the cache, over all models; None: no price is set."""
+    known = [each.saved for each in models if each.saved is not None and each.saved.million_loaded is not None]
+    total = sum(each.tokens for each in known)
+    return round(sum(each.tokens * (each.million_loaded or 0.0) for each in known) / total, 6) if total else None
 
 
 def _daemon_totals(status: statuses.DaemonStatus) -> Counter[str]:
@@ -274,6 +296,7 @@ def _daemon_totals(status: statuses.DaemonStatus) -> Counter[str]:
         dropped=sum(sum(model.dropped.get(L2, {}).values()) for model in models),
         read=sum(directions.get("read", 0) for directions in moved),
         written=sum(directions.get("write", 0) for directions in moved),
+        saved=sum(0 if model.saved is None else model.saved.tokens for model in models),
     )
 
 
@@ -286,6 +309,7 @@ def _router_row(before: statuses.RouterStatus, after: statuses.RouterStatus, sec
         "requests": _grown(before.requests, after.requests, seconds),
         "tokens": _rate(prompt_tokens, seconds),
         "cached": _share(after.tokens.told_cached - before.tokens.told_cached, prompt_tokens),
+        "million": (after.million_price, _PRICE),
         "retries": _grown(before.retries, after.retries, seconds),
         "errors": _grown(before.errors, after.errors, seconds),
         "state": ("ok" if after.num_up == len(after.replicas) else "degraded", _STATE),

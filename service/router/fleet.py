@@ -287,6 +287,13 @@ class Replica:
         self._num_late = 0  # late probes in a row
         self._alarm = asyncio.Event()  # probe now
 
+    def set_terms(self, terms: ProbeSettings) -> None:
+        self._terms, self._deadlines = terms, Deadlines(terms.timeout, terms.timeout, terms.timeout)
+        if terms.tls is not None:
+            self.client.trust(terms.tls)
+        self._stand()
+        self._alarm.set()
+
     def serves(self, model: object) -> bool:
         return not isinstance(model, str) or self.profile is None or model in self._names
 
@@ -659,6 +666,12 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
         for replica in (*self.replicas, *self._leaving):
             replica.client.close()
+
+    def set_terms(self, terms: ProbeSettings) -> None:
+        """Change how replicas are probed, and by which key and certificates they are reached."""
+        self._terms = terms
+        for replica in self.replicas:
+            replica.set_terms(terms)
 
     def change(self, specs: Sequence[ReplicaSpec]) -> None:
         """Replace the list. A replica that leaves gets nothing new, and goes when its last request has ended."""

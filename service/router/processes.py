@@ -7,17 +7,20 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 import xxhash
 
-from kvtier.service import Json
+from kvtier.service import Json, Reloads
+from kvtier.service.observe import brief_time, counts
+from kvtier.service.router.client import trusted
+from kvtier.service.router.replica_list import ReplicaList
 from kvtier.service.web import HttpSocket
 from kvtier.tiers import KVTierError
-from kvtier.tiers.config import RouterConfig
+from kvtier.tiers.config import Config
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +83,30 @@ class Seat:
         """Processes that ended and were replaced, by reason."""
         return dict(self._board.read(self._number).get("replaced", {}))
 
+    @property
+    def reloads(self) -> Json:
+        """What the parent has told of the configuration's reloads; empty before the first."""
+        return dict(self._board.read(self._number).get("reloads", {}))
+
+
+def stopped_line(seconds: float, counted: Iterable[Json], ends: str) -> str:
+    """The last line of a router that was up for so long, from what its processes have counted."""
+    requests, errors = Counter[str](), Counter[str]()
+    for each in counted:
+        for (_, reason), number in each.get("requests", ()):
+            requests[reason] += number
+        errors.update(dict(each.get("errors", ())))
+    answered = f"{sum(requests.values())} requests given to replicas ({counts(requests)}), {ends}"
+    return f"stopped after {brief_time(seconds)}: {answered}; errors {counts(errors)}"
+
+
+def _checked(config: Config) -> Callable[[], None]:
+    """As `Reloads.prepare`: the processes put it in force."""
+    trusted.cache_clear()  # the file may have other certificates now
+    trusted(config.router.replica_ca)
+    ReplicaList(config.router.replicas, config.router.replicas_file, config.router.resolve_interval)
+    return lambda: None
+
 
 @dataclass(slots=True)
 class _Child:
@@ -91,17 +118,25 @@ class _Child:
 
 
 class RouterProcesses:
-    def __init__(self, config: RouterConfig, num_signals: Callable[[], int]) -> None:
-        """Reserve the port. ConfigError if it is taken. `num_signals`: how many signals to stop have come."""
+    def __init__(self, reloads: Reloads, num_signals: Callable[[], int]) -> None:
+        """Reserve the port. ConfigError if it is taken. `num_signals`: how many signals to stop have come.
+
+        From here on SIGHUP is for `run`; new processes begin with the configuration that is in force then.
+        """
+        config = reloads.config.router
+        reloads.prepare = _checked
+        self._reloads, self._hangups, self._num_reloads = reloads, list[int](), 0
+        signal.signal(signal.SIGHUP, lambda number, _: self._hangups.append(number))
         alone = HttpSocket(config.http, "router")  # it shares no port: one that is taken is an error
         self.http = f"{config.http.rpartition(':')[0]}:{alone.socket.getsockname()[1]}"
         alone.close()
         # the port is ours even while no process listens
         self._reserved = HttpSocket(self.http, "router", is_shared=True, listens=False)
-        self._number, self._drain, self._num_signals = config.processes, config.patience, num_signals
+        self._number, self._num_signals = config.processes, num_signals
         self._board = Board(self._number + 1)
         self._children = [_Child() for _ in range(self._number)]
         self._replaced = Counter[str]()
+        self._began = time.monotonic()
 
     def run(self, ready: Callable[[], None]) -> Seat | None:
         """Start the processes: returns a seat in each. In this one it returns None once all have ended after a signal.
@@ -113,21 +148,35 @@ class RouterProcesses:
         while not self._num_signals():
             self._end_hung()
             self._reap()
+            self._reload()
             ages = [self._board.age(place) for place in range(self._number)]
             if min(ages) == float("inf") and time.monotonic() > deadline:
-                self._end(signal.SIGKILL)
+                self._signal(signal.SIGKILL)
                 raise KVTierError(f"[router] processes: the first is not ready after {_STARTS:g} s; see its log")
             for place, child in enumerate(self._children):
                 if child.pid == 0 and time.monotonic() >= child.due and (place == 0 or min(ages) < float("inf")):
                     child.pid, child.started, child.is_hung = os.fork(), time.monotonic(), False
-                    if child.pid == 0:
+                    if child.pid == 0:  # SIGHUP waits until it can reload
                         return Seat(self._board, place, self._number)
             if not is_ready and max(ages) < float("inf"):
                 is_ready = True
                 ready()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # not around a fork
             time.sleep(_LOOK)
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         self._stop()
         return None
+
+    def _reload(self) -> None:
+        """After a SIGHUP: check the configuration, and have every process take it."""
+        if len(self._hangups) > self._num_reloads:
+            self._num_reloads = len(self._hangups)
+            if self._reloads.reload():
+                self._signal(signal.SIGHUP)
+            self._tell()
+
+    def _tell(self) -> None:
+        self._board.write(self._number, {"replaced": self._replaced, "reloads": self._reloads.told()})
 
     def _end_hung(self) -> None:
         for place, child in enumerate(self._children):
@@ -140,7 +189,7 @@ class RouterProcesses:
             if child.pid and (reason := self._ended(child)) is not None:
                 reason = "hung" if child.is_hung else reason
                 self._replaced[reason] += 1
-                self._board.write(self._number, {"replaced": self._replaced})
+                self._tell()
                 lived = time.monotonic() - child.started
                 child.num_quick = 0 if lived > _WELL else child.num_quick + 1
                 child.due = time.monotonic() + min(_LAST_WAIT, _FIRST_WAIT * 2 ** min(child.num_quick, 10))
@@ -159,17 +208,23 @@ class RouterProcesses:
 
     def _stop(self) -> None:
         """Have all end: they go on for as long as `drain`; a second signal kills them."""
-        end = time.monotonic() + self._drain + _GRACE
+        began, num_killed = time.monotonic(), 0
+        end = began + self._reloads.config.router.patience + _GRACE
         while any(child.pid for child in self._children):
             is_late = self._num_signals() > 1 or time.monotonic() > end
-            self._end(signal.SIGKILL if is_late else signal.SIGTERM)  # again and again: a new one hears no signal yet
+            num_killed += is_late
+            number = signal.SIGKILL if is_late else signal.SIGTERM
+            self._signal(number)  # again and again: a new one hears no signal yet
             self._end_hung()
             time.sleep(_LOOK)
             for child in self._children:
                 if child.pid and os.waitpid(child.pid, os.WNOHANG)[0]:
                     child.pid = 0
+        counted = [self._board.read(place).get("counts", {}) for place in range(self._number)]
+        ends = f"the last in {time.monotonic() - began:.1f} s" + (", processes killed" if num_killed else "")
+        _log.info("%s", stopped_line(began - self._began, counted, ends))
 
-    def _end(self, number: signal.Signals) -> None:
+    def _signal(self, number: signal.Signals) -> None:
         for child in self._children:
             if child.pid:
                 with suppress(ProcessLookupError):

@@ -442,12 +442,14 @@ _Kept = tuple[Sequence[str], Mapping[str, int], frozenset[str], "NDArray[np.int6
 class Proxy:
     def __init__(self, fleet: Fleet, ledger: Ledger, deadlines: Deadlines, weights: Mapping[str, float]) -> None:
         self._fleet, self._ledger = fleet, ledger
-        self._deadlines = deadlines
-        self._weights = weights_by_tier(weights)
+        self.set_policy(deadlines, weights)
         self._kept: dict[int, _Kept] = {}
         self._coming = ComingBlocks()
         self._attempt = _TracedAttempt if tracing.ON else _Attempt
         self._turn = 0  # requests so far; retries do not count, or one of a pair would always be tried first
+
+    def set_policy(self, deadlines: Deadlines, weights: Mapping[str, float]) -> None:
+        self._deadlines, self._weights = deadlines, weights_by_tier(weights)
 
     async def forward(self, request: RoutedRequest, reply: ClientReply) -> None:
         """Have a request answered by the best replica that can. If none can, the client gets an error."""

@@ -163,6 +163,18 @@ class ReplicaList:
         self._addresses: dict[tuple[str, int], tuple[str, ...]] = {}
         self._lookups: dict[tuple[str, int], asyncio.Task[None]] = {}  # by name; ended, or under way
 
+    def prepare(self, texts: Sequence[str], file: Path | None, interval: float) -> Callable[[], None]:
+        """As at the beginning, for a list that is followed; what it returns puts it in force. ConfigError."""
+        lines = None if file is None else _read(file)
+        given = parse_replicas([*texts, *(lines or ())])
+
+        def commit() -> None:
+            self._texts, self._file, self._interval, self._given = texts, file, interval, given
+            self._lines = self._seen = lines
+            self.why = None
+
+        return commit
+
     @property
     def specs(self) -> list[ReplicaSpec]:
         """One spec for each replica. A name whose addresses are not known yet yields none."""

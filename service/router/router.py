@@ -5,23 +5,20 @@ import contextlib
 import json
 import logging
 import re
-import ssl
 import time
-from array import array
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import islice
-from pathlib import Path
 from threading import Event
 from typing import Annotated, Any, Final
 
 import msgspec
 import xxhash
 from prometheus_client.metrics_core import Metric
-from pydantic import SecretStr, ValidationError
+from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -30,7 +27,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvtier.connector import AS_SENT, ChatPrefix
-from kvtier.service import Json, openai
+from kvtier.service import Json, Reloads, openai
 from kvtier.service.events import CurveKeys
 from kvtier.service.observe import (
     EXPOSITION,
@@ -38,21 +35,23 @@ from kvtier.service.observe import (
     RouterStatus,
     counter,
     gauge,
+    reloads,
     router_lines,
     statuses,
     text_of,
     wanting,
 )
 from kvtier.service.openai import OpenAIError, Prompts, bad_field, json_object, unknown_model
-from kvtier.service.router.client import Deadlines, Headers, ReplicaFailed
+from kvtier.service.router.client import Deadlines, Headers, trusted
 from kvtier.service.router.fleet import Fleet, ModelVersion, ProbeSettings, Replica, ReplicaState
 from kvtier.service.router.holdings import FleetHoldings, Held
-from kvtier.service.router.processes import TELL, Seat
+from kvtier.service.router.processes import TELL, Seat, stopped_line
 from kvtier.service.router.proxy import NOT_ASKED, ClientReply, Ledger, Proxy, RoutedRequest, passed
 from kvtier.service.router.replica_list import Publishers, ReplicaList
+from kvtier.service.router.replica_tokenizer import CHAT, ReplicaTokenizer
 from kvtier.service.web import Guard, HttpServer, HttpSocket, cors, disconnected, page, read_body
-from kvtier.tiers import TIERS, ConfigError, tier_captions, tracing
-from kvtier.tiers.config import RouterConfig
+from kvtier.tiers import TIERS, tier_captions, tracing
+from kvtier.tiers.config import Config, RouterConfig
 
 # --- its conversation ------------------------------------------------------------------------------------------------
 
@@ -116,7 +115,6 @@ def _digest(values: Sequence[Any]) -> bytes:
 # --- its prompt, read here -------------------------------------------------------------------------------------------
 
 _LONG_BODY: Final = 8 << 10  # bytes of a body; longer ones are tokenized on a thread, so that streams go on meanwhile
-CHAT: Final = "/v1/chat/completions"
 COMPLETION: Final = "/v1/completions"
 _Ids = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
 READ: Final = (CHAT, COMPLETION)  # paths whose prompts are read; all others are forwarded unread
@@ -159,129 +157,6 @@ def _read(path: str, value: Mapping[str, Any], prompts: Prompts | None) -> Known
         return KnownPrompt(prompts.prompt(first, add_special_tokens=adds_special).token_ids, cache_salt)
     except (ValidationError, OpenAIError):
         return KnownPrompt([], unknown="unreadable")
-
-
-# --- its prompt, tokenized by a replica ------------------------------------------------------------------------------
-
-_MAX_PAGE: Final = 32 << 20  # bytes of an answer
-_MAX_TOKENS: Final = 1 << 20  # of a prompt
-_KEPT: Final = 1 << 22  # tokens of earlier prompts that are cached, four bytes each, …
-_ENTRY: Final = 64  # … and the overhead of one prompt, in tokens
-_LONG_PAGE: Final = 64 << 10  # bytes of an answer; a longer one is parsed on a thread
-_AGAIN: Final = 30.0  # seconds until a replica without such a page, or a late one, is queried again
-_LATE: Final = 3  # late answers in a row before a replica is left alone
-_RENDER: Final = f"{CHAT}/render"
-_TOKENIZE: Final = "/tokenize"
-_ASKED: Final = ("model", "prompt", "messages", "tools", "add_generation_prompt", "continue_final_message")
-_FLAGS: Final = ("add_special_tokens", "chat_template")
-
-
-@dataclass(slots=True)
-class _Page:
-    has_render: bool = True
-    num_late: int = 0
-    until: float = 0.0  # monotonic time at which it is queried again
-
-
-class ReplicaTokenizer:
-    """Asks replicas for the tokens of prompts, and caches them. Belongs to one event loop."""
-
-    def __init__(self, timeout: float, headers: Headers) -> None:
-        """`timeout` is seconds for one prompt; `headers` are sent with each question."""
-        self._timeout = timeout
-        self._deadlines = Deadlines(timeout, timeout, timeout)
-        self._headers = [*headers, (b"content-type", b"application/json")]
-        self._pages: dict[str, _Page] = {}
-        self._known: OrderedDict[bytes, array[int]] = OrderedDict()
-        self._num_kept = 0
-
-    async def of(self, replicas: Sequence[Replica], path: str, body: bytes, value: Json) -> list[int] | None:
-        """A request's tokens from whichever replica can give them, or None. Raises nothing, and returns in time."""
-        key = xxhash.xxh3_128_digest(body, len(path))
-        if key in self._known:
-            self._known.move_to_end(key)
-            return self._known[key].tolist()
-        replica = self._choose_replica(replicas)
-        if replica is None:
-            return None
-        page = self._pages.setdefault(replica.name, _Page())
-        try:
-            async with asyncio.timeout(self._timeout):
-                tokens = await self._ask(replica, page, path, body, value)
-            page.num_late = 0
-        except (TimeoutError, ReplicaFailed):
-            page.num_late += 1
-            if page.num_late >= _LATE:
-                page.until = time.monotonic() + _AGAIN
-            return None
-        if tokens is not None:
-            self._keep(key, tokens)
-        return tokens
-
-    def _choose_replica(self, replicas: Sequence[Replica]) -> Replica | None:
-        """The replica with the fewest requests among those that may have such a page."""
-        now, able = time.monotonic(), []
-        for replica in replicas:
-            page = self._pages.get(replica.name)
-            if page is not None and page.until and page.until <= now:
-                self._pages[replica.name] = page = _Page()
-            if replica.state is ReplicaState.UP and (page is None or not page.until):
-                able.append(replica)
-        return min(able, key=lambda replica: replica.in_flight, default=None)
-
-    async def _ask(self, replica: Replica, page: _Page, path: str, body: bytes, value: Json) -> list[int] | None:
-        if path == CHAT and page.has_render:
-            status, found = await self._page(replica, _RENDER, body)
-            if status not in (403, 404, 405, 501):  # otherwise the page does not exist, or is switched off
-                return _tokens(found, "token_ids") if status == 200 else None
-            page.has_render = False
-        status, found = await self._page(replica, _TOKENIZE, json.dumps(_question(value)).encode())
-        tokens = _tokens(found, "tokens") if status == 200 else None
-        if tokens is None and status in (200, 403, 404, 405, 501):  # 200 from some page that is not a tokenizer's
-            page.until = time.monotonic() + _AGAIN
-        return tokens
-
-    async def _page(self, replica: Replica, path: str, body: bytes) -> tuple[int, Any]:
-        answer = await replica.client.ask("POST", path, self._headers, body, self._deadlines)
-        try:
-            data = await answer.read(_MAX_PAGE)
-        finally:
-            answer.close()
-        with suppress(ValueError, RecursionError):
-            is_long = len(data) > _LONG_PAGE
-            return answer.status, await asyncio.to_thread(json.loads, data) if is_long else json.loads(data)
-        return answer.status, None
-
-    def _keep(self, key: bytes, tokens: list[int]) -> None:
-        self._known[key] = array("I", tokens)
-        self._num_kept += len(tokens) + _ENTRY
-        while self._num_kept > _KEPT:
-            self._num_kept -= len(self._known.popitem(last=False)[1]) + _ENTRY
-
-
-def _question(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A request's body for `/tokenize`. Fields it does not have become template variables."""
-    wanted = {name: value[name] for name in (*_ASKED, *_FLAGS) if value.get(name) is not None}
-    if "messages" not in wanted:
-        return wanted
-    given = value.get("chat_template_kwargs")
-    variables = openai.template_variables(value, given if isinstance(given, dict) else {})
-    messages = wanted["messages"] if isinstance(wanted["messages"], list) else []
-    return {**wanted, "messages": [_renamed(message) for message in messages], "chat_template_kwargs": variables}
-
-
-def _renamed(message: object) -> object:
-    if not isinstance(message, dict) or message.get("reasoning_content") is None:
-        return message
-    renamed = {name: value for name, value in message.items() if name != "reasoning_content"}
-    return {"reasoning": message["reasoning_content"], **renamed}
-
-
-def _tokens(page: Any, name: str) -> list[int] | None:
-    tokens = page.get(name) if isinstance(page, dict) else None
-    if not isinstance(tokens, list) or not 0 < len(tokens) <= _MAX_TOKENS:
-        return None
-    return tokens if all(type(token) is int and 0 <= token < 1 << 32 for token in tokens) else None
 
 
 # --- what it answers to `kvtier explain` -----------------------------------------------------------------------------
@@ -330,6 +205,7 @@ _log = logging.getLogger(__name__)
 
 _BYTES: Final = 64  # bytes of a body that count as a block if the prompt is not known
 _MAX_ITEMS: Final = 1 << 18  # values in a body that is parsed: more block the event loop for over 20 ms
+_APPLY: Final = 60.0  # seconds a busy event loop may take until it puts a new configuration in force
 _MOST: Final = 1024  # most blocks of work of a request that is forwarded unread
 _USUAL: Final = 8  # the same if its body is not text
 _START: Final = 64  # tokens, or bytes, of a prompt by which one without a conversation chooses among versions
@@ -345,6 +221,7 @@ class Router:
         strict: bool = False,
         prefix: ChatPrefix = AS_SENT,
         seat: Seat | None = None,
+        reloads: Reloads | None = None,
     ) -> None:
         """Raises ConfigError if a replica's spec is wrong or contradicts another, or if the tokenizer cannot be read.
 
@@ -352,6 +229,7 @@ class Router:
         `seat`: this process's, if there are several.
         """
         self._prefix, self.seat = prefix, seat
+        self.reloads, self.prompt_price = reloads or Reloads(Config), config.prompt_price
         terms = _terms(config)
         keys = CurveKeys.load("router", config.curve_key_file, "curve_publisher_file", config.curve_publisher_file)
         self.holdings = FleetHoldings[ModelVersion](strict=strict, max_blocks=config.max_blocks, keys=keys)
@@ -359,15 +237,36 @@ class Router:
         self.fleet = Fleet(self.list.specs, terms, self._joined, self.holdings.leave)
         self._prompts = None if config.model is None else Prompts.open(config.model)
         self.ledger = Ledger()
-        first_byte, whole = config.first_byte_timeout, config.request_timeout
-        deadlines = Deadlines(config.connect_timeout, first_byte, config.stall_timeout, whole)
-        self._proxy = Proxy(self.fleet, self.ledger, deadlines, config.weights)
+        self._proxy = Proxy(self.fleet, self.ledger, _deadlines(config), config.weights)
         self._headers = terms.headers
         self._tokens = ReplicaTokenizer(config.tokenize_timeout, terms.headers) if config.model is None else None
         self._started = time.time()
+        self._loop: Future[asyncio.AbstractEventLoop] = Future()  # once it runs
+
+    def prepare(self, config: RouterConfig) -> Callable[[], None]:
+        """As `Reloads.prepare`, on another thread than the router's."""
+        trusted.cache_clear()  # the file may have other certificates now
+        terms = _terms(config)
+        listed = self.list.prepare(config.replicas, config.replicas_file, config.resolve_interval)
+
+        async def apply() -> None:
+            self.prompt_price = config.prompt_price
+            self._proxy.set_policy(_deadlines(config), config.weights)
+            self._headers = terms.headers
+            if self._tokens is not None:
+                self._tokens.set_terms(config.tokenize_timeout, terms.headers)
+            self.fleet.set_terms(terms)
+            listed()
+            self.fleet.change(await self.list.looked_up())
+
+        def commit() -> None:
+            wait([asyncio.run_coroutine_threadsafe(apply(), self._loop.result(_APPLY))], _APPLY)
+
+        return commit
 
     async def start(self) -> None:
         """Probe every replica once, then start probing, watching the list and following events until `stop`."""
+        self._loop.set_result(asyncio.get_running_loop())
         self.fleet.change(await self.list.looked_up())
         await self.fleet.start()
         self._tasks = [asyncio.create_task(self.list.follow(self.fleet.change))]
@@ -378,6 +277,9 @@ class Router:
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
+        if self.seat is not None:
+            with suppress(OSError):
+                self.seat.tell({"counts": self._counted().counts()})  # for the last line of the parent
         await self.fleet.stop()
         await asyncio.to_thread(self.holdings.close)
 
@@ -402,6 +304,7 @@ class Router:
             except OSError as error:
                 _log.warning("other processes of the router are not told: %s", error)
             beside = [told.get("live", {}) for told, is_fresh in seat.others() if is_fresh]
+            self.reloads.tell(seat.reloads)
             for replica in self.fleet.replicas:
                 each = [live[replica.name] for live in beside if replica.name in live]
                 replica.has_beside(sum(requests for requests, _ in each), sum(blocks for _, blocks in each))
@@ -437,7 +340,7 @@ class Router:
             block_size=None if version is None else version.block_size,
             fingerprint=None if version is None else version.fingerprint,
             models=sorted(self.fleet.served),
-            wanting=[statuses.WantingPart(part=part, why=why) for part, why in tracing.wanting().items()],
+            wanting=[statuses.WantingPart(part=part, why=why) for part, why in self.wanting.items()],
             tier_captions=[statuses.TierCaption.model_validate(each) for each in tier_captions()],
             replicas=[self._replica(replica, ledger) for replica in (*self.fleet.replicas, *self.fleet.leaving)],
             list=statuses.ReplicaListStatus(errors=dict(ledger.list_errors), why=self.list.why),
@@ -456,7 +359,12 @@ class Router:
             indexed_blocks=self.holdings.num_blocks,
             forgotten_blocks=ledger.forgotten,
             cpu_s=ledger.cpu,
+            prompt_price=self.prompt_price,
         )
+
+    @property
+    def wanting(self) -> dict[str, str]:
+        return {**tracing.wanting(), **self.reloads.wanting}
 
     def _replica(self, replica: Replica, ledger: Ledger) -> statuses.ReplicaStatus:
         return statuses.ReplicaStatus(
@@ -560,6 +468,11 @@ class Router:
         return replace(request, held=Held(-(-len(request.body) // _BYTES)))
 
 
+def _deadlines(config: RouterConfig) -> Deadlines:
+    first_byte, whole = config.first_byte_timeout, config.request_timeout
+    return Deadlines(config.connect_timeout, first_byte, config.stall_timeout, whole)
+
+
 def _terms(config: RouterConfig) -> ProbeSettings:
     token = config.replica_token
     headers = [] if token is None else [(b"authorization", b"Bearer " + token.get_secret_value().encode())]
@@ -569,20 +482,8 @@ def _terms(config: RouterConfig) -> ProbeSettings:
         headers,
         config.max_requests,
         config.probe_failures,
-        _tls(config.replica_ca),
+        trusted(config.replica_ca),
     )
-
-
-@cache
-def _tls(ca_file: Path | None) -> ssl.SSLContext:
-    """Verifies https replicas by this file, else by the system's authorities, which take 20 ms to read."""
-    try:
-        context = ssl.create_default_context(cafile=ca_file)
-    except OSError as error:  # ssl.SSLError is one
-        why = error.strerror or str(error)
-        raise ConfigError(f'[router] replica_ca "{ca_file}": {why}; give a file of PEM certificates') from None
-    context.set_alpn_protocols(["http/1.1"])
-    return context
 
 
 # --- its metrics, `kvtier_route_*` -----------------------------------------------------------------------------------
@@ -631,7 +532,8 @@ def exposition(router: Router) -> str:
 def _counted(router: Router, ledger: Ledger) -> Iterator[Metric]:
     for name, text, what, *labels in _COUNTED:
         yield counter(name, text, getattr(ledger, what), *labels)
-    yield wanting(tracing.wanting())
+    yield wanting(router.wanting)
+    yield reloads(router.reloads.counts)
     text = "Processes of the router that ended and were replaced, by reason"
     replaced = {} if router.seat is None else router.seat.replaced
     yield counter("kvtier_route_replaced_processes", text, replaced, "reason")
@@ -684,20 +586,61 @@ _FOR_ONE: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # an ope
 
 
 def serve(
-    config: RouterConfig, *, strict: bool = False, prefix: ChatPrefix = AS_SENT, seat: Seat | None = None
+    config: RouterConfig,
+    *,
+    strict: bool = False,
+    prefix: ChatPrefix = AS_SENT,
+    seat: Seat | None = None,
+    reloads: Reloads | None = None,
 ) -> HttpServer:
     """The router's server, not started yet. The options are passed to `Router`. Raises ConfigError."""
-    router, stopping = Router(config, strict=strict, prefix=prefix, seat=seat), Event()
-    app = make_app(router, config.token, stopping, config.cors_origins)
+    router, stopping = Router(config, strict=strict, prefix=prefix, seat=seat, reloads=reloads), Event()
+    guard = Guard(config.token)
+    app = make_app(router, guard, stopping, config.cors_origins)
     listening = HttpSocket(config.http, "router", config.allowed_hosts, is_shared=seat is not None)
-    return HttpServer(
-        app, listening, max_requests=_MAX_REQUESTS, refusal=openai.refusal, drain=config.patience, stopping=stopping
+    server = RouterServer(
+        router,
+        app,
+        listening,
+        max_requests=_MAX_REQUESTS,
+        refusal=openai.refusal,
+        drain=config.patience,
+        stopping=stopping,
     )
 
+    def prepare(config: Config) -> Callable[[], None]:
+        in_router = router.prepare(config.router)
 
-def make_app(router: Router, token: SecretStr | None, stopping: Event, origins: Sequence[str] = ()) -> Starlette:
-    """The application; the router starts and stops with it. Pages are free, `/v1/` needs the token."""
-    guard = Guard(token)
+        def commit() -> None:
+            guard.token, server.drain = config.router.token, config.router.patience
+            listening.answer_to(config.router.allowed_hosts)
+            in_router()
+
+        return commit
+
+    router.reloads.prepare = prepare
+    return server
+
+
+class RouterServer(HttpServer):
+    """At its end it logs what it did; with several processes their parent does."""
+
+    def __init__(self, router: Router, app: Starlette, listening: HttpSocket, **options: Any) -> None:
+        super().__init__(app, listening, **options)
+        self._router, self._began = router, time.monotonic()
+
+    def stop(self) -> int:
+        at = time.monotonic()
+        num_left = super().stop()
+        if self._router.seat is None and self._began:
+            ends = f"the last in {time.monotonic() - at:.1f} s, {num_left} cut off"
+            _log.info("%s", stopped_line(at - self._began, [self._router.total().counts()], ends))
+            self._began = 0.0  # once
+        return num_left
+
+
+def make_app(router: Router, guard: Guard, stopping: Event, origins: Sequence[str] = ()) -> Starlette:
+    """The application; the router starts and stops with it. Pages are free, `/v1/` needs the guard's token."""
 
     async def status() -> Json:
         return router.status().as_json()
@@ -783,4 +726,6 @@ def _readiness(router: Router, stopping: Event) -> Response:
     num_up, is_stopping = router.status().num_up, stopping.is_set()
     is_ready = num_up > 0 and not is_stopping
     answer: Json = {"ready": is_ready, "replicas_up": num_up} | ({"stopping": True} if is_stopping else {})
+    if less := [*router.wanting.values()]:
+        answer["wanting"] = less
     return JSONResponse(answer, 200 if is_ready else 503)

@@ -50,11 +50,11 @@ def cors(origins: Sequence[str]) -> list[Middleware]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Guard:
     """Who may use guarded routes: holders of the token; without a token, local programs that are not web pages."""
 
-    token: SecretStr | None
+    token: SecretStr | None  # a reload may change it
 
     def admit(self, request: Request, *, any_type: bool = False) -> None:
         """HTTPException 401 without a hint, or 415. `any_type`: other types than JSON, too, except from a web page."""
@@ -208,8 +208,8 @@ class HttpSocket:
         `is_shared`: other processes of this user may listen there, too; each connection goes to one of them.
         Without `listens` it only reserves the address.
         """
-        self.section = section
-        self.hosts = HostNames(address, names)
+        self.section, self._given = section, address
+        self.answer_to(names)
         host, _, port = address.rpartition(":")
         try:
             info = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -229,6 +229,10 @@ class HttpSocket:
         except OSError as error:
             why = f"{error.strerror}; choose another address or port"
             raise ConfigError(f'[{section}] http "{address}": {why}') from None
+
+    def answer_to(self, names: Iterable[str]) -> None:
+        """Change the `allowed_hosts`."""
+        self.hosts = HostNames(self._given, names)
 
     @property
     def address(self) -> str:
@@ -262,7 +266,7 @@ class HttpServer:
     ) -> None:
         self.address = listening.address
         self._app = _traced(app) if tracing.ON else app
-        self._listening, self._grace, self._drain = listening, grace, drain
+        self.listening, self._grace, self.drain = listening, grace, drain
         max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         max_requests = min(max_requests, max_files // 4)  # the rest is for files of requests, and for engines
         self._max_requests, self._refuse, self._logged_at = max_requests, refusal, -math.inf
@@ -294,16 +298,20 @@ class HttpServer:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """Let requests under way end, for at most `drain` and `grace` seconds, and close the socket. Idempotent."""
+    def stop(self) -> int:
+        """Let requests under way end, for at most `drain` and `grace` seconds, and close the socket. Idempotent.
+
+        Returns how many were still under way after `drain`.
+        """
         self._stopping.set()
-        end = time.monotonic() + self._drain
+        end = time.monotonic() + self.drain
         while self._num_requests and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(_LOOK)
-        self._server.should_exit = True
+        num_left, self._server.should_exit = self._num_requests, True
         if self._thread.is_alive():
             self._thread.join(self._grace + _STOPPED)
-        self._listening.close()
+        self.listening.close()
+        return num_left
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -353,9 +361,9 @@ class HttpServer:
             return self._last(400, _TWO_LENGTHS)
         if self._num_health >= _RESERVED if path in _HEALTH else self._num_requests >= self._max_requests:
             return self._last(503, _MANY)
-        if not self._listening.hosts.admits(path, host):
+        if not self.listening.hosts.admits(path, host):
             name = name_in((host or b"").decode("latin-1"))[:100]
-            why = f'host "{name}": not a name of this server; add it to [{self._listening.section}] allowed_hosts'
+            why = f'host "{name}": not a name of this server; add it to [{self.listening.section}] allowed_hosts'
             return self._refuse(421, why)
         return None
 

@@ -27,8 +27,13 @@ class OperatorToken(NamedTuple):
     http: str = ""
 
     @classmethod
-    def made(cls, socket: Path, http: str) -> "OperatorToken":
-        """A new token for the daemon at `socket` with pages at `http`. Without a writable file, no client has it."""
+    def of(cls, given: SecretStr | None, socket: Path, http: str) -> "OperatorToken":
+        """The configured token; if there is none, a new one for the daemon at `socket` with pages at `http`.
+
+        Without a writable file, no client has it.
+        """
+        if given is not None:
+            return cls(given, None)
         file, secret = Path(f"{socket.absolute()}.token"), secrets.token_urlsafe(_BYTES)
         try:
             _write(file, http, secret)

@@ -31,5 +31,6 @@ def test_the_daemon_takes_its_command(service: dict[str, str]) -> None:
     # who has the directory of the socket mounted finds the next daemon's socket there, too
     assert service["RuntimeDirectoryPreserve"] == "restart"
     assert int(service["TimeoutStopSec"]) == GRACE
+    assert service["ExecReload"] == "/bin/kill -HUP $MAINPID"
     # wrong options stay wrong: it is not started again for them
     assert service["RestartPreventExitStatus"] == "2"

@@ -1,6 +1,8 @@
 """What the router's stories share: replicas that do as they are told, as processes, and a router of this process."""
 
 import json
+import os
+import signal
 import socket
 import ssl
 import threading
@@ -165,6 +167,35 @@ def replicas(number: int, *natures: Mapping[str, object]) -> Iterator[list[ToldR
     finally:
         for replica in made:
             replica.close()
+
+
+class RouteProcess:
+    """`kvtier route` over a file, in so many processes."""
+
+    def __init__(self, file: Path, *arguments: str) -> None:
+        command = ["-m", "kvtier.cli", "route", "--config", str(file), *arguments]
+        patient = {"router__probe_timeout": "20s", "router__connect_timeout": "20s"}
+        variables = environment(router__http="127.0.0.1:0", **patient)
+        self.log = file.with_suffix(".log")
+        with self.log.open("w") as log:
+            self.process: Any = Forked(command, SERVICES, env=variables, stderr=log)
+        until(lambda: self.said(" ready on ") or self.process.poll() is not None)
+        ready = next(line for line in self.log.read_text().splitlines() if " ready on " in line)
+        self.url = f"http://{ready.rpartition(' ')[2]}"
+
+    def said(self, text: str) -> bool:
+        return text in self.log.read_text()
+
+    def hang_up(self) -> None:
+        os.kill(self.process.pid, signal.SIGHUP)
+
+    def complete(self, token: str) -> httpx2.Response:
+        body, headers = {"model": "m", "prompt": "a prompt"}, {"authorization": f"Bearer {token}"}
+        url = f"{self.url}/v1/completions"
+        return httpx2.post(url, json=body, headers=headers, timeout=PATIENCE, trust_env=False)
+
+    def close(self) -> None:
+        end_child(self.process, [signal.SIGTERM])
 
 
 class RoutedReplicas:

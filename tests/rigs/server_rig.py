@@ -12,7 +12,7 @@ import httpx2
 from doubles import wait_until as wait_for
 from fork_rig import ENGINE, Forked
 from openai import OpenAI
-from service_rig import environment, patient, patient_options
+from service_rig import environment, patient, patient_options, take_last
 from tiny_models import SIZES
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, set_seed
@@ -140,11 +140,12 @@ class ServerProcess:
         self.client = client(self.url)
 
     def end(self, signal: int, timeout: float = 60.0) -> int:
-        """Send the signal; the exit status."""
+        """Send the signal; the exit status. What it says of its end is `last_line`."""
         self.client.close()
         self.process.send_signal(signal)
         status = self.process.wait(timeout)
         self._reader.join(timeout)
+        self.last_line = take_last(self.lines)
         assert self.process.stderr is not None
         self.process.stderr.close()
         return status

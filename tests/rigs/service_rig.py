@@ -65,6 +65,11 @@ def environment(**options: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "rigs"))), **variables}
 
 
+def take_last(lines: list[str]) -> str:
+    """A server's line about its end, taken from the others; empty if it was killed."""
+    return lines.pop() if lines and " kvtier: stopped after " in lines[-1] else ""
+
+
 class DaemonProcess:
     """`kvtier serve` as a process of its own."""
 
@@ -96,10 +101,11 @@ class DaemonProcess:
         self.lines += self.process.stderr
 
     def end(self, signal: int, timeout: float = PATIENCE) -> int:
-        """Send the signal; the exit status."""
+        """Send the signal; the exit status. What it says of its end is `last_line`."""
         self.process.send_signal(signal)
         status = self.process.wait(timeout)
         self._reader.join(timeout)
+        self.last_line = take_last(self.lines)
         assert self.process.stderr is not None
         self.process.stderr.close()
         return status

@@ -1,6 +1,7 @@
 from .config import Config as Config
 from .config import ConfigSource as ConfigSource
 from .config import child_environment as child_environment
+from .config import is_reloadable as is_reloadable
 from .config import nearest as nearest
 from .config import options as options
 from .environment import COMPILED as COMPILED

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -24,6 +24,7 @@ from kvtier.tiers.config.sections import (
     FileConfig,
     HostConfig,
     L1Config,
+    LogConfig,
     ObjectsConfig,
     PeersConfig,
     RedisConfig,
@@ -32,6 +33,7 @@ from kvtier.tiers.config.sections import (
     ServiceConfig,
     TracingConfig,
 )
+from kvtier.tiers.config.values import RELOADS
 
 ENV_PREFIX: Final = "KVTIER_"
 _BUILD: Final = "KVTIER_EXTENSIONS"  # which extension modules an installation builds (`hatch_build.py`)
@@ -70,6 +72,7 @@ class Config(BaseSettings):
     router: RouterConfig = RouterConfig()
     breaker: BreakerConfig = BreakerConfig()
     tracing: TracingConfig = TracingConfig()
+    log: LogConfig = LogConfig()
 
     @classmethod
     def load(cls, path: Path | str | None = None, **overrides: Mapping[str, object]) -> "Config":
@@ -86,8 +89,12 @@ class Config(BaseSettings):
         for section, name, value in ((section, *each) for section, given in merged.items() for each in given.items()):
             if not is_text(value) and not takes_path(section, name):
                 raise ConfigError(f"[{section}] {name} {_guarded(name, value)}: not UTF-8; write it anew")
+        return cls._made(merged)
+
+    @classmethod
+    def _made(cls, values: Mapping[str, Any]) -> Self:
         try:
-            return cls(**merged)
+            return cls(**values)
         except ValidationError as error:
             raise ConfigError(_one_line(error.errors(include_url=False)[0])) from None
 
@@ -102,6 +109,24 @@ class Config(BaseSettings):
             fix = 'give a Config, the name of a TOML file, or a mapping as in {"host": {"size": "2GiB"}}'
             raise ConfigError(f"config {_shown(config)}: not a configuration; {fix}")
         return cls.load(config)
+
+    def changes(self, given: "Config") -> list[tuple[str, str, bool]]:
+        """The (section, option) whose values differ in `given`, in order, and whether a running process takes them."""
+        found = ((getattr(getattr(each, section), name) for each in (self, given)) for section, name, _ in options())
+        differs = [before != after for before, after in found]
+        return [
+            (s, n, is_reloadable(field)) for (s, n, field), is_new in zip(options(), differs, strict=True) if is_new
+        ]
+
+    def reloaded(self, given: "Config") -> "Config":
+        """This configuration with what a running process takes of `given`. ConfigError if the two do not fit."""
+        values, new = (each.model_dump(exclude_unset=True) for each in (self, given))
+        for section, name, field in options():
+            if is_reloadable(field):
+                values.setdefault(section, {}).pop(name, None)
+                if name in new.get(section, {}):
+                    values[section][name] = new[section][name]
+        return self._made(values)
 
     def idle_options(self) -> list[str]:
         """Options that are given without effect, since the tier's switch is not set: a line each, with its fix."""
@@ -134,6 +159,11 @@ def child_environment(values: Mapping[str, str], under: Mapping[str, str] | None
 def options() -> list[tuple[str, str, FieldInfo]]:
     """Every (section, option, field) in order, for `kvtier config` and docs/configuration.md."""
     return [(section, name, field) for section in Config.model_fields for name, field in _fields(section).items()]
+
+
+def is_reloadable(field: FieldInfo) -> bool:
+    """Whether SIGHUP changes the option in a running process."""
+    return field.json_schema_extra == RELOADS
 
 
 def _fields(section: str) -> dict[str, FieldInfo]:

@@ -256,6 +256,16 @@ class ObjectsConfig(Section):
         return self
 
 
+class LogConfig(Section):
+    level: Literal["debug", "info", "warning", "error"] = option(
+        "info", "the least that servers log: debug, info, warning or error", reloads=True
+    )
+    format: Literal["text", "json"] = option("text", "text: lines; json: an object a line")
+
+
+_Price = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+
+
 class ServiceConfig(HttpSection):
     """The node's daemon: where it listens, and where engines find it."""
 
@@ -267,10 +277,16 @@ class ServiceConfig(HttpSection):
     token: Secret | None = option(
         None,
         "token of admin requests; none = a new one at each start, beside the socket",
+        reloads=True,
     )
-    archives: Directory | None = option(None, "directory of exports, imports, traces; none = archives in [file] path")
+    archives: Directory | None = option(
+        None, "directory of exports, imports, traces; none = archives in [file] path", reloads=True
+    )
     default_quota: ByteSize | None = option(
-        None, "host memory of each model for a cache_salt without its own quota; none = no bound"
+        None, "host memory of each model for a cache_salt without its own quota; none = no bound", reloads=True
+    )
+    default_slab_quota: ByteSize | None = option(
+        None, "the same of each model's slab, in extents of 8 MiB, four at least; none = no bound", reloads=True
     )
     kept_lookups: WholeNumber = option(
         1 << 18,
@@ -278,11 +294,12 @@ class ServiceConfig(HttpSection):
         ge=0,
         le=1 << 24,
     )
-    gpu_hour: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = option(
-        None, "hourly price of an engine's GPUs together; none = no prices"
+    gpu_hour: _Price | None = option(None, "hourly price of an engine's GPUs together; none = no prices", reloads=True)
+    cache_hour: _Price | None = option(
+        None, "hourly price of the cache, its memory and disk; none = nothing", reloads=True
     )
     prefill_rate: Annotated[WholeNumber, Field(ge=1, le=10**9)] | None = option(
-        None, "tokens a second that an engine prefills, if none reports it"
+        None, "tokens a second that an engine prefills, if none reports it", reloads=True
     )
     request_log: FileName | None = option(None, "file for a JSON line about each request; none = off")
 
@@ -291,13 +308,15 @@ class ServerConfig(HttpSection, ApiSection):
     """`kvtier engine`: where it listens, and how many requests it takes at once."""
 
     http: Address = option("127.0.0.1:8000", "address of the OpenAI API of `kvtier engine`")
-    token: Secret | None = option(None, "API key of requests")
+    token: Secret | None = option(None, "API key of requests", reloads=True)
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = option(
         None, "the model's name for clients; none = its directory's"
     )
     max_waiting: WholeNumber = option(64, "requests that may wait; further ones get 429", ge=0, le=65536)
-    request_timeout: Time = option("120s", "longest a request may take")
-    drain: Time | None = option(None, "longest that answers go on after the signal to stop; none = request_timeout")
+    request_timeout: Time = option("120s", "longest a request may take", reloads=True)
+    drain: Time | None = option(
+        None, "longest that answers go on after the signal to stop; none = request_timeout", reloads=True
+    )
     max_num_seqs: WholeNumber = option(16, "requests computed at once", ge=1, le=4096)
     max_num_batched_tokens: WholeNumber = option(
         512, "tokens of a step; longer prompts are computed in pieces", ge=1, le=2**20
@@ -352,8 +371,8 @@ class EventsConfig(Section):
 
 
 class BreakerConfig(Section):
-    failures: WholeNumber = option(5, "failures in a row that detach a tier", ge=1, le=1000)
-    retry_after: Time = option("1s", "first wait before a detached tier is probed")
+    failures: WholeNumber = option(5, "failures in a row that detach a tier", reloads=True, ge=1, le=1000)
+    retry_after: Time = option("1s", "first wait before a detached tier is probed", reloads=True)
 
 
 class TracingConfig(Section):
@@ -389,24 +408,34 @@ class RouterConfig(HttpSection, ApiSection):
     """`kvtier route`: where it listens, its replicas, and its time limits."""
 
     http: Address = option("127.0.0.1:8080", "address of the OpenAI API of `kvtier route`")
-    token: Secret | None = option(None, "API key of clients")
+    token: Secret | None = option(None, "API key of clients", reloads=True)
     model: FileName | None = option(None, "directory of the tokenizer and chat template; none = query replicas")
-    tokenize_timeout: Time = option("200ms", "longest a replica may take to tokenise, if model is none")
+    tokenize_timeout: Time = option("200ms", "longest a replica may take to tokenise, if model is none", reloads=True)
     replicas: _Replicas = option(
         (),
         "list of `http[s]://HOST:PORT[,events=…][,replay=…][,node=…][,node_replay=…][,block_size=N][,addresses=all]`",
+        reloads=True,
     )
-    replicas_file: FileName | None = option(None, "file with one more replica a line; changes are followed")
-    resolve_interval: Time = option("10s", "time between lookups of names with addresses=all")
-    replica_token: Secret | None = option(None, "API key that replicas want")
-    replica_ca: FileName | None = option(None, "certificates that verify https replicas; none = the system's")
+    replicas_file: FileName | None = option(
+        None, "file with one more replica a line; changes are followed", reloads=True
+    )
+    resolve_interval: Time = option("10s", "time between lookups of names with addresses=all", reloads=True)
+    replica_token: Secret | None = option(None, "API key that replicas want", reloads=True)
+    replica_ca: FileName | None = option(
+        None, "certificates that verify https replicas; none = the system's", reloads=True
+    )
     curve_key_file: FileName | None = option(None, "the router's CURVE key pair, for events at tcp://; none = without")
     curve_publisher_file: FileName | None = option(None, "the public key of all publishers of events at tcp://")
-    weight_cpu: _Share = option(TIERS[L2].weight, "what host memory saves of computing a block, of 1")
-    weight_storage: _Share = option(TIERS["file"].weight, "what a slab saves of it")
-    weight_external: _Share = option(TIERS["redis"].weight, "what Redis saves of it")
-    weight_object: _Share = option(TIERS["objects"].weight, "what an object store saves of it")
-    max_requests: WholeNumber = option(256, "requests at one replica at a time; further ones get 429", ge=1, le=65536)
+    weight_cpu: _Share = option(TIERS[L2].weight, "what host memory saves of computing a block, of 1", reloads=True)
+    weight_storage: _Share = option(TIERS["file"].weight, "what a slab saves of it", reloads=True)
+    weight_external: _Share = option(TIERS["redis"].weight, "what Redis saves of it", reloads=True)
+    weight_object: _Share = option(TIERS["objects"].weight, "what an object store saves of it", reloads=True)
+    prompt_price: _Price | None = option(
+        None, "price of a million prompt tokens that replicas compute; none = no prices", reloads=True
+    )
+    max_requests: WholeNumber = option(
+        256, "requests at one replica at a time; further ones get 429", reloads=True, ge=1, le=65536
+    )
     processes: WholeNumber = option(1, "processes behind the address, each with its own index and core", ge=1, le=64)
     max_blocks: WholeNumber = option(
         MAX_BLOCKS,
@@ -414,14 +443,16 @@ class RouterConfig(HttpSection, ApiSection):
         ge=1,
         lt=2**31,
     )
-    probe_interval: Time = option("250ms", "time between probes of a replica")
-    probe_timeout: Time = option("700ms", "longest a probe may take; more is late")
-    probe_failures: WholeNumber = option(3, "late probes in a row that mean `down`", ge=1, le=100)
-    connect_timeout: Time = option("500ms", "longest opening of a connection")
-    first_byte_timeout: Time = option("120s", "longest until an answer begins")
-    stall_timeout: Time = option("60s", "longest pause in an answer")
-    request_timeout: Time = option("600s", "longest a request may take in all")
-    drain: Time | None = option(None, "longest that answers go on after the signal to stop; none = request_timeout")
+    probe_interval: Time = option("250ms", "time between probes of a replica", reloads=True)
+    probe_timeout: Time = option("700ms", "longest a probe may take; more is late", reloads=True)
+    probe_failures: WholeNumber = option(3, "late probes in a row that mean `down`", reloads=True, ge=1, le=100)
+    connect_timeout: Time = option("500ms", "longest opening of a connection", reloads=True)
+    first_byte_timeout: Time = option("120s", "longest until an answer begins", reloads=True)
+    stall_timeout: Time = option("60s", "longest pause in an answer", reloads=True)
+    request_timeout: Time = option("600s", "longest a request may take in all", reloads=True)
+    drain: Time | None = option(
+        None, "longest that answers go on after the signal to stop; none = request_timeout", reloads=True
+    )
 
     @property
     def patience(self) -> float:

@@ -20,6 +20,7 @@ from pydantic import (
     SecretStr,
     model_validator,
 )
+from pydantic.config import JsonDict
 from pydantic_settings import NoDecode
 
 from kvtier.tiers.config.quantities import format_size, format_time, parse_duration, parse_room, parse_size, parse_time
@@ -279,9 +280,12 @@ Secret = Annotated[SecretStr, AfterValidator(_require_one_line)]
 """A token or a password, used in a header or a login as it is."""
 
 
-def option(default: Any, description: str, **bounds: Any) -> Any:
-    """A field of a section: its default, what it means to a user, and the bounds of its values."""
-    return Field(default=default, description=description, **bounds)
+RELOADS: Final[JsonDict] = {"reloads": True}  # the mark of an option that a running process takes from its file again
+
+
+def option(default: Any, description: str, *, reloads: bool = False, **bounds: Any) -> Any:
+    """A field of a section: its default, what it means to a user, whether SIGHUP changes it, and its values' bounds."""
+    return Field(default=default, description=description, json_schema_extra=RELOADS if reloads else None, **bounds)
 
 
 class Section(BaseModel):
@@ -302,7 +306,7 @@ class HttpSection(Section):
     http: Address
     token: Secret | None = None
     allow_remote: bool = option(False, "let other machines reach http; needs a token")
-    allowed_hosts: AllowedHosts = option((), "list of further host names that its pages accept; * = any")
+    allowed_hosts: AllowedHosts = option((), "list of further host names that its pages accept; * = any", reloads=True)
 
     @model_validator(mode="after")
     def _guarded(self) -> Self:

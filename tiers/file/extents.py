@@ -131,6 +131,13 @@ class SlotRun(NamedTuple):
     slots: range  # the same, one by one
 
 
+class Owner(NamedTuple):
+    """A tenant whose blocks lie in extents of their own: at most so many."""
+
+    name: bytes
+    limit: int  # at least 1
+
+
 class ClaimedExtent(NamedTuple):
     """An extent taken to be filled anew, until `opened` or `unclaim`. Its rows on disk are blanked first."""
 
@@ -146,6 +153,8 @@ class ExtentMap:
 
     Not thread-safe: the store's lock guards it, and is never held across I/O. A slot is findable only between
     `publish` and the extent's eviction. An extent that a writer is in (`busy`) is no victim.
+    A tenant with a bound (`Owner`) fills extents of its own, one after another, and evicts its oldest at its bound:
+    what it stores never costs others more room than that. Owners are forgotten at the end; their blocks are not.
     Law (`check`): the index names exactly the ready slots; live + unused + holes == slots of every extent.
     """
 
@@ -173,6 +182,8 @@ class ExtentMap:
         self._withheld: list[int] = []  # free, too, but the disk had no space for them
         self._open: OrderedDict[int, ChainHash | None] = OrderedDict()  # extent -> its last block
         self._order: OrderedDict[int, None] = OrderedDict()  # open and closed extents, next victim first
+        self._owner: dict[int, bytes] = {}  # of the extents that have one
+        self._owned: dict[bytes, OrderedDict[int, None]] = {}  # each owner's extents, the oldest first
 
     def restore(self, slots: Slots, seqs: NDArray[np.uint64], dirty: list[int]) -> None:
         """Load the result of a recovery: slots whose names the index has, and extents that are not blank."""
@@ -219,15 +230,15 @@ class ExtentMap:
         """Keep an extent from being evicted until `leave`."""
         self._busy[extent] += 1
 
-    def take(self, hashes: Sequence[ChainHash], after: ChainHash | None) -> SlotRun | None:
+    def take(self, hashes: Sequence[ChainHash], after: ChainHash | None, owner: bytes | None = None) -> SlotRun | None:
         """Slots for leading `hashes`, if possible behind block `after`; None: claim first. `after` None: anywhere."""
-        for extent, last in self._open.items():
+        mine = [each for each in self._open.items() if self._owner.get(each[0]) == owner]
+        for extent, last in mine:
             if last == after and after is not None:
                 return self.take_in(extent, hashes)
-        if after is not None and self._free and len(self._open) < MAX_OPEN:
+        if owner is None and after is not None and self._free and len(mine) < MAX_OPEN:
             return None
-        extent_or_none = next(iter(self._open), None)
-        return None if extent_or_none is None else self.take_in(extent_or_none, hashes)
+        return self.take_in(mine[0][0], hashes) if mine else None
 
     def take_in(self, extent: int, hashes: Sequence[ChainHash]) -> SlotRun:
         """Slots for leading `hashes` in an open extent."""
@@ -246,17 +257,29 @@ class ExtentMap:
             self._close(extent)
         return SlotRun(extent, first, count, self.epoch, slots)
 
-    def claim(self) -> ClaimedExtent | None:
-        """An extent to fill: a free one, else the next victim, whose blocks are dropped at once. None: all are busy."""
-        if self._free:
-            extent = heapq.heappop(self._free)
-            keep: list[int] = []
+    def claim(self, owner: Owner | None = None) -> ClaimedExtent | None:
+        """An extent to fill: a free one, else the next victim, whose blocks are dropped at once. None: all are busy.
+
+        Of an owner at its bound it is its oldest.
+        """
+        own = self._owned.get(owner.name, ()) if owner is not None else ()
+        if owner is not None and len(own) >= owner.limit:
+            oldest = next(filter(self._is_evictable, own), None)
+            victim = None if oldest is None else (oldest, self._kept_of(oldest))
+        elif self._free:
+            victim = heapq.heappop(self._free), []
         else:
-            victim = self._choose_victim()
-            if victim is None:
-                return None
-            extent, keep = victim
-            del self._order[extent]
+            victim = self._choose_victim() or self._close_one()
+        if victim is None:
+            return None
+        extent, keep = victim
+        self._order.pop(extent, None)
+        before, name = self._disown(extent), None if owner is None else owner.name
+        if before not in (None, name):
+            keep = []  # a tenant with a bound has no blocks outside its extents
+        if name is not None:
+            self._owner[extent] = name
+            self._owned.setdefault(name, OrderedDict())[extent] = None
         self._state[extent] = _ExtentState.CLAIMED
         self._busy[extent] += 1
         self.num_evicted += self._live[extent] - len(keep)
@@ -265,6 +288,39 @@ class ExtentMap:
         self._fill[extent] = 0
         hashes = self.index.names(np.array(keep, np.int64)) if keep else []
         return ClaimedExtent(extent, bool(self._dirty[extent]), self.epoch, keep, hashes)
+
+    def live_of(self, owner: bytes) -> int:
+        """Blocks in the owner's extents."""
+        return sum(self._live[extent] for extent in self._owned.get(owner, ()))
+
+    def excess(self, owner: Owner) -> list[ChainHash]:
+        """Blocks of the owner's oldest idle extents past its bound, which was lowered: the caller drops them."""
+        own = self._owned.get(owner.name, ())
+        idle = [extent for extent in own if self._is_evictable(extent)] if len(own) > owner.limit else []
+        slots = [slot for extent in idle[: len(own) - owner.limit] for slot in self._slots(extent)]
+        named = [slot for slot in slots if self.index.is_named[slot]]
+        self.num_evicted += len(named)
+        return self.index.names(np.array(named, np.int64)) if named else []
+
+    def _close_one(self) -> tuple[int, list[int]] | None:
+        """With every extent open, as for many owners: the one that is unused for longest is a victim."""
+        for extent in [extent for extent in self._open if not self._busy[extent]]:
+            self._close(extent)
+            return self._choose_victim()
+        return None
+
+    def _kept_of(self, extent: int) -> list[int]:
+        """The slots that are stored again if the extent is evicted."""
+        slots = self._slots(extent)
+        return [slot for slot in slots if self.hits[slot]][: self.per_extent // _KEEP_SHARE]
+
+    def _disown(self, extent: int) -> bytes | None:
+        """The extent's owner until now."""
+        if (owner := self._owner.pop(extent, None)) is not None:
+            del self._owned[owner][extent]
+            if not self._owned[owner]:
+                del self._owned[owner]
+        return owner
 
     def _choose_victim(self) -> tuple[int, list[int]] | None:
         """The idle extent that is needed least, by the ends of requests; else the oldest not mostly hit lately."""
@@ -283,7 +339,7 @@ class ExtentMap:
                 self.hits[slots.start : slots.stop] = bytes(self.per_extent)
                 self.room.used(extent)
                 continue
-            return extent, [slot for slot in slots if self.hits[slot]][:most] if num_hits else []
+            return extent, self._kept_of(extent) if num_hits else []
         return None
 
     def _next_in_line(self) -> int | None:
@@ -332,6 +388,7 @@ class ExtentMap:
         """The disk has no space for the claimed extent. It and free ones that lack space wait until `offer`."""
         self._busy[claim.extent] -= 1
         if self._state[claim.extent] is not _ExtentState.RETIRED:
+            self._disown(claim.extent)
             self._state[claim.extent] = _ExtentState.FREE
             self._free.append(claim.extent)
         self._withheld += filter(lacks_space, self._free)
@@ -404,6 +461,7 @@ class ExtentMap:
         for extent in range(first, self.num_extents):
             self._open.pop(extent, None)
             self._order.pop(extent, None)
+            self._disown(extent)
             self._state[extent] = _ExtentState.RETIRED
         self._free = [extent for extent in self._free if extent < first]
         self._withheld = [extent for extent in self._withheld if extent < first]
@@ -457,6 +515,7 @@ class ExtentMap:
         """An idle closed extent without a block is free again."""
         if not self._busy[extent] and not self._live[extent] and self._state[extent] is _ExtentState.CLOSED:
             del self._order[extent]
+            self._disown(extent)
             self._state[extent] = _ExtentState.FREE
             self._fill[extent] = 0
             heapq.heappush(self._free, extent)
@@ -486,6 +545,9 @@ class ExtentMap:
         assert set(self._open) == opened, "the open extents are off"
         assert set(self._order) == opened | closed, "the victim order is off"
         assert not any(live[extent] for extent in free), "a free extent holds blocks"
+        owned = {extent: owner for owner, extents in self._owned.items() for extent in extents}
+        assert owned == self._owner, "the owners' extents are off"
+        assert not free & owned.keys(), "a free extent has an owner"
 
 
 _NO_FINGERPRINT: Final = bytes(32)  # a fingerprint: extents do not depend on it

@@ -17,12 +17,12 @@ import numpy as np
 from kvtier.tiers import BlockRecord, ChainHash, Outcome
 from kvtier.tiers.config import show_size
 from kvtier.tiers.file import slab
-from kvtier.tiers.file.extents import ClaimedExtent, ExtentMap, SlotRun
+from kvtier.tiers.file.extents import ClaimedExtent, ExtentMap, Owner, SlotRun
 from kvtier.tiers.file.file_io import CALL_BYTES, FileIO, PayloadIO, write_all
 from kvtier.tiers.file.slab import Codec
 from kvtier.tiers.file.slab_file import FULL_ERRNOS, STEP_BYTES, SlabFile, blank_rows, blank_slots, write_superblock
 from kvtier.tiers.file.slab_rows import SlabRows
-from kvtier.tiers.pool import REMOVED
+from kvtier.tiers.pool import EVICTED, REMOVED
 
 _log = logging.getLogger(__name__)
 
@@ -129,15 +129,21 @@ class SlabWriter:
     sync: Callable[[], None] | None  # makes earlier writes durable; None: they need not be
     next_seq: int = 1
 
-    def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
+    def write(
+        self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], owner: Owner | None = None
+    ) -> list[Outcome]:
         names, entered = [record.chain_hash for record in records], set[int]()
+        if owner is not None:
+            with self.lock:
+                excess = self.blocks.excess(owner)
+            self.discard(excess, EVICTED)
         with self.lock:
             is_new = max(self.blocks.index.find_each(names), default=-1) < 0 and len(set(names)) == len(names)
         outcomes = [Outcome.ABSENT] * len(records)
         if not is_new:
             entered = self._skip_held(records, names, outcomes)
         todo = [position for position, outcome in enumerate(outcomes) if outcome is Outcome.ABSENT]
-        parts, failure = self._reserve([records[i] for i in todo], [payloads[i] for i in todo])
+        parts, failure = self._reserve([records[i] for i in todo], [payloads[i] for i in todo], owner)
         try:
             stored, failed = self._store(parts) if parts else ([], None)
         finally:
@@ -224,11 +230,12 @@ class SlabWriter:
         return entered
 
     def _reserve(
-        self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]
+        self, records: Sequence[BlockRecord], payloads: Sequence[memoryview], owner: Owner | None
     ) -> tuple[list[_FilledRun], Outcome]:
         """Slots for leading records, the head of the chain first; and why there are no more."""
         parts: list[_FilledRun] = []
         hashes, done = [record.chain_hash for record in records], 0
+        name = None if owner is None else owner.name
         if self.growth.retry_at is not None and self.growth.may_retry():  # once: extents without space are withheld
             with self.lock:
                 self.blocks.offer()
@@ -236,9 +243,9 @@ class SlabWriter:
             while done < len(records):
                 rest, parent = hashes[done:], records[done].parent
                 with self.lock:
-                    run = self.blocks.take(rest, parent)
-                    claim = None if run else self.blocks.claim()
-                    if claim is None and not (run := run or self.blocks.take(rest, None)):
+                    run = self.blocks.take(rest, parent, name)
+                    claim = None if run else self.blocks.claim(owner)
+                    if claim is None and not (run := run or self.blocks.take(rest, None, name)):
                         break  # every extent is being written
                 if claim is not None:
                     if (kept := self._empty(claim)) is None:

@@ -32,7 +32,7 @@ from kvtier.tiers import (
 )
 from kvtier.tiers.config import show_size
 from kvtier.tiers.file import slab
-from kvtier.tiers.file.extents import ExtentMap
+from kvtier.tiers.file.extents import ExtentMap, Owner
 from kvtier.tiers.file.file_io import FileIO, GroupSync, Mode, PayloadIO, probe_mode, write_all
 from kvtier.tiers.file.slab import Codec, SlabEntry, Superblock, codec_of, verified
 from kvtier.tiers.file.slab_file import (
@@ -62,6 +62,7 @@ _FIRST_LOOK: Final = 4  # names of a lookup found at once; twice as many while a
 _MOST_LOOKED: Final = 2048
 _LOOK: Final = 2.0  # seconds between two checks whether the path still names the slab
 _SECTOR: Final = 512  # bytes; what `stat` counts a file's blocks in
+_FEWEST: Final = 4  # extents of a tenant that has a bound: with two writers, fewer are often all being written
 _PIECE: Final = 1 << 16  # slots whose blocks are listed under the lock at a time
 
 
@@ -351,6 +352,10 @@ class FileStore(Tier):
     def room(self) -> Sequence[StoragePlace]:
         return self._storage.latest()
 
+    def used_by(self, tenant: ChainHash) -> int:
+        with self._lock:
+            return self._blocks.live_of(tenant) * self.superblock.stride
+
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
         """Entries, then payloads with many in flight, each verified when it is read; bad blocks are dropped."""
         require_buffers(len(hashes), into, self._file.superblock.slot_bytes)
@@ -450,7 +455,11 @@ class FileStore(Tier):
             return [Outcome.CLOSED] * len(records)
         try:
             is_lost = self._is_removed()
-            outcomes = [Outcome.IO_ERROR] * len(records) if is_lost else self._writer.write(records, payloads)
+            bound = None if self.bounds is None or not records else self.bounds(records[0].chain_hash)
+            owner = (
+                None if bound is None else Owner(bound.tenant, max(_FEWEST, bound.num_bytes // superblock.extent_bytes))
+            )
+            outcomes = [Outcome.IO_ERROR] * len(records) if is_lost else self._writer.write(records, payloads, owner)
             with self._lock:
                 self._counts.update(f"write_{outcome}" for outcome in outcomes)
         finally:

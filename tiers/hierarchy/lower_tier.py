@@ -20,6 +20,7 @@ from kvtier.tiers import (
     Metrics,
     Outcome,
     StoragePlace,
+    TenantBounds,
     Tier,
     TierUnavailable,
     checksum,
@@ -293,6 +294,7 @@ class TierPort:
             direction: Breaker(settings.failures, settings.retry_after, clock) for direction in _DIRECTIONS
         }
         self.tier: Tier | None = None
+        self._bounds: TenantBounds | None = None
         self._closing = Event()
         self._is_probing = True  # no probes before the queue exists
         self._attach_in_time(max(_LEAST, _OPENING * settings.deadline))
@@ -424,6 +426,18 @@ class TierPort:
                 with self._lock:
                     self._num_stale -= 1
         return [Outcome.EPOCH] * len(records) if stale else outcomes
+
+    def bound(self, bounds: TenantBounds) -> None:
+        """From now on the tier asks for tenants' bounds before it stores, also when it is opened again."""
+        self._bounds = bounds
+        if (tier := self.tier) is not None:
+            tier.bounds = bounds
+
+    def set_breakers(self, failures: int, retry_after: float) -> None:
+        """Change both breakers' limits: failures in a row, and seconds until the first probe."""
+        self.settings = replace(self.settings, failures=failures, retry_after=retry_after)
+        for breaker in self.breakers.values():
+            breaker.set_limits(failures, retry_after)
 
     def failed(self, direction: Direction) -> None:
         """An operation of this tier ran past its deadline."""
@@ -559,6 +573,7 @@ class TierPort:
                         self.eviction_log = tier.eviction_log
                     elif self.is_shared and self._sent is None:
                         self.eviction_log = self._sent = EvictionLog(self.name, _SENT, clock=self._clock)
+                    tier.bounds = self._bounds
                     self.tier = tier
                     return
                 forgot_at = self.epoch

@@ -4,6 +4,7 @@ import { chart, line, rateTile, timeAxis } from "./charts.js";
 import {
   about, bar, breakdown, card, count, duration, h, none, percent, shares, sum, swatch, table, tile, wait,
 } from "./draw.js";
+import { money } from "./saved.js";
 import { captionOf, readTiers } from "./tiers.js";
 
 const STATES = {
@@ -83,7 +84,14 @@ function tiles(status, history) {
     const total = (each) => sum(each[name]);
     return rateTile(title, total, `${count(total(status))} in all`, history, kind);
   });
-  return h("div", { class: "tiles" }, requests, foundTile(status, history), problems);
+  return h("div", { class: "tiles" }, requests, foundTile(status, history), priceTile(status), problems);
+}
+
+/** What a million prompt tokens cost: those that a replica had cached cost nothing. */
+function priceTile({ prompt_price: price, tokens: { told_prompt: prompts, told_cached: cached } }) {
+  if (price === undefined || price === null || !prompts) return null;
+  const note = `a million prompt tokens; ${money(price)} if all were computed`;
+  return tile("Price", money(price * (1 - cached / prompts)), `${note}; saved ${money((price * cached) / 1e6)}`);
 }
 
 function foundTile({ tokens }, history) {

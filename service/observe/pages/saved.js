@@ -12,7 +12,7 @@ const time = (seconds) => {
 };
 const perSecond = (seconds) => `${seconds.toFixed(2)} s/s`;
 const [CENTS, FINER] = [2, 4].map((digits) => new Intl.NumberFormat("en", { maximumFractionDigits: digits }));
-const money = (value) => (value < 10 ? FINER : CENTS).format(value);
+export const money = (value) => (value < 10 ? FINER : CENTS).format(value);
 
 export const netOf = ({ prefill_s: prefill, load_s: load }) => prefill - load;
 
@@ -32,6 +32,9 @@ export function savedOf(model, counter, history, price) {
     [h("b", {}, "saved"), h("b", {}, time(netOf(saved)))],
   ];
   if (price !== null && price !== undefined) rows.push([`at ${money(price)} an hour of GPUs`, money((netOf(saved) / HOUR) * price)]);
+  const { million_loaded: loaded, million_computed: computed } = saved;
+  if (loaded !== undefined) rows.push(["a million tokens: loaded", money(loaded)]);
+  if (computed !== undefined) rows.push(["a million tokens: computed", money(computed)]);
   if (saved.untimed_tokens) rows.push(["tokens whose time is not known", count(saved.untimed_tokens)]);
   const [prefills, loads] = ["prefill_s", "load_s"].map((name) => history.rates(counter(({ saved: each }) => each?.[name])));
   const points = prefills.map(([age, value], i) => {

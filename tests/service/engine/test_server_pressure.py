@@ -279,9 +279,8 @@ def test_a_server_that_stops_lets_answers_end_and_takes_no_more(model: Path) -> 
 
 
 def test_what_does_not_end_in_time_is_told(model: Path) -> None:
-    with serving(model) as server:
-        assert server.server._patience == Config().server.request_timeout
-        server.server._patience = 0.0
+    assert Config().server.patience == Config().server.request_timeout
+    with serving(model, server={"drain": "1ms"}) as server:
         stream = server.client.completions.create(max_tokens=800, stream=True, **ASK)
         next(stream)
         server.server.stop()

@@ -118,7 +118,10 @@ def told(daemon: ServedDaemon, num_saved: int) -> Any:
     return status
 
 
-@pytest.mark.parametrize("options", [{"prefill_rate": 100, "gpu_hour": 2.5}, {}])
+PRICES = {"prefill_rate": 100, "gpu_hour": 2.5, "cache_hour": 0.36}
+
+
+@pytest.mark.parametrize("options", [PRICES, {}])
 def test_the_status_tells_what_was_saved(options: dict[str, float], serve_pages: ServePages, attach: Attach) -> None:
     daemon = serve_pages(host={"size": 1 << 20}, service=options)
     tiers, chain = attach(), chain_of(6)
@@ -134,6 +137,13 @@ def test_the_status_tells_what_was_saved(options: dict[str, float], serve_pages:
     expected: dict[str, Any] = {"tokens": num_tokens, "load_s": 0, "assumed": bool(options)}
     expected["tokens_per_s"] = 100 if options else None
     expected |= {"untimed_tokens": 0 if options else num_tokens, "prefill_s": num_tokens / 100 if options else 0}
+    if options:  # 10 ms a token; and the cache's price of all its memory, over the seconds that the model is open
+        expected["million_computed"] = pytest.approx(1e6 / 100 * 2.5 / 3600, abs=1e-5)
+        loaded = model["saved"].pop("million_loaded")
+        assert 0 < loaded <= status["uptime_s"] * 0.36 / 3600 / num_tokens * 1e6
+        assert f'way="loaded"}} {loaded}' not in page  # it grows meanwhile
+        assert 'way="computed"} 6.944444' in page
+        assert " tokens, " in daemon.client.get("/summary").text.partition("  saved ")[2].partition("\n")[0]
     assert model["saved"] == expected
     # An engine says what it measures: it counts from here on.
     tiers.computed(1000, 1.0)

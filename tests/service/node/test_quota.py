@@ -1,15 +1,20 @@
 """Stories of quotas: a tenant stays within its own, loses its own oldest tails, and nobody else notices (FAULTS 36)."""
 
+import signal
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
+from command_rig import kvtier
 from doubles import SLOT_BYTES, MemoryTier, chain_of, hierarchy_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from service_rig import drops, fill, load, records, store, store_partial, wanted
+from service_rig import DaemonProcess, attach, drops, fill, load, records, store, store_partial, wanted, where
 
-from kvtier.service.node.served_tiers import ServedTiers
+from kvtier.service.node.served_tiers import ServedTiers, TenantLimits
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.tier import Outcome
@@ -33,10 +38,10 @@ class Bench:
     def __init__(self, slots: int = 32, lower: MemoryTier | None = None, default: int | None = None) -> None:
         self.hierarchy = hierarchy_of(slots, lower)
         limit = None if default is None else default * SLOT_BYTES
-        self.tiers: Any = Served(ServedTiers(self.hierarchy, FINGERPRINT, limit))
+        self.tiers: Any = Served(ServedTiers(self.hierarchy, FINGERPRINT, TenantLimits(limit)))
 
     def allow(self, salt: str, num_blocks: int) -> None:
-        self.tiers.quotas.set(salt, num_blocks * SLOT_BYTES)
+        self.tiers.quotas.set(salt, TenantLimits(num_blocks * SLOT_BYTES))
 
     def has(self, chain: TokenChain) -> int:
         """Leading blocks in L2."""
@@ -97,6 +102,32 @@ def test_a_tenant_loses_its_own_least_recent_tails_first(bench: Bench) -> None:
     assert [bench.has(each) for each in (first, second, third)] == [0, 2, 4]
     assert bench.has(bob) == 12
     assert drops(bench.tiers, Outcome.QUOTA) == 0
+
+
+def test_a_tenant_at_its_slab_quota_evicts_its_own(home: Path, disk_dir: Path) -> None:
+    """As the daemon serves it, from the options and the verb to the file; what others have stays there."""
+    options = {"file__path": str(disk_dir), "file__size": "4MiB", "service__default_slab_quota": "64KiB"}
+    daemon = DaemonProcess(home / "s", **options)
+    url = f"http://{daemon.http}/admin"
+    with closing(attach(home / "s", fingerprint=FINGERPRINT)) as tiers:
+        others = chain_of(40, first_token=1)
+        assert store(tiers, others) == 40
+        for number in range(24):
+            assert store(tiers, of("alice", number, 24)) == 24  # she is never refused
+        found = where(tiers, others)
+        assert (found.blocks, found.miss) == (40, 0)
+        assert where(tiers, of("alice", 23, 24)).miss == 0  # her newest
+        assert where(tiers, of("alice", 0, 24)).miss == 24
+        limits = {"cache_salt": "alice", "slab": 1 << 20}  # of her own, and no bound of host memory
+        told = httpx2.post(f"{url}/quota", json=limits, headers=daemon.operator, trust_env=False).json()
+        assert (told["size"], told["slab"], len(told["models"])) == (None, 1 << 20, 1)
+        [quota] = httpx2.get(f"{url}/quotas", headers=daemon.operator, trust_env=False).json()["quotas"]
+        [used] = quota["slab_used"].values()
+        assert 24 * 6 * SLOT_BYTES <= used <= 2 << 20  # four of its eight extents at most
+        listed = kvtier("quota", "--http", daemon.http, service__socket=str(home / "s"))
+        assert "1 MiB" in listed.stdout
+        assert store(tiers, of("alice", 99, 24)) == 24
+    assert daemon.end(signal.SIGTERM) == 0
 
 
 def test_tenants_with_equal_prompts_are_two(bench: Bench) -> None:
@@ -230,7 +261,7 @@ def test_a_new_tenant_is_bound_also_where_its_first_store_is_the_one_that_forget
 
 def test_less_than_a_block_is_no_quota(bench: Bench) -> None:
     with pytest.raises(ConfigError, match=r'^size "4095": a block of this model takes 4KiB; give more$'):
-        bench.tiers.quotas.set("alice", SLOT_BYTES - 1)
+        bench.tiers.quotas.set("alice", TenantLimits(SLOT_BYTES - 1))
     assert not bench.tiers.quotas.listing()
 
 

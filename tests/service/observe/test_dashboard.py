@@ -272,6 +272,8 @@ def test_what_fills_memory_and_what_it_saves(
         "tokens loaded instead of computed 48",
         "saved 0.2 s",
         "at 3,600 an hour of GPUs 0.24",
+        "a million tokens: loaded 0",
+        "a million tokens: computed 10,000",
         "100 tokens a second (measured)",
     )
     page.wait_for(*saved, card="Saved")
@@ -358,7 +360,7 @@ def test_the_router_shows_who_is_there_and_why_a_request_went_where_it_did(page:
 
 
 def test_a_router_at_work(page: Browser) -> None:
-    with replicas(2) as (one, other), routed(one.url, other.url) as router:
+    with replicas(2) as (one, other), routed(one.url, other.url, prompt_price=0.5) as router:
         address = f"http://{router.server.address}/"
         page.open(address)
         page.wait_for("● ok", "No request has come yet. Send one:", f"curl {address}v1/completions")
@@ -366,6 +368,8 @@ def test_a_router_at_work(page: Browser) -> None:
         page.wait_for("1 in all", card="Requests")
         page.wait_for("unsure 1", card="Decisions, by reason")
         page.wait_for("80.0 % of 40 tokens", card="Prompt found in a cache")
+        page.wait_for("0.1 a million prompt tokens; 0.5 if all were computed", card="Price")
+        assert "0.1 a million prompt tokens, 0.5 computed" in router.client.get("/summary").text
         found = ("L1 device 60.0 % 24", "Redis 20.0 % 8", "nowhere: computed 20.0 % 8")
         page.wait_for(*found, card="Tokens of prompts, by where their KV was found")
         other.kill()

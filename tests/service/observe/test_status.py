@@ -60,7 +60,7 @@ ROUTER: Final = listed("""
     decisions.scores.name decisions.scores.cached decisions.scores.load decisions.scores.work
     requests retries errors unknown_prompts
     tokens tokens.prompt tokens.promised tokens.told_prompt tokens.told_cached tokens.told_tiers
-    indexed_blocks forgotten_blocks cpu_s
+    indexed_blocks forgotten_blocks cpu_s prompt_price
 """)
 
 

@@ -15,7 +15,7 @@ from router_rig import PATIENCE, RoutedReplicas, ToldReplica, routed, until
 from server_rig import tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from kvtier.service.router.router import _tokens
+from kvtier.service.router.replica_tokenizer import _tokens
 
 Pair = tuple[ToldReplica, ToldReplica]
 TOOLS = [

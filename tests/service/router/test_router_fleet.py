@@ -9,14 +9,27 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from command_rig import kvtier
 from extent import brief
 from node_rig import free_port
-from router_rig import MODEL, PATIENCE, RawReplica, RoutedReplicas, ToldReplica, page, replicas, routed, until
+from router_rig import (
+    MODEL,
+    PATIENCE,
+    RawReplica,
+    RoutedReplicas,
+    RouteProcess,
+    ToldReplica,
+    page,
+    replicas,
+    routed,
+    until,
+)
 
 from kvtier.service.router import fleet as router_fleet
 from kvtier.service.router import replica_list
@@ -163,9 +176,29 @@ def _blind(replica: ToldReplica) -> Any:
     """A client that verifies no name: the test itself must reach it."""
     context = ssl.create_default_context(cafile=str(replica.nature["authority"]))
     context.check_hostname = False
-    import httpx2
-
     return httpx2.Client(base_url=replica.url, timeout=60, trust_env=False, verify=context)
+
+
+def test_certificates_are_read_again(authority: Path, tmp_path: Path) -> None:
+    """At SIGHUP, also from a file whose name is as before."""
+    ca, file = tmp_path / "ca.pem", tmp_path / "kvtier.toml"
+    ca.write_bytes((authority / "other.pem").read_bytes())
+    with replicas(1, secured(authority)) as (ours,):
+        file.write_text(f'[router]\nreplicas = ["{ours.url}"]\nreplica_ca = "{ca}"\n')
+        with closing(RouteProcess(file)) as router:
+
+            def replica() -> Any:
+                return httpx2.get(f"{router.url}/status", timeout=PATIENCE, trust_env=False).json()["replicas"][0]
+
+            until(lambda: "untrusted: " in replica()["why"])
+            ca.write_bytes((authority / "ca.pem").read_bytes())
+            router.hang_up()
+            until(lambda: replica()["state"] == "up")
+            assert router.said("configuration reloaded: nothing new")
+            ca.write_text("no certificate")  # the ones in force stay
+            router.hang_up()
+            until(lambda: router.said(f'the one in force stays: [router] replica_ca "{ca}"'))
+            assert router.complete("none").status_code == 200
 
 
 def test_an_authority_that_is_none_is_one_line(tmp_path: Path) -> None:

@@ -189,9 +189,9 @@ BAD_VALUES: list[tuple[Mapping[str, object], str]] = [
     ({"router": {"weight_cpu": "much"}}, '[router] weight_cpu "much": not a number; write one, as in 0.5'),
     ({"cache": {"store_generated": "some"}}, '[cache] store_generated "some": not true, false or answers; write one of the three'),
     ({"chat": {"drop_lines": [" "]}}, '[chat] drop_lines [" "]: not a list of how lines begin; write one, as in ["billing", "Session id:"]'),
-    ({"zzz": {}}, "[zzz]: unknown section; known are breaker, cache, chat, events, file, host, l1, objects, peers, redis, router, server, service, tracing"),
+    ({"zzz": {}}, "[zzz]: unknown section; known are breaker, cache, chat, events, file, host, l1, log, objects, peers, redis, router, server, service, tracing"),
     ({"block_size": 16}, "block_size 16: belongs in a section; write it as [cache] block_size"),
-    ({"zzz": 16}, "zzz 16: belongs in a section; the sections are host, file, cache, chat, l1, peers, redis, objects, service, server, events, router, breaker, tracing"),
+    ({"zzz": 16}, "zzz 16: belongs in a section; the sections are host, file, cache, chat, l1, peers, redis, objects, service, server, events, router, breaker, tracing, log"),
     # addresses of HTTP
     ({"service": {"http": "HOST:99999"}}, '[service] http "HOST:99999": its port is out of range; write one up to 65535'),
     ({"service": {"http": "[::1:9"}}, '[service] http "[::1:9": not HOST:PORT; write it as in 127.0.0.1:9400'),
