@@ -50,8 +50,8 @@ def servers(transfers: Sequence[dict[str, Any]], model: Path, logs: Path, blocks
             command = ["vllm", "serve", str(model), "--port", str(free_port())]
             command += ["--kv-transfer-config", json.dumps(transfer)] if transfer else []
             command += ["--max-model-len", str(MAX_LEN), "--num-gpu-blocks-override", str(blocks)]
+            os.environ |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
             started.append(Server(command, logs / f"{name}.log"))
-            os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())  # of the next one
         for server in started:
             server.until_ready()
         yield Pair(*started)
@@ -73,7 +73,7 @@ class Client:
     """One streamed request at a time, and the times of its tokens."""
 
     def __init__(self, server: Server) -> None:
-        self._url = f"{server.url}/v1/completions"
+        self._url, self._log = f"{server.url}/v1/completions", server.log
 
     def times(self, prompt: Sequence[int], num_tokens: int, params: Any = None) -> tuple[list[float], list[int]]:
         body: dict[str, Any] = {"model": "m", "prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0}
@@ -87,7 +87,7 @@ class Client:
                     came.append(time.perf_counter())
                     piece = json.loads(line.removeprefix("data: "))
                     if "error" in piece:
-                        raise RuntimeError(f"{self._url}: {piece['error']}")
+                        raise RuntimeError(f"{piece['error']}; {self._log.read_text()[-4000:]}")
                     tokens += piece["choices"][0].get("token_ids") or []
         return came, tokens
 
