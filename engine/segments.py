@@ -360,7 +360,7 @@ class SegmentRequests:
         size = self._config.block_size
         end = segment.start + num_blocks * size
         tokens = prompt.token_ids[segment.start : end]
-        tokens.append(prompt.token_ids[min(end, len(prompt.token_ids) - 1)])
+        tokens.append(prompt.token_ids[end if end < segment.end else end - 1])
         assert prompt.chain is not None
         chain = TokenChain(prompt.chain.root, size, self._config.hash_scheme)
         chain.extend(tokens)

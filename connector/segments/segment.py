@@ -148,7 +148,7 @@ def _is_number(value: object) -> bool:
 
 SEGMENT_OUTCOMES: Final = ("held", "loaded", "computed", "lost", "short", "prefix", "new", "few")
 """Outcomes of segments: in L1 at lookup, loaded whole, (partly) computed alone; evicted from L1 before the request's
-admission; too short; at the prompt's start, where it is an ordinary prefix. Of unmarked ones: seen too seldom, and in no
+admission; too short; at the prompt's start, where it is an ordinary prefix. Of unmarked ones: first seen, and in no
 tier; too few for a blend."""
 
 COUNTED: Final = (

@@ -3,6 +3,7 @@
 import math
 from collections import abc
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -33,7 +34,7 @@ def segments_in(token_ids: abc.Sequence[int], shortest: int, start: int = 0) -> 
     longest, num_tokens = _LONGEST * shortest, len(token_ids)
     cuts = [0, *borders(token_ids, shortest).tolist(), num_tokens]
     found: list[Segment] = []
-    for begin, end in zip(cuts, cuts[1:], strict=False):
+    for begin, end in pairwise(cuts):
         while end > start and begin < end and len(found) < _MOST:
             last = end if end - begin <= longest else begin + longest
             if last > start:
@@ -173,7 +174,7 @@ class UnmarkedSegments:
     def pays(self, found: FoundSegments, num_reused: int) -> bool:
         """Whether to blend a prompt with so many reused tokens. Notes that it was worth one.
 
-        What is blended has no name, so its next turn is computed exactly. Where most prompts have one, the first is, too.
+        What is blended has no name, so its next turn is computed exactly. Where most prompts have one, so is the first.
         """
         if num_reused < found.num_least:
             return False

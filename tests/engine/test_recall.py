@@ -49,7 +49,7 @@ def recall(engine: Engine, questions: Sequence[Asked], repair: Repair | None) ->
     if repair is not None:
         reused = LENGTH * (NUM_DOCUMENTS - 1)  # the first document is an ordinary prefix
         assert {each.num_segment_tokens for each in found} == {reused}
-        assert {each.num_repaired_tokens for each in found} == {round(repair.share * reused)}
+        assert {each.num_repaired_tokens for each in found} == {round(repair.most * reused)}
     return float(np.mean([one.token_ids == [each.answer] for one, each in zip(found, questions, strict=True)]))
 
 

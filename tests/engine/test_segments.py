@@ -342,7 +342,7 @@ def test_a_blend_counts_once_however_often_it_is_made(make: Make, monkeypatch: p
     request.num_preempted = 1  # before its first token, too, a request may have to give way
     while not request.num_generated:
         engine.step()
-    repaired = round(UNBOUND.share * REUSED)
+    repaired = round(UNBOUND.most * REUSED)
     assert request.reuse is not None
     assert (request.reuse.num_reused, request.reuse.num_repaired) == (REUSED, repaired)
     assert (engine.stats["segment_tokens"], engine.stats["repaired_tokens"]) == (REUSED, repaired)

@@ -32,7 +32,8 @@ def behind(seed: int, document: list[int] = DOCUMENT, lead: int = 21) -> list[in
 
 def answers(engine: Engine, *prompts: list[int], params: SamplingParams = KEEP, **options: Any) -> list[Completion]:
     """One after the other."""
-    return [engine.generate([one], params, **{"repair": UNBOUND, **options})[0] for one in prompts]
+    every: dict[str, Any] = {"repair": UNBOUND, **options}
+    return [engine.generate([one], params, **every)[0] for one in prompts]
 
 
 def is_full_prefill(found: Completion, tokens: list[int]) -> bool:

@@ -87,10 +87,10 @@ class Truth:
         if not story.marks:  # what was found in a prompt, likewise
             for asked in story.asked.values():
                 prompt = tuple(asked.live.token_ids[: asked.live.num_prompt_tokens])
-                for start in (segment.start for segment in segments_in(prompt, story.block_size)):
-                    full = (len(prompt) - start) // story.block_size * story.block_size
-                    alone = (*prompt[start : start + full], prompt[-1])
-                    texts += [(asked.salt, prompt[start:]), (asked.salt, alone)]
+                for segment in segments_in(prompt, story.block_size):
+                    whole, size = prompt[segment.start :], story.block_size
+                    full = min(-(-(segment.end - segment.start) // size), len(whole) // size) * size
+                    texts += [(asked.salt, whole), (asked.salt, (*whole[:full], *whole[full - 1 : full]))]
         return texts
 
     def _named(self, story: Mischief) -> dict[ChainHash, tuple[str | None, tuple[int, ...]]]:

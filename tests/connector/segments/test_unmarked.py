@@ -55,7 +55,7 @@ def test_segments_are_a_partition_within_their_bounds(text: list[int], start: in
     whole = segments_in(text, shortest)
     assert [token for each in whole for token in text[each.start : each.end]] == text
     assert all(0 < each.end - each.start <= 8 * shortest for each in whole)
-    assert all(after - before > shortest for before, after in zip(borders(text, shortest), borders(text, shortest)[1:]))
+    assert all(np.diff(borders(text, shortest)) > shortest)
     assert segments_in(text, shortest, start) == [each for each in whole if each.end > start]
 
 
@@ -150,18 +150,18 @@ def test_where_most_prompts_have_a_next_turn_none_is_blended() -> None:
     """A blend saves its prompt's time; the next turn computes all of it. Where both come, the first is computed."""
     finder = UnmarkedSegments(16, 16)
 
-    def offers(tokens: list[int]) -> bool:
+    def offers(tokens: list[int], *, is_turn: bool = False) -> bool:
         chain = chain_of(tokens)
         found = finder.find(chain, tokens, 0)
         finder.note(chain, found)
-        return finder.pays(found, found.num_least)
+        return finder.pays(found, 0 if is_turn else found.num_least)
 
     alone = [offers(text_of(seed, 200)) for seed in range(60, 70)]
     assert all(alone)
     both = []
     for seed in range(70, 130):
         both.append(offers(text_of(seed, 200)))
-        offers([*text_of(seed, 200), *text_of(1000 + seed, 200)])
+        offers([*text_of(seed, 200), *text_of(1000 + seed, 200)], is_turn=True)
     assert both[0]
     assert not any(both[-20:])
     # It forgets: where they stop coming back, blends begin again.

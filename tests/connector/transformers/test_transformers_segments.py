@@ -211,15 +211,15 @@ def test_a_document_without_marks_is_reused_from_its_second_prompt_on(open_tier:
         assert abs(kv.repair_share - 0.15) < 0.01
         assert not any(held_names(kv, tokens)[6:])  # nothing behind the first reused token
     assert outcomes(kv)["loaded"] >= outcomes(kv)["computed"] > 0
-    # An empty list is a caller's word, and so are marks.
-    assert is_full_prefill(kv, logits_of(kv, ids(unmarked(5)), segments=[[]])[0], unmarked(5))
+    # Marks are used instead, and an empty list means none.
     kv.load(ids(unmarked(6)), segments=[Segment(27, 27 + 240)], repair=UNBOUND)
     assert kv.num_segment_tokens == 240
-    # An exact prefix comes first.
-    kv.generate(ids(unmarked(5)), repair=UNBOUND, **GREEDY)
-    assert (kv.num_cached_tokens, kv.num_segment_tokens) == (0, 0)
     tokens = unmarked(5)
-    assert torch.equal(kv.generate(ids(tokens), repair=UNBOUND, **GREEDY), kv.model.generate(ids(tokens), **GREEDY))
+    expected = kv.model.generate(ids(tokens), **GREEDY)
+    assert torch.equal(kv.generate(ids(tokens), segments=[[]], **GREEDY), expected)
+    assert (kv.num_cached_tokens, kv.num_segment_tokens) == (0, 0)
+    # Now it is a prefix, which comes first.
+    assert torch.equal(kv.generate(ids(tokens), repair=UNBOUND, **GREEDY), expected)
     assert kv.num_cached_tokens >= 256
     assert kv.num_segment_tokens == 0
 

@@ -195,7 +195,7 @@ def test_the_pages_tell_what_came_of_segments(model: Path, questions: list[Asked
         buckets = [s.value for s in deviation.samples if "le" in s.labels]
         assert buckets == sorted(buckets)
         share = {s.labels.get("le", s.name): s.value for s in families["kvtier_engine_repair_share"].samples}
-        assert (share["0.15"], share["0.175"], share["0.2"], share["1.0"]) == (0, 4, 4, 5)
+        assert (share["0.15"], share["0.175"], share["0.2"], share["1"]) == (0, 4, 4, 5)
         assert told["share_sum"] == share["kvtier_engine_repair_share_sum"] == pytest.approx(4 * REPAIRED / REUSED + 1)
     with serving(model) as server:  # nothing of it where segments are off
         assert "segments" not in server.status()
