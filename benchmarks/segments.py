@@ -31,7 +31,7 @@ from recall import LENGTH, MODEL, NUM_DOCUMENTS, asked
 
 from kvtier import Engine, EngineConfig, Repair, SamplingParams, Segment
 from kvtier.connector import LocalConnector
-from kvtier.connector.segments import Share, UnmarkedSegments, unmarked
+from kvtier.connector.segments import Share, UnmarkedSegments
 from kvtier.tiers.naming import TokenChain, root_hash
 
 ONE: Final = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -226,9 +226,9 @@ LOADS: Final[dict[str, Callable[[np.random.Generator], Iterator[list[int]]]]] = 
 }
 
 
-def computed(prompts: Iterable[list[int]], block: int = 16) -> tuple[float, int]:
+def computed(prompts: Iterable[list[int]], sightings: int, block: int = 16) -> tuple[float, int]:
     """Tokens computed with segments found over those without, and the number of blends; caches are endless."""
-    finder = UnmarkedSegments(block, 32)
+    finder = UnmarkedSegments(block, 32, sightings)
     exact, exact_off, held = set[bytes](), set[bytes](), set[bytes]()
     cost_auto, cost_off, num_blends = 0.0, 0.0, 0
     for tokens in prompts:
@@ -259,17 +259,13 @@ def computed(prompts: Iterable[list[int]], block: int = 16) -> tuple[float, int]
 def sightings(counts: Sequence[int]) -> list[Row]:
     """What computing pieces alone from so many sightings on comes to."""
     rows: list[Row] = []
-    usual: Any = unmarked.SIGHTINGS
     for name, load in LOADS.items():
         progress(f"sightings: {name}")
         row: Row = {"load": name}
         for number in counts:
-            unmarked.SIGHTINGS = number  # type: ignore[misc]
-            row[f"computed, {number} before"], row[f"blends, {number} before"] = computed(
-                load(np.random.default_rng(3))
-            )
+            found = computed(load(np.random.default_rng(3)), number)
+            row[f"computed, {number} before"], row[f"blends, {number} before"] = found
         rows.append(row)
-    unmarked.SIGHTINGS = usual
     return rows
 
 

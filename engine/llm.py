@@ -213,12 +213,6 @@ class Engine:
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         self.generate(alone, params, cache_salt=cache_salt, segments=[()] * len(alone))
 
-    def queue_pieces(self, request_id: str) -> None:
-        """Compute the segments that are found of a live request's prompt, each alone. Does nothing without "auto"."""
-        with self._turn:
-            if self.segments is not None and self.segments.unmarked is not None:
-                self.segments.queue_pieces(self._requests[request_id], self._order)
-
     def stream(
         self,
         prompt: ArrayLike,

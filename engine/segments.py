@@ -281,13 +281,13 @@ class SegmentRequests:
             held.child = child
         return reuse
 
-    def queue_pieces(self, sequence: Sequence, order: abc.Iterator[int]) -> None:
-        """Queue a child for each segment that is found of this sequence's prompt behind another text."""
-        assert self.unmarked is not None
-        for number, text in enumerate(self.unmarked.texts(sequence.token_ids)):
+    def queue_pieces(self, sequence: Sequence) -> None:
+        """Queue a child for each segment that "auto" finds of this sequence's prompt behind another text."""
+        texts = [] if self.unmarked is None else self.unmarked.texts(sequence.token_ids)
+        for number, text in enumerate(texts):
             prompt, name = NamedPrompt(text, sequence.chain), f"{sequence.request_id} segment {number + 1}"
             num_blocks = len(text) // self._config.block_size
-            child = self._child(name, prompt, Segment(0, len(text)), num_blocks, next(order))
+            child = self._child(name, prompt, Segment(0, len(text)), num_blocks, sequence.order)
             self._scheduler.add(child, is_segment=True)
 
     def advance(self) -> None:

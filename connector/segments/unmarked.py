@@ -13,12 +13,11 @@ from kvtier.connector.segments.segment import Segment
 from kvtier.tiers import ChainHash
 from kvtier.tiers.naming import TokenChain
 
-SIGHTINGS: Final = 1  # of a block before it is computed alone; … of a prefix before it is computed exactly
-
 _LEAST_COVERED: Final = 0.5  # of the tokens that would be computed: below this a blend saves nothing
 _MOST_RETURNS: Final = 0.5  # of blended prompts: above this most are computed again, exactly, for their next turn
 _RECENT: Final = 64  # prompts whose returns count
 
+_SIGHTINGS: Final = 1  # of a block before it is computed alone; … of a prefix before it is computed exactly
 _WINDOW: Final = 8  # tokens of the rolling hash
 _LONGEST: Final = 8  # times the shortest segment: where no border comes, a text is cut there
 _MOST: Final = 4096  # segments of one prompt
@@ -133,8 +132,9 @@ class UnmarkedSegments:
     The names have the tenant's salt in them, so what one tenant sends is never seen for another.
     """
 
-    def __init__(self, block_size: int, min_tokens: int) -> None:
+    def __init__(self, block_size: int, min_tokens: int, sightings: int = _SIGHTINGS) -> None:
         self._block_size = block_size
+        self._sightings = sightings
         self._shortest = max(block_size, min_tokens)
         self._seen = SeenNames()
         self._last = SeenNames(1 << 12)  # last blocks of prompts that were worth a blend: noted again, it returned
@@ -147,7 +147,7 @@ class UnmarkedSegments:
         """
         size = self._block_size
         own = chain.hashes[num_cached // size :]
-        returned = _leading(self._seen.counts(own) >= SIGHTINGS)
+        returned = _leading(self._seen.counts(own) >= self._sightings)
         num_exact = max(num_cached, (num_cached // size + returned) * size) if returned else num_cached
         found, names = [], list(own)
         for segment in segments_in(token_ids, self._shortest, num_exact):
@@ -156,7 +156,7 @@ class UnmarkedSegments:
                 if hashes and segment.start + len(hashes) * size > num_exact:
                     found.append((segment, hashes))
                     names += hashes
-        counts, at = self._seen.counts(names) >= SIGHTINGS, len(own)
+        counts, at = self._seen.counts(names) >= self._sightings, len(own)
         made = []
         for segment, hashes in found:
             made.append(FoundSegment(segment, hashes, _leading(counts[at : at + len(hashes)])))

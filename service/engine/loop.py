@@ -372,8 +372,8 @@ class EngineLoop:
                     segments=wanted.segments,
                     repair=wanted.repair,
                 )
-                if wanted.in_pieces:
-                    self.engine.queue_pieces(request_id)
+                if wanted.in_pieces and self.engine.segments is not None:
+                    self.engine.segments.queue_pieces(self.engine.request(request_id))
                 request.request_ids[index] = request_id
                 live = self._sequences[request_id] = _LiveSequence(request, index, self.engine.request(request_id))
                 if request.trace is not None:
