@@ -29,7 +29,7 @@ from _report import Row, Target, parser, progress, report
 from both_ends import SlowTier
 from recall import LENGTH, MODEL, NUM_DOCUMENTS, asked
 
-from kvtier import Engine, EngineConfig, Repair, SamplingParams, Segment
+from kvtier import Completion, Engine, EngineConfig, Repair, SamplingParams, Segment
 from kvtier.connector import LocalConnector
 from kvtier.connector.segments import Share, UnmarkedSegments
 from kvtier.tiers.naming import TokenChain, root_hash
@@ -73,20 +73,24 @@ def recall(
         block_size=block, num_blocks=60_000 // block, segments="on" if marks else "auto", segment_min_tokens=8
     )
     segments = [Segment(place * length, (place + 1) * length) for place in range(form[0])]
-    prompts = [each.prompt for each in questions]
     for some in [arms] if marks else [[arm] for arm in arms]:
+        found: dict[Arm, list[Completion]] = defaultdict(list)
         with Engine.from_pretrained(MODEL, settings, dtype="float32") as engine:
-            engine.precompute([document for each in questions[::num_questions] for document in each.documents])
-            for arm in some:
-                progress(f"recall: {form[0]} x {form[1]}, {arm[0]} {arm[1]}")
-                given = [segments] * len(prompts) if marks else None
-                found = engine.generate(prompts, ONE, segments=given, repair=unbounded(arm))
-                reused = sum(each.num_segment_tokens for each in found)
-                right[arm] = (
-                    fmean(a.token_ids[0] == each.answer for a, each in zip(found, questions, strict=True)),
-                    reused / sum(map(len, prompts)),
-                    sum(each.num_repaired_tokens for each in found) / max(1, reused),
-                )
+            for start in range(0, len(questions), 40 * num_questions):  # L1 has room for so many at once
+                part = questions[start : start + 40 * num_questions]
+                engine.precompute([document for each in part[::num_questions] for document in each.documents])
+                for arm in some:
+                    progress(f"recall: {form[0]} x {form[1]}, {arm[0]} {arm[1]}, from {start}")
+                    given = [segments] * len(part) if marks else None
+                    prompts = [each.prompt for each in part]
+                    found[arm] += engine.generate(prompts, ONE, segments=given, repair=unbounded(arm))
+        for arm, answers in found.items():
+            reused = sum(each.num_segment_tokens for each in answers)
+            right[arm] = (
+                fmean(a.token_ids[0] == each.answer for a, each in zip(answers, questions, strict=True)),
+                reused / sum(each.num_prompt_tokens for each in answers),
+                sum(each.num_repaired_tokens for each in answers) / max(1, reused),
+            )
     return right
 
 
@@ -344,10 +348,12 @@ def forms(num_samples: int) -> tuple[list[Row], list[Target]]:
             least[arm] = min(least.get(arm, 1.0), right[arm][0] / right[EVERYTHING][0])
     auto: Arm = ("deviation", "auto")
     marked, found = (
-        recall([EVERYTHING, auto], 4 * num_samples, LONG, marks=marks, num_questions=1) for marks in (True, False)
+        recall([EVERYTHING, auto], 6 * num_samples, LONG, marks=marks, num_questions=1) for marks in (True, False)
     )
     add(LONG, 8, marked, "yes")
     add(LONG, 8, {EVERYTHING: marked[EVERYTHING], auto: found[auto]}, "no")
+    short = recall([EVERYTHING, auto], num_samples, marks=False, num_questions=1)  # too short to be found
+    add((NUM_DOCUMENTS, LENGTH), 8, short, "no")
     targets = [
         Target("recall of 5 forms with the share auto over full, least", 0.95, least[auto], at_most=False),
         Target(
@@ -365,11 +371,11 @@ def main() -> int:
     every: list[Arm] = [(rule, SHARE) for rule in RULES]
     rounds, step = 3 if args.quick else 7, 128 if args.quick else 256
     right = recall([NOTHING, EVERYTHING, *every], 40 if args.quick else 200) if MODEL.is_dir() else {}
-    of_forms, targets = forms(10 if args.quick else 100) if MODEL.is_dir() else ([], [])
+    of_forms, targets = forms(10 if args.quick else 50) if MODEL.is_dir() else ([], [])
     costs = cost([NOTHING, *every[:3]], 1 if args.quick else 3, small=args.quick)
     found = cost([("deviation", "auto")], 1 if args.quick else 3, small=args.quick, segments="auto", block=16)
     progress("prompts that never return")
-    never = first_sight(rounds, small=args.quick)
+    never = first_sight(3, small=args.quick)
     progress("beside a blend, and the check under the load")
     with timed_prompts(small=args.quick, step=step) as beside:
         longest = median(longest_step(beside, unbounded(DEFAULT)) for _ in range(rounds))
