@@ -155,7 +155,7 @@ segments:
   same, without repair | ^recall without
   same, with repair: CPU ÷ a full prefill's | ^blend with
   share chosen by the check, 5 forms of documents: right answers ÷ prefill's | ^recall of 5
-  documents found without marks: right answers, points below marked ones | ^recall of doc
+  documents found without marks: right answers, points below marked ones | ^recall of doc | Pieces without context
   same: CPU ÷ a full prefill's | ^blend of
   prompts that never return, segments found ÷ off: CPU | ^prompts
   longest step beside such a repair ÷ beside a prefill | ^longest step

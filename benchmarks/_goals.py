@@ -290,7 +290,6 @@ UNHELD: Final[Mapping[str, Sequence[Unheld]]] = {
     "segments": (
         Unheld("right, of full", "", "rules and shares that are not the default's"),
         Unheld("CPU, of full", "", "the same"),
-        Unheld("before", "", "the rule was chosen by them"),
     ),
     "service_overhead": (
         Unheld("p99", "", "held as what the daemon adds"),
