@@ -40,6 +40,7 @@ class HeldSegment:
     segment: Segment
     hashes: tuple[ChainHash, ...]  # names of its blocks, in its own chain
     child: Sequence | None  # the request that loads or computes it
+    first: int = 0  # where its use begins: earlier tokens are the previous one's
     blocks: list[int] | None = None  # referenced; None: not in L1 yet, or released
 
     @property
@@ -184,7 +185,10 @@ class SegmentReuse:
     def _part(self, wanted: HeldSegment, num_blocks: int) -> ReusedPart | None:
         """The part of a segment that is reused if so many of its blocks are there; None: none."""
         origin, (num_cached, most) = wanted.segment.start, self._reach
-        start, end = max(origin, num_cached), min(origin + num_blocks * self.block_size, wanted.segment.end, most)
+        start, end = (
+            max(origin, wanted.first, num_cached),
+            min(origin + num_blocks * self.block_size, wanted.segment.end, most),
+        )
         return ReusedPart(start, end, origin, tuple(wanted.blocks or ())) if start < end else None
 
 
@@ -263,7 +267,10 @@ class SegmentRequests:
                 continue
             if num_l1 < num_blocks or not num_blocks:
                 missing[len(kept)] = not num_blocks
-            kept.append(HeldSegment(each.segment, each.hashes[: num_blocks or None], None))
+            # A segment's first tokens deviate most: nothing precedes them. Where the one before reaches, it is used.
+            hashes, first = each.hashes[: num_blocks or None], kept[-1].segment.end if kept else 0
+            end = each.segment.start + len(hashes) * self._config.block_size
+            kept.append(HeldSegment(Segment(each.segment.start, end), hashes, None, first))
         reuse = self._reuse_of(repair, kept, found)
         if not self.unmarked.pays(found, reuse.most(found.num_exact, sequence.num_tokens)):
             self.stats["segments_few"] += len(kept)
@@ -274,7 +281,8 @@ class SegmentRequests:
             held = kept[number]
             if (child := children.get(held.hashes[-1])) is None:
                 name = f"{sequence.request_id} segment {number + 1}"
-                child = self._child(name, prompt, held.segment, len(held.hashes), sequence.order)
+                rest = Segment(held.segment.start, sequence.num_tokens)
+                child = self._child(name, prompt, rest, len(held.hashes), sequence.order)
                 child.only_loads = only_loads
                 self._scheduler.add(child, is_segment=True, before=sequence)
                 children[held.hashes[-1]] = child

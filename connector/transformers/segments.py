@@ -318,12 +318,13 @@ class SegmentCalls:
         """What is worth copying of a row without marks: what the tiers have, and what was seen before."""
         assert self.unmarked is not None
         self.unmarked.note(row.chain, found)
-        size, deadline, uses = self._blocks.form.block_size, self._blocks.deadline, []
+        size, deadline, uses = self._blocks.form.block_size, self._blocks.deadline, list[_Use]()
         for each in found.segments:
             num_held = self._blocks.found(each.hashes, deadline).loadable
             origin, num_tokens = each.segment.start, max(num_held, each.num_seen) * size
-            start = max(origin, found.num_exact)
-            end = min(origin + num_tokens, each.segment.end, len(row.token_ids) - 1)
+            # A segment's first tokens deviate most: nothing precedes them. Where the one before reaches, it is used.
+            start = max(origin, found.num_exact, uses[-1].end if uses else 0)
+            end = min(origin + num_tokens, len(row.token_ids) - 1)
             if start < end:
                 uses.append(_Use(start, end, origin, self._blocks.row(row.token_ids[origin : origin + num_tokens])))
             self.stats["segments_new"] += not num_tokens
