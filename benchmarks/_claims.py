@@ -160,7 +160,11 @@ partial_blocks:
 segments:
   15 % of reused documents' tokens repaired: right answers ÷ prefill's | ^recall with\b
   same, without repair | ^recall without
-  same, with repair: CPU ÷ a full prefill's | ^blend
+  same, with repair: CPU ÷ a full prefill's | ^blend with
+  share chosen by the check, 5 forms of documents: right answers ÷ prefill's | ^recall of 5
+  documents found without marks: right answers, points below marked ones | ^recall of doc | Pieces without context
+  same: CPU ÷ a full prefill's | ^blend of
+  prompts that never return, segments found ÷ off: CPU | ^prompts
   longest step beside such a repair ÷ beside a prefill | ^longest step
   first token, check under the load ÷ without | ^TTFT with the check
 both_ends:

@@ -4,6 +4,11 @@ Accuracy: the recall model beside this checkout (../shared/fixture; left out whe
 four documents of 24 tokens, each computed alone, of which three are reused. Cost: a random Llama of 57 M parameters
 and 8 layers on one thread, a prompt of six documents of 512 tokens in front of a question. "of full" is the ratio to a
 full prefill of the same prompt, accuracy over all questions, CPU time within a round.
+Other forms of the questions (documents × tokens each) show what the share "auto" chooses, and documents of 96 tokens
+what is found without marks, each precomputed and each in one prompt; its cost is that of the same six documents with
+blocks and shortest segments of 16. What a prompt that never returns costs more is CPU over that with segments off.
+Sightings: tokens computed over those with segments off, as the cut finds them, if a blend costs an eighth of its tokens
+and 15 % of the others; documents by Zipf, or sessions of an agent whose old tool results go every one to four turns.
 Two more figures are of steps of 256 tokens: the longest step of somebody who decodes beside a blend, and the time to
 first token with the check under the load, from a slab throttled so that loading takes about as long as the check.
 """
@@ -11,7 +16,7 @@ first token with the check under the load, from a slab throttled so that loading
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
@@ -24,8 +29,10 @@ from _report import Row, Target, parser, progress, report
 from both_ends import SlowTier
 from recall import LENGTH, MODEL, NUM_DOCUMENTS, asked
 
-from kvtier import Engine, EngineConfig, Repair, SamplingParams, Segment
+from kvtier import Completion, Engine, EngineConfig, Repair, SamplingParams, Segment
 from kvtier.connector import LocalConnector
+from kvtier.connector.segments import Share, UnmarkedSegments
+from kvtier.tiers.naming import TokenChain, root_hash
 
 ONE: Final = SamplingParams(max_tokens=1, ignore_eos=True)
 MANY: Final = SamplingParams(max_tokens=1000, ignore_eos=True)
@@ -36,8 +43,14 @@ NOTHING: Final = ("first", 0.0)  # is computed anew
 EVERYTHING: Final = ("first", 1.0)
 TIMED_DOCUMENTS: Final = 6
 
-Arm = tuple[str, float]
+FORMS: Final = (((4, 24), 8), ((12, 8), 8), ((6, 16), 8), ((40, 8), 8), ((4, 24), 16))  # and the blocks' size
+LONG: Final = (4, 96)  # documents that are found without marks
+
+Arm = tuple[str, Share]
 """A rule and its share. Share 0 is reuse without repair; share 1 computes everything."""
+
+Recall = tuple[float, float, float]
+"""Right answers; of the prompts' tokens those reused, and of these those computed anew."""
 
 
 def unbounded(arm: Arm) -> Repair:
@@ -45,30 +58,56 @@ def unbounded(arm: Arm) -> Repair:
     return Repair(*arm, max_deviation=float("inf"))
 
 
-def recall(arms: Sequence[Arm], num_samples: int) -> dict[Arm, float]:
-    questions, right = asked(num_samples), {}
-    settings = EngineConfig(block_size=8, num_blocks=4000, segments="on", segment_min_tokens=8)
-    segments = [Segment(place * LENGTH, (place + 1) * LENGTH) for place in range(NUM_DOCUMENTS)]
-    with Engine.from_pretrained(MODEL, settings, dtype="float32") as engine:
-        engine.precompute([document for each in questions[::4] for document in each.documents])
-        for arm in arms:
-            progress(f"recall: {arm[0]} {arm[1]:.0%}")
-            every = {"segments": [segments] * len(questions), "repair": unbounded(arm)}
-            found = engine.generate([each.prompt for each in questions], ONE, **every)
-            right[arm] = fmean(a.token_ids[0] == each.answer for a, each in zip(found, questions, strict=True))
+def recall(
+    arms: Sequence[Arm],
+    num_samples: int,
+    form: tuple[int, int] = (NUM_DOCUMENTS, LENGTH),
+    block: int = 8,
+    *,
+    marks: bool = True,
+    num_questions: int = 4,
+) -> dict[Arm, Recall]:
+    """Without `marks` what an engine has seen counts: each arm has an engine of its own, and each prompt comes once."""
+    questions, right, length = asked(num_samples, num_questions, form=form), {}, form[1]
+    settings = EngineConfig(
+        block_size=block, num_blocks=60_000 // block, segments="on" if marks else "auto", segment_min_tokens=8
+    )
+    segments = [Segment(place * length, (place + 1) * length) for place in range(form[0])]
+    for some in [arms] if marks else [[arm] for arm in arms]:
+        found: dict[Arm, list[Completion]] = defaultdict(list)
+        with Engine.from_pretrained(MODEL, settings, dtype="float32") as engine:
+            for start in range(0, len(questions), 40 * num_questions):  # L1 has room for so many at once
+                part = questions[start : start + 40 * num_questions]
+                engine.precompute([document for each in part[::num_questions] for document in each.documents])
+                for arm in some:
+                    progress(f"recall: {form[0]} x {form[1]}, {arm[0]} {arm[1]}, from {start}")
+                    given = [segments] * len(part) if marks else None
+                    prompts = [each.prompt for each in part]
+                    found[arm] += engine.generate(prompts, ONE, segments=given, repair=unbounded(arm))
+        for arm, answers in found.items():
+            reused = sum(each.num_segment_tokens for each in answers)
+            right[arm] = (
+                fmean(a.token_ids[0] == each.answer for a, each in zip(answers, questions, strict=True)),
+                reused / sum(each.num_prompt_tokens for each in answers),
+                sum(each.num_repaired_tokens for each in answers) / max(1, reused),
+            )
     return right
 
 
 class TimedPrompts:
     """Prompts of documents in front of a question, for a model that knows nothing."""
 
-    def __init__(self, *, small: bool, step: int = 1024, home: str | None = None) -> None:
+    def __init__(
+        self, *, small: bool, step: int = 1024, home: str | None = None, segments: str = "on", block: int = 64
+    ) -> None:
         """`step`: tokens of one; `home`: where a slab lies below the engine, if there is one."""
         self.rng = np.random.default_rng(1)
         self.length = 128 if small else 512
         size = 256 if small else 768
         config = llama(size, 8, heads=size // 64, kv_heads=size // 192 or 1, head_dim=64)
-        settings = EngineConfig(num_blocks=800, max_num_batched_tokens=step, segments="on")
+        of_segments: Any = {"segments": segments, "segment_min_tokens": min(block, 32), "block_size": block}
+        settings = EngineConfig(num_blocks=51_200 // block, max_num_batched_tokens=step, **of_segments)
+        self.finds = segments == "auto"
         below = None if home is None else LocalConnector.connect(over_slab(home, "256MiB", "512MiB"))
         self.engine: Any = Engine.from_config(config, settings, below)
         self.documents = [self.tokens(self.length) for _ in range(TIMED_DOCUMENTS)]
@@ -87,11 +126,14 @@ class TimedPrompts:
 
     def seconds(self, arm: Arm | None) -> tuple[float, float]:
         prompt, segments = self.draw()
-        blend = {} if arm is None else {"segments": [segments], "repair": unbounded(arm)}
+        given = [()] if arm is None else None if self.finds else [segments]
         begun = time.process_time()
-        [found] = self.engine.generate([prompt], ONE, **blend)
-        assert found.num_segment_tokens == (0 if arm is None else TIMED_DOCUMENTS * self.length)
-        return time.process_time() - begun, found.ttft
+        [found] = self.engine.generate([prompt], ONE, segments=given, repair=None if arm is None else unbounded(arm))
+        seconds = time.process_time() - begun
+        most = TIMED_DOCUMENTS * self.length
+        assert found.num_segment_tokens == (0 if arm is None else most) or (arm and self.finds)
+        self.reused = found.num_segment_tokens / len(prompt)
+        return seconds, found.ttft
 
 
 @contextmanager
@@ -101,19 +143,134 @@ def timed_prompts(**options: Any) -> Iterator[TimedPrompts]:
     prompts.engine.close()
 
 
-def cost(arms: Sequence[Arm], num_rounds: int, *, small: bool) -> dict[Arm, list[float]]:
-    """Of each arm: CPU seconds, that over a full prefill's of the round, and TTFT over its; medians."""
-    measured: dict[Arm, list[tuple[float, float, float]]] = defaultdict(list)
-    with timed_prompts(small=small) as prompts:
+def cost(arms: Sequence[Arm], num_rounds: int, **options: Any) -> dict[Arm, list[float]]:
+    """Of each arm: CPU seconds, that over a full prefill's of the round, TTFT over its, share reused; medians."""
+    measured: dict[Arm, list[tuple[float, ...]]] = defaultdict(list)
+    with timed_prompts(**options) as prompts:
         prompts.seconds(DEFAULT)  # warm up
         for number in range(num_rounds):
             full_cpu, full_ttft = prompts.seconds(None)
             for place in prompts.rng.permutation(len(arms)):
                 arm = arms[place]
-                progress(f"cost: round {number + 1}/{num_rounds}, {arm[0]} {arm[1]:.0%}")
+                progress(f"cost: round {number + 1}/{num_rounds}, {arm[0]} {arm[1]}")
                 cpu, ttft = prompts.seconds(arm)
-                measured[arm].append((cpu, cpu / full_cpu, ttft / full_ttft))
+                measured[arm].append((cpu, cpu / full_cpu, ttft / full_ttft, prompts.reused))
     return {arm: [median(each) for each in zip(*found, strict=True)] for arm, found in measured.items()}
+
+
+def first_sight(num_rounds: int, *, small: bool) -> float:
+    """CPU of prompts that never return, with segments found, over that with segments off; the median of pairs."""
+    draw, ratios = np.random.default_rng(2), []
+    with timed_prompts(small=small, segments="auto", block=16) as finds, timed_prompts(small=small, block=16) as off:
+        for number in range(num_rounds + 1):
+            tokens, seconds = random_tokens(draw, TIMED_DOCUMENTS * finds.length, 5), []
+            for prompts in (finds, off) if number % 2 else (off, finds):
+                begun = time.process_time()
+                [found] = prompts.engine.generate([tokens], ONE)
+                seconds.append(time.process_time() - begun)
+                assert not found.num_segment_tokens
+            ratios.append(seconds[0] / seconds[1] if number % 2 else seconds[1] / seconds[0])
+    return median(ratios[1:])  # the first one warms up
+
+
+def documents_by_zipf(draw: np.random.Generator) -> Iterator[list[int]]:
+    """600 prompts of five of 500 documents in front of a question."""
+    documents = [random_tokens(draw, 400) for _ in range(500)]
+    chances = 1 / np.arange(1, 501) ** 0.9
+    for _ in range(600):
+        chosen = draw.choice(500, 5, replace=False, p=chances / chances.sum())
+        yield [token for place in chosen for token in documents[place]] + random_tokens(draw, 40)
+
+
+def sessions(draw: np.random.Generator, every: int) -> Iterator[list[int]]:
+    """24 sessions of 12 turns; before every so many, an old tool result gives way to a stub."""
+    for _ in range(24):
+        text = random_tokens(draw, 2000)
+        for turn in range(12):
+            if turn and turn % every == 0:
+                start = 500 + 37 * turn
+                text = [*text[:start], 5, 6, 7, *text[start + 60 :]]
+            yield text
+            text = text + random_tokens(draw, 400)
+
+
+def coverage() -> list[Row]:
+    """Of six precomputed documents in a new order: the share of their tokens that is found without marks."""
+    rows: list[Row] = []
+    draw = np.random.default_rng(4)
+    for length, block in ((512, 16), (512, 64), (2048, 16), (2048, 64)):
+        finder, found = UnmarkedSegments(block, 16), []
+        for _ in range(20):
+            documents = [random_tokens(draw, length) for _ in range(TIMED_DOCUMENTS)]
+            texts = [text for document in documents for text in finder.texts(document)]
+            known = {name for text in texts for name in chain_of(text, block).hashes}
+            tokens = random_tokens(draw, 61)
+            for place in draw.permutation(TIMED_DOCUMENTS):
+                tokens += documents[place]
+            reused = 0
+            for each in finder.find(chain_of(tokens, block), tokens, 0).segments:
+                number = sum(name in known for name in each.hashes)
+                reused += min(number * block, each.segment.end - each.segment.start)
+            found.append(reused / (TIMED_DOCUMENTS * length))
+        rows.append({"documents": length, "blocks": block, "found": fmean(found)})
+    return rows
+
+
+def chain_of(tokens: list[int], block: int) -> TokenChain:
+    chain = TokenChain(root_hash(bytes(32)), block)
+    chain.extend(tokens)
+    return chain
+
+
+LOADS: Final[dict[str, Callable[[np.random.Generator], Iterator[list[int]]]]] = {
+    "documents by Zipf": documents_by_zipf,
+    "an edit every turn": lambda draw: sessions(draw, 1),
+    "an edit every 2 turns": lambda draw: sessions(draw, 2),
+    "an edit every 4 turns": lambda draw: sessions(draw, 4),
+}
+
+
+def computed(prompts: Iterable[list[int]], sightings: int, block: int = 16) -> tuple[float, int]:
+    """Tokens computed with segments found over those without, and the number of blends; caches are endless."""
+    finder = UnmarkedSegments(block, 32, sightings)
+    exact, exact_off, held = set[bytes](), set[bytes](), set[bytes]()
+    cost_auto, cost_off, num_blends = 0.0, 0.0, 0
+    for tokens in prompts:
+        chain = chain_of(tokens, block)
+        cost_off += len(tokens) - block * sum(name in exact_off for name in chain.hashes)
+        exact_off.update(chain.hashes)
+        cached = block * sum(name in exact for name in chain.hashes)
+        found = finder.find(chain, tokens, cached)
+        finder.note(chain, found)
+        known = [(each, max(each.num_seen, sum(name in held for name in each.hashes))) for each in found.segments]
+        reused = 0
+        for each, number in known:
+            end = min(each.segment.start + number * block, each.segment.end, len(tokens) - 1)
+            reused += max(0, end - max(each.segment.start, found.num_exact))
+        if not finder.pays(found, reused):
+            cost_auto += len(tokens) - cached
+            exact.update(chain.hashes)
+            continue
+        names = [name for each, number in known for name in each.hashes[:number]]
+        num_rows = len(tokens) - cached - reused + SHARE * reused
+        cost_auto += block * len(set(names) - held) + num_rows + (1 - SHARE) * reused / 8
+        held.update(names)
+        exact.update(chain.hashes[: found.num_exact // block])
+        num_blends += 1
+    return cost_auto / cost_off, num_blends
+
+
+def sightings(counts: Sequence[int]) -> list[Row]:
+    """What computing pieces alone from so many sightings on comes to."""
+    rows: list[Row] = []
+    for name, load in LOADS.items():
+        progress(f"sightings: {name}")
+        row: Row = {"load": name}
+        for number in counts:
+            found = computed(load(np.random.default_rng(3)), number)
+            row[f"computed, {number} before"], row[f"blends, {number} before"] = found
+        rows.append(row)
+    return rows
 
 
 def longest_step(prompts: TimedPrompts, repair: Repair) -> float:
@@ -172,12 +329,53 @@ def check_under_load(prompts: TimedPrompts, repair: Repair) -> Callable[[], floa
     return measured
 
 
+def forms(num_samples: int) -> tuple[list[Row], list[Target]]:
+    """Accuracy of other forms by share, and without marks."""
+    rows: list[Row] = []
+    arms: list[Arm] = [EVERYTHING, *(("deviation", share) for share in (0.05, SHARE, "auto"))]
+    least: dict[Arm, float] = {}
+
+    def add(form: tuple[int, int], block: int, right: dict[Arm, Recall], marks: str) -> None:
+        for arm, (share, reused, anew) in right.items():
+            row: Row = {"form": f"{form[0]} x {form[1]}, blocks of {block}", "marks": marks, "rule": arm[0]}
+            row |= {"computed anew": str(arm[1]), "right answers": share, "reused": reused, "repaired": anew}
+            rows.append(row | {"right, of full": share / right[EVERYTHING][0]})
+
+    for form, block in FORMS:
+        right = recall(arms, num_samples, form, block)
+        add(form, block, right, "yes")
+        for arm in arms:
+            least[arm] = min(least.get(arm, 1.0), right[arm][0] / right[EVERYTHING][0])
+    auto: Arm = ("deviation", "auto")
+    marked, found = (
+        recall([EVERYTHING, auto], 6 * num_samples, LONG, marks=marks, num_questions=1) for marks in (True, False)
+    )
+    add(LONG, 8, marked, "yes")
+    add(LONG, 8, {EVERYTHING: marked[EVERYTHING], auto: found[auto]}, "no")
+    short = recall([EVERYTHING, auto], num_samples, marks=False, num_questions=1)  # too short to be found
+    add((NUM_DOCUMENTS, LENGTH), 8, short, "no")
+    targets = [
+        Target("recall of 5 forms with the share auto over full, least", 0.95, least[auto], at_most=False),
+        Target(
+            "recall of documents found without marks below marked ones, points",
+            1.0,
+            100 * (marked[auto][0] - found[auto][0]),
+        ),
+    ]
+    return rows, targets
+
+
 def main() -> int:
     args = parser(__doc__).parse_args()
     torch.set_num_threads(1)
-    every, rounds, step = [(rule, SHARE) for rule in RULES], 3 if args.quick else 7, 128 if args.quick else 256
+    every: list[Arm] = [(rule, SHARE) for rule in RULES]
+    rounds, step = 3 if args.quick else 7, 128 if args.quick else 256
     right = recall([NOTHING, EVERYTHING, *every], 40 if args.quick else 200) if MODEL.is_dir() else {}
+    of_forms, targets = forms(10 if args.quick else 50) if MODEL.is_dir() else ([], [])
     costs = cost([NOTHING, *every[:3]], 1 if args.quick else 3, small=args.quick)
+    found = cost([("deviation", "auto")], 1 if args.quick else 3, small=args.quick, segments="auto", block=16)
+    progress("prompts that never return")
+    never = first_sight(3, small=args.quick)
     progress("beside a blend, and the check under the load")
     with timed_prompts(small=args.quick, step=step) as beside:
         longest = median(longest_step(beside, unbounded(DEFAULT)) for _ in range(rounds))
@@ -186,19 +384,27 @@ def main() -> int:
         under_load = median(checked() for _ in range(rounds))
     rows: list[Row] = []
     for arm in (EVERYTHING, NOTHING, *every):
-        row: Row = {"rule": arm[0] if 0 < arm[1] < 1 else "", "computed anew": f"{arm[1]:.0%}"}
+        row: Row = {"rule": arm[0] if arm not in (EVERYTHING, NOTHING) else "", "computed anew": f"{arm[1]:.0%}"}
         if right:
-            row |= {"right answers": right[arm], "right, of full": right[arm] / right[EVERYTHING]}
+            row |= {"right answers": right[arm][0], "right, of full": right[arm][0] / right[EVERYTHING][0]}
         if arm in costs:
-            row |= zip(("CPU s", "CPU, of full", "TTFT, of full"), costs[arm], strict=True)
+            row |= zip(("CPU s", "CPU, of full", "TTFT, of full"), costs[arm], strict=False)
         rows.append(row)
-    targets = [
+    [without_marks] = found.values()
+    names = ("CPU s", "CPU, of full", "TTFT, of full", "reused")
+    rows.append(
+        {"marks": "no", "rule": "deviation", "computed anew": "auto", **dict(zip(names, without_marks, strict=True))}
+    )
+    rows += of_forms + coverage() + sightings((1, 2, 3))
+    targets += [
         Target("blend with 15 % repaired by deviation: CPU over a full prefill", 0.5, costs[DEFAULT][1]),
+        Target("blend of segments found without marks: CPU over a full prefill", 0.4, without_marks[1]),
+        Target("prompts that never return, segments found over off: CPU", 1.05, never),
         Target("longest step beside a blend over one beside a prefill: CPU", 2.0, longest),
         Target("TTFT with the check under the load over without", 0.95, under_load),
     ]
     if right:
-        with_repair, without = (right[arm] / right[EVERYTHING] for arm in (DEFAULT, NOTHING))
+        with_repair, without = (right[arm][0] / right[EVERYTHING][0] for arm in (DEFAULT, NOTHING))
         targets.append(Target("recall with 15 % repaired by deviation over full", 0.95, with_repair, at_most=False))
         targets.append(Target("recall without repair over full: the ruler measures", 0.8, without))
     return report("segments", rows, targets, args.json, args.save)

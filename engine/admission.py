@@ -43,6 +43,8 @@ class Admission:
         self.computing: dict[ChainHash, str] = {}  # block being computed or loaded → its request
         self.lasting: dict[str, int] = {}  # request whose reasoning began → leading tokens that the next turn shares
         self.copies: list[tuple[int, int]] = []  # this step's copies within L1; the sources are referenced
+        self._absent: list[str] = []
+        self._has_changed = False  # `waiting`, by what was found or is absent
         self._config = config
         self._pool = pool
         self._connector = connector
@@ -67,9 +69,23 @@ class Admission:
             num_external = self._connector.lookup(sequence, num_l1 * block_size, in_part)
             if isinstance(num_external, Pending):
                 continue
+            if sequence.only_loads and num_l1 * block_size + num_external < len(usable) * block_size:
+                self._absent.append(sequence.request_id)
+                continue
             cached = num_l1 * block_size + max(num_external, in_part)
             ranked.append((self._place(sequence, cached), Admissible(sequence, usable, num_l1, num_external, child)))
         return [candidate for _, candidate in sorted(ranked, key=itemgetter(0))]
+
+    def take_absent(self) -> list[str]:
+        """Requests that only load, and for which the last `rank` found a block missing. The caller ends them."""
+        absent, self._absent = self._absent, []
+        self._has_changed = self._has_changed or bool(absent)
+        return absent
+
+    def take_changes(self) -> bool:
+        """Whether another `rank` in this step may find more."""
+        has_changed, self._has_changed = self._has_changed, False
+        return has_changed
 
     def _place(self, sequence: Sequence, cached: int) -> tuple[bool, int, int]:
         """The sort key of a request with so many cached tokens: the least is admitted first."""
@@ -84,6 +100,8 @@ class Admission:
         if (cached := self._reference(candidate)) is None:
             return False
         sequence = candidate.sequence
+        if sequence.find is not None and self._waits_for_found(sequence, cached):
+            return False
         num_fresh = -(-sequence.num_tokens // self._config.block_size) - len(cached.matched)
         allocate = self._pool.allocate if sequence.reuse is None else sequence.reuse.allocate
         fresh = allocate(num_fresh, leaving=room_to_grow)
@@ -107,6 +125,18 @@ class Admission:
         is_whole = loading == cached.num_external
         sequence.is_in_pieces = in_pieces and (is_whole or self._connector.is_cut(sequence.request_id, loading))
         self._enter(sequence, num_l1, num_l1 * self._config.block_size + cached.in_part, loading, layerwise=layerwise)
+        return True
+
+    def _waits_for_found(self, sequence: Sequence, cached: CachedBlocks) -> bool:
+        """Find what a prompt without marks may reuse. True: it waits for that, and its references are dropped."""
+        assert sequence.find is not None
+        num_l1 = len(cached.matched) * self._config.block_size
+        find, sequence.find = sequence.find, None
+        sequence.reuse = find(sequence, num_l1 + max(cached.num_external, cached.in_part))
+        if sequence.reuse is None or not sequence.reuse.is_waiting:
+            return False
+        self._pool.free([*cached.matched, *([] if cached.source is None else [cached.source])])
+        self._has_changed = True
         return True
 
     def release_sources(self) -> None:
@@ -163,7 +193,7 @@ class Admission:
         """Admit the request with `num_present` tokens (`num_l1` blocks are L1's) and so many more that are loading."""
         self.waiting.remove(sequence)
         for other in self.waiting:
-            if other.order > sequence.order:
+            if other.order >= sequence.order:  # equal: the request of a segment
                 break
             other.num_passed_over += 1
         if sequence.reuse is not None:

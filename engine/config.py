@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from kvtier.connector.segments import REPAIR_RULES
+from kvtier.connector.segments import REPAIR_RULES, Share
 from kvtier.tiers import ConfigError
 from kvtier.tiers.naming import Lossy
 
@@ -39,9 +39,10 @@ class EngineConfig:
     epoch: int = 0
     lossy: Lossy = "none"  # fp8: the encoding of K and V in shared tiers
     cache_salt: str | None = None  # for requests without one
-    segments: Literal["off", "on"] = "off"  # on: a prompt's segments may reuse KV from another place, approximately
+    # on: a prompt's segments may reuse KV from another place, approximately; auto: segments without marks, too
+    segments: Literal["off", "on", "auto"] = "off"
     segment_min_tokens: int = 32  # shorter segments are computed
-    repair_share: float = 0.15  # of reused tokens, for requests without a `Repair`
+    repair_share: Share = 0.15  # of reused tokens, for requests without a `Repair`
     repair_rule: str = "deviation"
 
     def __post_init__(self) -> None:
@@ -55,10 +56,13 @@ class EngineConfig:
         for field, choices in _CHOICES.items():
             if getattr(self, field) not in choices:
                 raise ConfigError(f"{field} {getattr(self, field)!r}: use one of {', '.join(map(str, choices))}")
-        if not 0 <= self.repair_share <= 1:
-            raise ConfigError(f"repair_share {self.repair_share!r}: use a number from 0 to 1")
-        if self.segments == "on" and not self.enable_prefix_caching:
-            raise ConfigError('segments "on": they are found by name, and enable_prefix_caching is off; switch it on')
+        if self.repair_share != "auto" and not 0 <= self.repair_share <= 1:
+            raise ConfigError(f'repair_share {self.repair_share!r}: use a number from 0 to 1, or "auto"')
+        if self.segments != "off" and not self.enable_prefix_caching:
+            found = f'segments "{self.segments}": they are found by name'
+            raise ConfigError(f"{found}, and enable_prefix_caching is off; switch it on")
+        if self.segments == "auto" and self.exact:
+            raise ConfigError('segments "auto": answers are approximate, and this engine is "exact"; use "off" or "on"')
         if self.token_budget < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_seqs {self.max_num_seqs}: more than the {self.token_budget} tokens of a step; "
@@ -83,7 +87,7 @@ _POSITIVE: Final = (
 )  # fmt: skip
 _CHOICES: Final = {
     "store_generated": (True, False, "answers"),
-    "segments": ("off", "on"),
+    "segments": ("off", "on", "auto"),
     "repair_rule": REPAIR_RULES,
     "preemption": ("recompute", "offload"),
     "loading": ("async", "layerwise"),

@@ -6,6 +6,7 @@ import time
 from collections import abc, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -142,12 +143,13 @@ class Engine:
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
-        segments: abc.Sequence[Segment] = (),
+        segments: abc.Sequence[Segment] | None = None,
         repair: Repair | None = None,
     ) -> str:
         """Queue a prompt (token ids) and return its id. Requests of different `cache_salt` share no KV.
 
         A `NamedPrompt` has its salt in it. The KV of `segments` may be from another place: approximate, see `Repair`.
+        None: as configured, none or those that are found; an empty list: none.
         RequestError: empty prompt, token id out of range, more context than the model or L1 has, id in use, segments
         that overlap or cannot be reused.
         """
@@ -189,7 +191,7 @@ class Engine:
         if len(chosen) != len(prompts):
             raise RequestError(f"{len(chosen)} sampling parameters for {len(prompts)} prompts: give one, or one each")
         checked = [self._checked(prompt, one) for prompt, one in zip(prompts, chosen, strict=True)]
-        wanted = [None] * len(checked) if segments is None else wanted_by_each(segments, repair, checked, self.segments)
+        wanted = wanted_by_each(segments, repair, checked, self.segments)
         named = [self._names.named(prompt, cache_salt) for prompt in checked]
         with self._turn:
             requests = [self._open(*one) for one in zip(named, chosen, wanted, strict=True)]
@@ -200,8 +202,16 @@ class Engine:
                 self._leave(request)
 
     def precompute(self, texts: abc.Sequence[ArrayLike], *, cache_salt: str | None = None) -> None:
-        """Compute texts (token ids) that will be segments, each alone, as ordinary blocks in every tier."""
-        self.generate(texts, SamplingParams(max_tokens=1, ignore_eos=True), cache_salt=cache_salt)
+        """Compute texts (token ids) that will be segments, each alone, as ordinary blocks in every tier.
+
+        If segments are found without marks, each text's pieces are computed alone, too.
+        """
+        alone: list[ArrayLike] = list(texts)
+        if self.segments is not None and (unmarked := self.segments.unmarked) is not None:
+            checked = [self._checked(text, SamplingParams(max_tokens=1)) for text in texts]
+            alone += [piece for text in checked for piece in unmarked.texts(text)]
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        self.generate(alone, params, cache_salt=cache_salt, segments=[()] * len(alone))
 
     def stream(
         self,
@@ -209,7 +219,7 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         cache_salt: str | None = None,
-        segments: abc.Sequence[Segment] = (),
+        segments: abc.Sequence[Segment] | None = None,
         repair: Repair | None = None,
     ) -> Iterator[Output]:
         """The answer token by token; several streams may be read in turns. `segments` and `repair` as `add_request`.
@@ -265,7 +275,7 @@ class Engine:
         return {
             **dict.fromkeys(_COUNTED, 0),
             **scheduler.stats,
-            **(self.segments.figures if self.segments is not None else {}),
+            **(self.segments.stats if self.segments is not None else {}),
             "waiting": len(scheduler.waiting),
             "loading": len(scheduler.loading),
             "running": len(scheduler.running),
@@ -399,11 +409,14 @@ class Engine:
             self.model.require_same()
         if request_id is None:
             request_id = next(name for name in map(str, self._ids) if not self._knows(name))
-        reuse = None
+        reuse = find = None
         if self.segments is not None and wanted is not None and params.prompt_logprobs is None:
-            reuse = self.segments.open(request_id, prompt, wanted, self._order)
+            if wanted.segments is None:
+                find = partial(self.segments.find, wanted.repair)
+            else:
+                reuse = self.segments.open(request_id, prompt, wanted, self._order)
         request = Sequence(request_id, prompt.token_ids, params, prompt.chain, next(self._order))
-        request.reuse = reuse
+        request.reuse, request.find = reuse, find
         self.scheduler.add(request)
         self._requests[request_id] = request
         return request

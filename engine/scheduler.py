@@ -83,7 +83,7 @@ class Scheduler:
         self._config = config
         self._token_budget = config.token_budget
         self._pool = pool
-        self._offloads = connector is not None
+        self.offloads = connector is not None  # else there is no tier below L1
         self._connector = NoOffload() if connector is None else connector
         self._eos_token_ids = eos_token_ids
         self._admission = Admission(config, pool, self._connector)
@@ -102,20 +102,21 @@ class Scheduler:
     def has_copies(self) -> bool:
         return bool(self.loading or self._held.copies or self.orphans)
 
-    def add(self, sequence: Sequence, *, is_segment: bool = False) -> None:
-        """Queue it. `is_segment`: a segment by itself, not a user's request."""
+    def add(self, sequence: Sequence, *, is_segment: bool = False, before: Sequence | None = None) -> None:
+        """Queue it, `before` a waiting one or last. `is_segment`: a segment by itself, not a user's request."""
         sequence.stats = self.segment_stats if is_segment else self.stats
         if self.reasoning is not None and self.reasoning.is_open(sequence.token_ids):
             self._lasts(sequence, sequence.num_tokens)
         self.live[sequence.request_id] = sequence
-        self.waiting.append(sequence)
+        self.waiting.insert(len(self.waiting) if before is None else self.waiting.index(before), sequence)
 
     def schedule(self, report: WorkerReport) -> Batch:
         """Apply ended copies; choose what the step computes, loads and stores."""
         if report.finished or report.failed or self._connector.released:
             self.apply(report)
         num_preempted = self.stats["preempted"]
-        self._connector.computes_alone = len(self.live) == 1 and next(iter(self.live.values())).reuse is None
+        only = next(iter(self.live.values())) if len(self.live) == 1 else None
+        self._connector.computes_alone = only is not None and only.reuse is None and only.find is None
         chunks, budget = self._continue() if self.running else ([], self._token_budget)
         if self.stats["preempted"] == num_preempted:
             admitted, budget = self._admit(budget)
@@ -294,7 +295,18 @@ class Scheduler:
         if budget <= 0 or not self.waiting or (num_seats <= 0 and now < self._look_ahead_at):
             return chunks, budget
         self._look_ahead_at = now + _LOOK_AHEAD
-        for candidate in self._admission.rank(num_seats):
+        budget = self._seat_waiting(budget, chunks)
+        while budget and self._admission.take_changes():  # segments were queued, or ended as no tier has them
+            budget = self._seat_waiting(budget, chunks)
+        return chunks, budget
+
+    def _seat_waiting(self, budget: int, chunks: list[Chunk]) -> int:
+        """Admit what fits, in the order of ranking, and add its chunks. Returns the remaining budget."""
+        num_seats = self._config.max_num_seqs - len(self.running) - len(self.loading)
+        ranked = self._admission.rank(num_seats)
+        for request_id in self._admission.take_absent():
+            self.abort(request_id)
+        for candidate in ranked:
             if not budget:
                 break
             room_to_grow = len(self.running) + len(self.loading)  # a block for each, or they would preempt it at once
@@ -307,7 +319,7 @@ class Scheduler:
             if seated:
                 num_seats -= 1
                 budget -= self._begin(candidate.sequence, budget, chunks)
-        return chunks, budget
+        return budget
 
     def _make_way(self) -> None:
         """Nothing progresses, and a request waits for room or a seat: preempt one that waits for its segments."""
@@ -408,7 +420,7 @@ class Scheduler:
 
     def _store(self, sequence: Sequence, end: int) -> None:
         start = sequence.num_stored
-        if not self._offloads or end <= start:
+        if not self.offloads or end <= start:
             return
         blocks = sequence.block_table[start:end]
         self._held.hold(blocks)

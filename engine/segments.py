@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kvtier.connector.segments import (
-    COUNTED,
-    DEVIATION_BOUNDS,
+    BlendCounts,
     Blender,
     BlendRequest,
     BlendResult,
+    FoundSegments,
     Repair,
     ReusedPart,
     Segment,
+    UnmarkedSegments,
     WantedReuse,
     checked_repair,
     checked_segments,
-    deviation_bound,
     require_rotatable,
 )
 from kvtier.engine.config import EngineConfig
@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class HeldSegment:
     segment: Segment
-    hashes: tuple[ChainHash, ...]  # names of its full blocks, in its own chain
+    hashes: tuple[ChainHash, ...]  # names of its blocks, in its own chain
     child: Sequence | None  # the request that loads or computes it
+    first: int = 0  # where its use begins: earlier tokens are the previous one's
     blocks: list[int] | None = None  # referenced; None: not in L1 yet, or released
 
     @property
@@ -62,6 +63,7 @@ class SegmentReuse:
     stats: Counter[str]  # counts segments missing from L1 when their request needed them
     blender: Blender
     pool: BlockPool
+    found: FoundSegments | None = None  # of a prompt without marks: reused only if that saves something
     blend: "Blend | None" = None  # under way
     num_reused: int = 0  # tokens of the prompt, when the first token was computed
     num_repaired: int = 0  # of these: recomputed
@@ -72,7 +74,8 @@ class SegmentReuse:
 
     @property
     def children(self) -> list[Sequence]:
-        return [wanted.child for wanted in self.wanted if wanted.child is not None and wanted.is_coming]
+        coming = [wanted.child for wanted in self.wanted if wanted.child is not None and wanted.is_coming]
+        return list({child.request_id: child for child in coming}.values())  # equal segments have one
 
     @property
     def is_waiting(self) -> bool:
@@ -89,9 +92,10 @@ class SegmentReuse:
     def may_start(self, num_seats: int) -> bool:
         if not self.is_waiting:
             return True
-        is_checked = self.repair.rule == "deviation" and 0 < self.repair.share < 1
-        num_queued = sum(child.state is SequenceState.WAITING for child in self.children)
-        return self._may_be_early and is_checked and num_queued < num_seats
+        is_checked = self.repair.rule == "deviation" and self.repair.measures
+        queued = [child for child in self.children if child.state is SequenceState.WAITING]
+        is_sure = not any(child.only_loads for child in queued)
+        return self._may_be_early and is_checked and is_sure and len(queued) < num_seats
 
     def allocate(self, num_blocks: int, leaving: int) -> list[int] | None:
         """The request's own blocks, as `BlockPool.allocate`, with references on those of its segments.
@@ -116,16 +120,28 @@ class SegmentReuse:
 
         None: nothing is. The last token is never reused, since its logits are needed.
         """
-        self._reach = (num_cached, num_tokens - 1)
+        self._reach = (num_cached if self.found is None else max(num_cached, self.found.num_exact), num_tokens - 1)
         self._parts = []
         for wanted in self.wanted:
             if wanted.blocks is not None:
                 self._reuse(wanted, len(wanted.blocks))
         coming = [self._part(wanted, len(wanted.hashes)) for wanted in self.wanted if wanted.is_coming]
         expected = [part for part in coming if part is not None]
+        num_reused = sum(part.end - part.start for part in self._parts + expected)
+        if self.found is not None and num_reused < self.found.num_least:
+            self.stats["segments_few"] += len(self.wanted)
+            self.release()
+            self.wanted = ()  # whatever comes: its answer begins exactly
+            return None
         self._awaits = bool(expected)
         self._may_be_early = self._may_be_early and not expected
         return min((part.start for part in self._parts + expected), default=None)
+
+    def most(self, num_cached: int, num_tokens: int) -> int:
+        """How many tokens are reused if all of its segments' blocks arrive."""
+        self._reach = (num_cached, num_tokens - 1)
+        parts = [self._part(wanted, len(wanted.hashes)) for wanted in self.wanted]
+        return sum(part.end - part.start for part in parts if part is not None)
 
     def take(self) -> bool:
         """Reference segments that arrived since admission. False: nothing is left to reuse."""
@@ -161,14 +177,18 @@ class SegmentReuse:
             wanted.blocks = None if wanted.is_coming else self.pool.match(wanted.hashes)
 
     def _reuse(self, wanted: HeldSegment, num_blocks: int) -> None:
-        self.stats["segments_lost"] += num_blocks < len(wanted.hashes)
+        is_absent = wanted.child is not None and wanted.child.only_loads and not num_blocks  # and counted as new
+        self.stats["segments_lost"] += num_blocks < len(wanted.hashes) and not is_absent
         if (part := self._part(wanted, num_blocks)) is not None:
             self._parts.append(part)
 
     def _part(self, wanted: HeldSegment, num_blocks: int) -> ReusedPart | None:
         """The part of a segment that is reused if so many of its blocks are there; None: none."""
         origin, (num_cached, most) = wanted.segment.start, self._reach
-        start, end = max(origin, num_cached), min(origin + num_blocks * self.block_size, most)
+        start, end = (
+            max(origin, wanted.first, num_cached),
+            min(origin + num_blocks * self.block_size, wanted.segment.end, most),
+        )
         return ReusedPart(start, end, origin, tuple(wanted.blocks or ())) if start < end else None
 
 
@@ -185,10 +205,8 @@ class SegmentRequests:
     """
 
     def __init__(self, model: Model, pool: BlockPool, scheduler: Scheduler, config: EngineConfig) -> None:
-        self.stats: Counter[str] = Counter()
-        # Requests by the upper bound of the unrepaired tokens' deviation, and its sum.
-        self.deviations: Counter[float] = Counter(dict.fromkeys(DEVIATION_BOUNDS, 0))
-        self.deviation_sum = 0.0
+        self.counts = BlendCounts()
+        self.stats = self.counts.stats
         self._model = model
         self._pool = pool
         self._scheduler = scheduler
@@ -200,26 +218,23 @@ class SegmentRequests:
             )
         self._blender = Blender(model.module, pool.tensor, require_rotatable(model.module), config.token_budget)
         self._children: dict[str, Sequence] = {}
+        is_unmarked = config.segments == "auto"
+        self.unmarked = UnmarkedSegments(config.block_size, config.segment_min_tokens) if is_unmarked else None
 
-    @property
-    def figures(self) -> abc.Mapping[str, int]:
-        """Counts since the start: tokens from segments, recomputed ones among them, blends, segments by outcome."""
-        return {**dict.fromkeys(COUNTED, 0), **self.stats}
-
-    def wanted(self, segments: abc.Sequence[Segment], repair: Repair | None, num_tokens: int) -> WantedReuse:
+    def wanted(self, segments: abc.Sequence[Segment] | None, repair: Repair | None, num_tokens: int) -> WantedReuse:
         """A request's reuse, validated; RequestError if this model or mode does not support it."""
         if self._config.exact:
             raise RequestError('segments: their reuse is approximate, and this engine is "exact"; leave them out')
         default = Repair(self._config.repair_rule, self._config.repair_share)
         repair = checked_repair(repair, default, self._model.num_layers)
-        return WantedReuse(checked_segments(segments, num_tokens), repair)
+        return WantedReuse(None if segments is None else checked_segments(segments, num_tokens), repair)
 
     def open(
         self, request_id: str, prompt: NamedPrompt, wanted: WantedReuse, order: abc.Iterator[int]
     ) -> SegmentReuse | None:
         """A new request's reuse, its children queued; None: none. Call it before the request is queued."""
         kept: list[HeldSegment] = []
-        for segment in wanted.segments:
+        for segment in wanted.segments or ():
             chain = self._chain_of(prompt, segment)
             if not segment.start or segment.end - segment.start < self._config.segment_min_tokens or not chain.hashes:
                 self.stats["segments_short" if segment.start else "segments_prefix"] += 1
@@ -228,10 +243,60 @@ class SegmentRequests:
             if self._pool.lookup(chain.hashes) == len(chain.hashes):
                 self.stats["segments_held"] += 1
             else:
-                child = self._child(f"{request_id} segment {len(kept) + 1}", prompt, segment, next(order))
+                name = f"{request_id} segment {len(kept) + 1}"
+                child = self._child(name, prompt, segment, len(chain.hashes), next(order))
+                self._scheduler.add(child, is_segment=True)
             kept.append(HeldSegment(segment, tuple(chain.hashes), child))
-        size = self._config.block_size
-        return SegmentReuse(wanted.repair, tuple(kept), size, self.stats, self._blender, self._pool) if kept else None
+        return self._reuse_of(wanted.repair, kept) if kept else None
+
+    def find(self, repair: Repair, sequence: Sequence, num_cached: int) -> SegmentReuse | None:
+        """The reuse of a request without marks, once its exact prefix is known; None: nothing is reused.
+
+        Segments that were seen before, or that a lower tier may have, get a child, queued before the request.
+        """
+        assert self.unmarked is not None
+        found = self.unmarked.find(sequence.chain, sequence.token_ids, num_cached)
+        self.unmarked.note(sequence.chain, found)
+        kept: list[HeldSegment] = []
+        missing: dict[int, bool] = {}  # by place in `kept`: whether no child may compute it
+        for each in found.segments:
+            num_l1 = self._pool.lookup(each.hashes)
+            num_blocks = max(num_l1, each.num_seen)
+            if not num_blocks and not self._scheduler.offloads:
+                self.stats["segments_new"] += 1
+                continue
+            if num_l1 < num_blocks or not num_blocks:
+                missing[len(kept)] = not num_blocks
+            # A segment's first tokens deviate most: nothing precedes them. Where the one before reaches, it is used.
+            hashes, first = each.hashes[: num_blocks or None], kept[-1].segment.end if kept else 0
+            end = each.segment.start + len(hashes) * self._config.block_size
+            kept.append(HeldSegment(Segment(each.segment.start, end), hashes, None, first))
+        reuse = self._reuse_of(repair, kept, found)
+        if not self.unmarked.pays(found, reuse.most(found.num_exact, sequence.num_tokens)):
+            self.stats["segments_few"] += len(kept)
+            return None
+        self.stats["segments_held"] += len(kept) - len(missing)
+        prompt, children = NamedPrompt(sequence.token_ids, sequence.chain), dict[ChainHash, Sequence]()
+        for number, only_loads in missing.items():
+            held = kept[number]
+            if (child := children.get(held.hashes[-1])) is None:
+                name = f"{sequence.request_id} segment {number + 1}"
+                rest = Segment(held.segment.start, sequence.num_tokens)
+                child = self._child(name, prompt, rest, len(held.hashes), sequence.order)
+                child.only_loads = only_loads
+                self._scheduler.add(child, is_segment=True, before=sequence)
+                children[held.hashes[-1]] = child
+            held.child = child
+        return reuse
+
+    def queue_pieces(self, sequence: Sequence) -> None:
+        """Queue a child for each segment that "auto" finds of this sequence's prompt behind another text."""
+        texts = [] if self.unmarked is None else self.unmarked.texts(sequence.token_ids)
+        for number, text in enumerate(texts):
+            prompt, name = NamedPrompt(text, sequence.chain), f"{sequence.request_id} segment {number + 1}"
+            num_blocks = len(text) // self._config.block_size
+            child = self._child(name, prompt, Segment(0, len(text)), num_blocks, sequence.order)
+            self._scheduler.add(child, is_segment=True)
 
     def advance(self) -> None:
         """End children that have all their blocks; their next token is not needed.
@@ -283,6 +348,8 @@ class SegmentRequests:
             del self._children[output.request_id]
             if output.finish_reason is not FinishReason.ABORT:
                 self._count_child(child)
+            elif child.only_loads and not child.num_l1_tokens + child.num_external_tokens:
+                self.stats["segments_new"] += 1
         return True
 
     def abort(self, sequence: Sequence) -> None:
@@ -290,12 +357,18 @@ class SegmentRequests:
             if child.state is not SequenceState.FINISHED:
                 self._scheduler.abort(child.request_id)
 
-    def _child(self, name: str, prompt: NamedPrompt, segment: Segment, order: int) -> Sequence:
-        """Queue the segment alone: its full blocks and one more token, since a last token is never loaded."""
+    def _reuse_of(
+        self, repair: Repair, kept: abc.Sequence[HeldSegment], found: FoundSegments | None = None
+    ) -> SegmentReuse:
         size = self._config.block_size
-        num_tokens = (segment.end - segment.start) // size * size
-        tokens = prompt.token_ids[segment.start : segment.start + num_tokens]
-        tokens.append(prompt.token_ids[min(segment.start + num_tokens, segment.end - 1)])
+        return SegmentReuse(repair, tuple(kept), size, self.stats, self._blender, self._pool, found)
+
+    def _child(self, name: str, prompt: NamedPrompt, segment: Segment, num_blocks: int, order: int) -> Sequence:
+        """The segment alone: its blocks and one more token, since a last token is never loaded."""
+        size = self._config.block_size
+        end = segment.start + num_blocks * size
+        tokens = prompt.token_ids[segment.start : end]
+        tokens.append(prompt.token_ids[end if end < segment.end else end - 1])
         assert prompt.chain is not None
         chain = TokenChain(prompt.chain.root, size, self._config.hash_scheme)
         chain.extend(tokens)
@@ -303,7 +376,6 @@ class SegmentRequests:
             name += "'"
         child = Sequence(name, tokens, _ONE_TOKEN, chain, order)
         self._children[name] = child
-        self._scheduler.add(child, is_segment=True)
         return child
 
     def _chain_of(self, prompt: NamedPrompt, segment: Segment) -> TokenChain:
@@ -323,18 +395,19 @@ class SegmentRequests:
             self.stats["segment_tokens"] += result.num_reused - reuse.num_reused
             self.stats["repaired_tokens"] += result.num_repaired - reuse.num_repaired
             reuse.num_reused, reuse.num_repaired = result.num_reused, result.num_repaired
-        self.stats["blends"] += 1
-        self.stats["blends_in_full"] += result.fell_back
+        self.counts.add(result)
         self._scheduler.stats["computed_tokens"] += result.num_computed
-        if result.deviation is not None:
-            self.deviations[deviation_bound(result.deviation)] += 1
-            self.deviation_sum += result.deviation
 
 
 def wanted_reuse(
-    segments: abc.Sequence[Segment], repair: Repair | None, num_tokens: int, reuse: SegmentRequests | None
+    segments: abc.Sequence[Segment] | None, repair: Repair | None, num_tokens: int, reuse: SegmentRequests | None
 ) -> WantedReuse | None:
-    """A request's reuse, validated; None: none. `reuse` is the engine's, None if segments are off."""
+    """A request's reuse, validated; None: none. `reuse` is the engine's, None if segments are off.
+
+    `segments` None: those that are found, if the engine looks for them.
+    """
+    if segments is None and reuse is not None and reuse.unmarked is not None:
+        return reuse.wanted(None, repair, num_tokens)
     if not segments:
         return None
     if reuse is None:
@@ -348,8 +421,7 @@ def wanted_by_each(
     prompts: abc.Sequence[abc.Sequence[int]],
     reuse: SegmentRequests | None,
 ) -> list[WantedReuse | None]:
-    if segments is None:
-        return [None] * len(prompts)
-    if len(segments) != len(prompts):
-        raise RequestError(f"segments of {len(segments)} prompts for {len(prompts)}: give one list each")
-    return [wanted_reuse(one, repair, len(prompt), reuse) for one, prompt in zip(segments, prompts, strict=True)]
+    lists = [None] * len(prompts) if segments is None else segments
+    if len(lists) != len(prompts):
+        raise RequestError(f"segments of {len(lists)} prompts for {len(prompts)}: give one list each")
+    return [wanted_reuse(one, repair, len(prompt), reuse) for one, prompt in zip(lists, prompts, strict=True)]

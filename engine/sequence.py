@@ -4,6 +4,7 @@ import secrets
 import sys
 import time
 from collections import Counter, abc
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, Protocol
@@ -63,6 +64,10 @@ class Reuse(Protocol):
         """Release its blocks, and drop its blend. Idempotent."""
 
 
+Find = Callable[["Sequence", int], Reuse | None]
+"""Finds what a sequence may reuse after so many cached tokens."""
+
+
 class Sequence:
     """A request's tokens and the blocks that hold their KV. `chain` names the prompt's.
 
@@ -102,6 +107,8 @@ class Sequence:
         self.ttft: float | None = None  # seconds from arrival to the first token
         self.stats: Counter[str] = Counter()  # the scheduler's counters for requests, or those for segments
         self.reuse: Reuse | None = None  # segment reuse
+        self.find: Find | None = None  # of a prompt without marks, until its exact prefix is known
+        self.only_loads = False  # it ends if the tiers lack a block of it
         self.cache: Any = None  # transformers' cache while it runs, if the model has one per sequence
         seed = secrets.randbelow(SEED_RANGE) if params.seed is None else params.seed
         self.sampling = Sampling(seed, None if params.prompt_logprobs is None else {})
@@ -170,3 +177,8 @@ class Completion:
     num_segment_tokens: int = 0  # of the prompt: taken from segments
     num_repaired_tokens: int = 0  # of those from segments: recomputed
     ttft: float | None = None  # seconds from arrival to the first token
+
+    @property
+    def repair_share(self) -> float | None:
+        """The share of the tokens from segments that was recomputed; None: there are none."""
+        return self.num_repaired_tokens / self.num_segment_tokens if self.num_segment_tokens else None

@@ -410,9 +410,9 @@ class StateScheduler(Scheduler):
         self._admission = StateAdmission(config, pool, self._connector, self._states)
         self.waiting = self._admission.waiting
 
-    def add(self, sequence: Sequence, *, is_segment: bool = False) -> None:
+    def add(self, sequence: Sequence, *, is_segment: bool = False, before: Sequence | None = None) -> None:
         self._states.of[sequence.request_id] = RequestStates()
-        super().add(sequence, is_segment=is_segment)
+        super().add(sequence, is_segment=is_segment, before=before)
 
     def _compute(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         start, end = sequence.num_computed, self._states.stop(sequence, budget)

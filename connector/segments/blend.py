@@ -11,9 +11,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from kvtier.connector.segments.paged_attention import PagedKV, Scoring, for_each_head, uploaded
-from kvtier.connector.segments.progress import Blend, BlendResult, Positions, Work
+from kvtier.connector.segments.progress import Blend, Positions, Work
 from kvtier.connector.segments.rope import PIECE, rotated
-from kvtier.connector.segments.segment import BlendRequest, ReusedPart
+from kvtier.connector.segments.segment import BlendRequest, BlendResult, ReusedPart
 
 _ROWS: Final = 256  # rows per call: a group of rows needs no key after its last
 

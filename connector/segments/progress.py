@@ -2,7 +2,7 @@
 
 from collections import abc, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import Final
 
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvtier.connector.segments.paged_attention import uploaded
-from kvtier.connector.segments.segment import BlendRequest, ReusedPart
+from kvtier.connector.segments.segment import AUTO_SHARES, BlendRequest, BlendResult, ReusedPart
 
 Positions = NDArray[np.int64]
 """Positions in a prompt, rising."""
@@ -23,6 +23,12 @@ def highest(candidates: Positions, scores: NDArray[np.floating], share: float) -
     """The share of the candidates with the highest scores (one for each). Among equal ones, the earliest."""
     chosen = np.argsort(-scores, kind="stable")[: count(share, len(candidates))]
     return np.sort(candidates[chosen])
+
+
+def chosen_share(squares: NDArray[np.floating]) -> float:
+    """The share "auto": that of the tokens with more than `_LARGE` squared deviation, but 5 to 20 %."""
+    least, most = (max(1, count(share, len(squares))) for share in AUTO_SHARES)
+    return min(max(int((squares > _LARGE).sum()), least), most) / len(squares)
 
 
 def drawn(candidates: Positions, share: float) -> Positions:
@@ -53,17 +59,7 @@ def count(share: float, number: int) -> int:
 _COPIES: Final = 16  # tokens copied for the price of one computed; on a GPU it could be ten times as many
 _COMPARISONS: Final = 64  # … or compared, which takes K and V of one layer
 _TINY: Final = 1e-20  # avoids a division by zero
-
-
-@dataclass(frozen=True, slots=True)
-class BlendResult:
-    """The result of one request's blend. `deviation`: of the unrepaired tokens; None if not measured."""
-
-    num_reused: int
-    num_repaired: int  # of the reused
-    num_computed: int  # rows through all layers, including the repaired ones
-    deviation: float | None = None
-    fell_back: bool = False  # the deviation was too large: everything was computed
+_LARGE: Final = 0.2  # squared relative deviation from which the share "auto" repairs a token: 0.45 of an average norm
 
 
 class Work(Enum):
@@ -94,8 +90,8 @@ class Blend:
         self.slots = slots
         self.unit = num_layers * _COMPARISONS
         self.first, self.end = request.num_computed, len(request.token_ids) - 1  # the last token is the next step's
-        self.is_checked = repair.rule == "deviation" and 0 < repair.share < 1  # compared before the choice
-        self.asks = repair.rule == "question" and 0 < repair.share < 1
+        self.is_checked = repair.rule == "deviation" and repair.measures  # compared before the choice
+        self.asks = repair.rule == "question" and repair.measures
         self.num_kept_layers = repair.check_layer if self.is_checked else 0  # first layers, which are always computed
         self.states: torch.Tensor | None = None  # [rows, hidden] of `places(CHECK)`, later of `places(REPAIR)`
         self.candidates: Positions = np.zeros(0, np.int64)  # copied tokens, once all are known
@@ -152,7 +148,7 @@ class Blend:
         """
         units = sum(self._left(work) * price for work, price in self._prices.items())
         if self._is_whole and self._repaired is None:
-            num_expected = len(self._missing) + count(self.repair.share, len(self.candidates))
+            num_expected = len(self._missing) + count(self.repair.most, len(self.candidates))
             units += num_expected * self._prices[Work.REPAIR]
         return -(-units // self.unit) + self._is_whole
 
@@ -209,7 +205,7 @@ class Blend:
 
     def choose(self) -> None:
         """Choose the rows to repair. Waits for the device's measurements."""
-        rule, share = self.repair.rule, self.repair.share
+        rule, share = self.repair.rule, self.repair.most
         if self.is_checked:
             self._repaired = self._deviating()
         elif self.asks:
@@ -237,7 +233,8 @@ class Blend:
         found = torch.cat(self.compared, 1)
         apart, mean = found[:2], found[2:].mean(1, keepdim=True)
         squares: NDArray[np.float64] = ((apart / (mean + _TINY)).sum(0) / 2).double().cpu().numpy()
-        repaired = highest(self.candidates, squares, self.repair.share)
+        share = chosen_share(squares) if self.repair.share == "auto" else self.repair.share
+        repaired = highest(self.candidates, squares, share)
         left = squares[~np.isin(self.candidates, repaired)]
         self._deviation = float(np.sqrt(left.mean())) if len(left) else 0.0
         self._fell_back = self._deviation > self.repair.max_deviation

@@ -181,13 +181,13 @@ class KVTier:
             self._limit = rope_limit(model.config)  # tokens: longer texts have another RoPE, and so other KV
             self._form = CacheForm.of(model, cache.block_size)
             going_on = self._how_it_goes_on(model)
-            inv_freq = require_blendable(model, self._form.shape) if cache.segments == "on" else None
+            inv_freq = require_blendable(model, self._form.shape) if cache.segments != "off" else None
             path = model.name_or_path  # empty for a model made from a configuration
             name = name or (name_of(Path(path)) if path else model.config.model_type)
             self._live = live_model(model, variant)
             identity = identity_of(self._live, name, self._form.outline, hash_scheme=cache.hash, epoch=cache.epoch)
         except ConfigError as error:
-            if cache.segments == "on":
+            if cache.segments != "off":
                 raise
             _log.warning("nothing is kept of this model: %s", error)
             return
@@ -209,7 +209,7 @@ class KVTier:
         states = self._form.states
         if states is None:
             return None
-        if self._config.cache.segments == "on":
+        if self._config.cache.segments != "off":
             fix = "a state depends on all text before it; leave segments off"
             raise ConfigError(f'segments "on": model kind {model.config.model_type!r} keeps recurrent states; {fix}')
         with self._carried.put_aside():
@@ -243,8 +243,9 @@ class KVTier:
     ) -> Any:
         """`model.generate(input_ids, **options)`: loads known KV, computes the rest, stores what is new.
 
-        The KV of `segments` (a list for each row) may be reused from another place: approximate, see `Repair`. `hint`:
-        whether these conversations continue. An invalid one is a RequestError before anything is computed.
+        The KV of `segments` (a list for each row) may be reused from another place: approximate, see `Repair`. None: as
+        configured, none or those that are found; an empty list: none. `hint`: whether these conversations continue. An
+        invalid one is a RequestError before anything is computed.
         """
         with self._my_turn():
             return self._generate(input_ids, segments, repair, hint, options)
@@ -354,7 +355,7 @@ class KVTier:
 
     def stats(self) -> dict[str, float]:
         """Every counter and gauge of the tiers by its exposition name; segments' counters as in `Engine.stats`."""
-        figures = {} if self.segments is None else self.segments.figures
+        figures = {} if self.segments is None else self.segments.stats
         return {**({} if self._opened is None else self._opened.stats()), **figures}
 
     def drain(self, timeout: float = 30.0) -> bool:
@@ -521,6 +522,8 @@ class KVTier:
     ) -> list[WantedReuse]:
         if input_ids.ndim != 2:
             return []  # no rows: nothing will be loaded
+        if segments is None and self.segments is not None and self.segments.unmarked is not None:
+            return self.segments.wanted([None] * len(input_ids), repair, input_ids.shape[1])
         lists = lists_of(segments, len(input_ids))
         if not any(lists):
             return []
@@ -531,6 +534,11 @@ class KVTier:
     def _rows(self, input_ids: torch.Tensor, pads: Sequence[int] | None = None) -> list[PromptRow]:
         rows = zip(input_ids.tolist(), pads or (0,) * len(input_ids), strict=True)
         return [self._blocks.row(tokens[pad:], pad) for tokens, pad in rows]
+
+    @property
+    def repair_share(self) -> float | None:
+        """Of the last call: the share of the tokens from segments that was recomputed; None: there were none."""
+        return self.num_repaired_tokens / self.num_segment_tokens if self.num_segment_tokens else None
 
     @property
     def _tiers(self) -> CacheTiers:

@@ -1,6 +1,6 @@
 """Segments of `KVTier`'s calls: the check of a model, and segments loaded, computed and blended into prompts."""
 
-from collections import Counter, abc
+from collections import abc
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,19 +10,20 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from kvtier.connector.models import cache_option
 from kvtier.connector.segments import (
-    COUNTED,
     PAGED_ATTENTION,
+    BlendCounts,
     Blender,
     BlendRequest,
     BlendResult,
+    FoundSegments,
     Repair,
     ReusedPart,
     Segment,
+    UnmarkedSegments,
     WantedReuse,
     attending,
     checked_repair,
     checked_segments,
-    deviation_bound,
     require_rotatable,
 )
 from kvtier.connector.transformers.blocks import BlendedCache, Blocks, blocks_of, fill
@@ -206,8 +207,8 @@ class SegmentCalls:
     """Segment reuse in one model's calls, and its counters. One thread at a time."""
 
     def __init__(self, model: PreTrainedModel, blocks: TierBlocks, config: Config, inv_freq: torch.Tensor) -> None:
-        self.stats: Counter[str] = Counter()
-        self.deviations: Counter[float] = Counter()  # prompts by the upper bound of the unrepaired tokens' deviation
+        self.counts = BlendCounts()
+        self.stats = self.counts.stats  # under the names of `Engine.stats`
         self.num_segment_tokens = 0  # of the last blend, over all of its rows
         self.num_repaired_tokens = 0
         self._model = model
@@ -216,19 +217,17 @@ class SegmentCalls:
         self._shape = blocks.form.shape
         self._config = config.cache
         self._inv_freq = inv_freq
-
-    @property
-    def figures(self) -> abc.Mapping[str, int]:
-        """Counts since the start, under the names of `Engine.stats`."""
-        return {**dict.fromkeys(COUNTED, 0), **self.stats}
+        is_unmarked = config.cache.segments == "auto"
+        size = self._shape.block_size
+        self.unmarked = UnmarkedSegments(size, config.cache.segment_min_tokens) if is_unmarked else None
 
     def wanted(
-        self, segments: abc.Sequence[abc.Sequence[Segment]], repair: Repair | None, num_tokens: int
+        self, segments: abc.Sequence[abc.Sequence[Segment] | None], repair: Repair | None, num_tokens: int
     ) -> list[WantedReuse]:
-        """Each row's requested reuse; RequestError if it is invalid."""
+        """Each row's requested reuse, None: what is found; RequestError if it is invalid."""
         default = Repair(self._config.repair_rule, self._config.repair_share)
         chosen = checked_repair(repair, default, self._shape.num_layers)
-        return [WantedReuse(checked_segments(row, num_tokens), chosen) for row in segments]
+        return [WantedReuse(None if row is None else checked_segments(row, num_tokens), chosen) for row in segments]
 
     def texts(self, texts: abc.Sequence[Any]) -> list[list[int]]:
         """Texts to compute, as token ids; RequestError if one is invalid."""
@@ -249,7 +248,8 @@ class SegmentCalls:
         return checked
 
     def precompute(self, texts: abc.Sequence[list[int]]) -> None:
-        for text in texts:
+        pieces = [] if self.unmarked is None else [piece for text in texts for piece in self.unmarked.texts(text)]
+        for text in [*texts, *pieces]:
             source = self._blocks.row(text)
             if source.chain.hashes:
                 self._brought(source, self._blocks.deadline)
@@ -263,7 +263,11 @@ class SegmentCalls:
         Sets each row's `num_exact`.
         """
         self.num_segment_tokens = self.num_repaired_tokens = 0
-        uses = [self._uses(row, one.segments) for row, one in zip(rows, wanted, strict=True)]
+        found = [self._found(row) if one.segments is None else None for row, one in zip(rows, wanted, strict=True)]
+        uses = [
+            self._uses(row, one.segments or ()) if each is None else self._found_uses(row, each)
+            for row, one, each in zip(rows, wanted, found, strict=True)
+        ]
         if not any(uses):
             return None
         sources = self._gather([use for row in uses for use in row])
@@ -304,6 +308,29 @@ class SegmentCalls:
             else:
                 source = self._blocks.row(row.token_ids[segment.start : segment.end])
                 uses.append(_Use(start, end, segment.start, source))
+        return uses
+
+    def _found(self, row: PromptRow) -> FoundSegments:
+        assert self.unmarked is not None
+        return self.unmarked.find(row.chain, row.token_ids, row.num_loaded * self._blocks.form.block_size)
+
+    def _found_uses(self, row: PromptRow, found: FoundSegments) -> list[_Use]:
+        """What is worth copying of a row without marks: what the tiers have, and what was seen before."""
+        assert self.unmarked is not None
+        self.unmarked.note(row.chain, found)
+        size, deadline, uses = self._blocks.form.block_size, self._blocks.deadline, list[_Use]()
+        for each in found.segments:
+            num_held = self._blocks.found(each.hashes, deadline).loadable
+            origin, num_tokens = each.segment.start, max(num_held, each.num_seen) * size
+            # A segment's first tokens deviate most: nothing precedes them. Where the one before reaches, it is used.
+            start = max(origin, found.num_exact, uses[-1].end if uses else 0)
+            end = min(origin + num_tokens, len(row.token_ids) - 1)
+            if start < end:
+                uses.append(_Use(start, end, origin, self._blocks.row(row.token_ids[origin : origin + num_tokens])))
+            self.stats["segments_new"] += not num_tokens
+        if not self.unmarked.pays(found, sum(use.end - use.start for use in uses)):
+            self.stats["segments_few"] += len(uses)
+            return []
         return uses
 
     def _gather(self, uses: abc.Sequence[_Use]) -> dict[ChainHash, Blocks]:
@@ -355,10 +382,7 @@ class SegmentCalls:
         self.num_repaired_tokens += result.num_repaired
         self.stats["segment_tokens"] += result.num_reused
         self.stats["repaired_tokens"] += result.num_repaired
-        self.stats["blends"] += 1
-        self.stats["blends_in_full"] += result.fell_back
-        if result.deviation is not None:
-            self.deviations[deviation_bound(result.deviation)] += 1
+        self.counts.add(result)
 
 
 def lists_of(segments: SegmentLists | None, num_rows: int) -> list[abc.Sequence[Segment]]:

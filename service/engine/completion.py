@@ -214,7 +214,8 @@ class _Usage:
     @property
     def content(self) -> Json:
         cached = {"cached_tokens": sum(self.cached.values()), "kvtier": self.cached}
-        reused = {"segment": self.num_segment, "repaired": self.num_repaired}
+        share = round(self.num_repaired / self.num_segment, 4) if self.num_segment else 0.0
+        reused = {"segment": self.num_segment, "repaired": self.num_repaired, "repair_share": share}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -244,7 +245,7 @@ class OpenAICompletion:
         self._begun: set[int] = set()
         self._usage = _Usage(
             sum(len(each.prompt.token_ids) for each in request.inputs[:: request.num_choices]),
-            any(each.segments for each in request.inputs),
+            any(each.segments or each.segments is None for each in request.inputs),
         )
         self._approximate: dict[int, int] = {}  # by prompt: most tokens that a choice reuses and does not repair
         self._head = {

@@ -138,8 +138,9 @@ _PATIENCE: Final = 2  # failed steps in a row: after the first the engine tries 
 class SequenceInput:
     prompt: NamedPrompt  # one object, shared by all choices of a prompt
     params: SamplingParams
-    segments: abc.Sequence[Segment] = ()
+    segments: abc.Sequence[Segment] | None = ()  # None: those that the engine finds
     repair: Repair | None = None
+    in_pieces: bool = False  # its segments are computed alone, too, if they are found without marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,6 +379,8 @@ class EngineLoop:
                     segments=wanted.segments,
                     repair=wanted.repair,
                 )
+                if wanted.in_pieces and self.engine.segments is not None:
+                    self.engine.segments.queue_pieces(self.engine.request(request_id))
                 request.request_ids[index] = request_id
                 live = self._sequences[request_id] = _LiveSequence(request, index, self.engine.request(request_id))
                 if request.trace is not None:

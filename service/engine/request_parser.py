@@ -187,11 +187,17 @@ _PAIRS: Final = "a list of pairs, [[start, end], …], for one prompt of token i
 
 def segments_of(
     body: AnyBody, prompts: Sequence[openai.TokenizedPrompt], repair: Repair | None, engine: Engine
-) -> list[list[Segment]]:
-    """The segments of each prompt: marked parts, or `kvtier.segments`. Raises OpenAIError if the engine refuses one."""
+) -> list[list[Segment] | None]:
+    """The segments of each prompt: marked parts, or `kvtier.segments`. Raises OpenAIError if the engine refuses one.
+
+    None if there are none and the engine looks for them, unless the body has an empty list of segments.
+    """
     named = _named(body, len(prompts))
     field = _SEGMENTS if named else "messages" if isinstance(body, ChatBody) else "prompt"
-    wanted = named or [_segments(prompt.segments) for prompt in prompts]
+    wanted: list[list[Segment] | None] = [*named] or [_segments(prompt.segments) for prompt in prompts]
+    finds = engine.segments is not None and engine.segments.unmarked is not None
+    if finds and not any(wanted) and (body.kvtier is None or "segments" not in body.kvtier.model_fields_set):
+        wanted = [None] * len(prompts)
     for segments, prompt in zip(wanted, prompts, strict=True):
         try:
             wanted_reuse(segments, repair, len(prompt.token_ids), engine.segments)
@@ -392,7 +398,7 @@ def precomputation_of(served: Served, data: bytes, deadline: float) -> completio
     for text in texts:
         require_computable(loop, "texts", text, 1)
     params = SamplingParams(max_tokens=1, ignore_eos=True)
-    inputs = [SequenceInput(loop.engine.prompt(text, body.cache_salt), params) for text in texts]
+    inputs = [SequenceInput(loop.engine.prompt(text, body.cache_salt), params, in_pieces=True) for text in texts]
     return completion.PrecomputeRequest(served.name, inputs, deadline)
 
 

@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from kvtier import __version__
 from kvtier.connector import ChatPrefix, LocalConnector
 from kvtier.connector.models import name_of, require_checkpoint
-from kvtier.connector.segments import SEGMENT_OUTCOMES
+from kvtier.connector.segments import SEGMENT_OUTCOMES, Spread
 from kvtier.engine import Engine, NamedPrompt, open_engine
 from kvtier.service import Json, Reloads, explain, openai
 from kvtier.service.engine import completion, request_parser
@@ -216,9 +216,15 @@ def _segments(loop: EngineLoop) -> statuses.SegmentCounts | None:
         tokens={"reused": stats["segment_tokens"], "repaired": stats["repaired_tokens"]},
         blends={"in_part": stats["blends"] - stats["blends_in_full"], "in_full": stats["blends_in_full"]},
         outcomes={way: stats[f"segments_{way}"] for way in SEGMENT_OUTCOMES},
-        deviations={f"{bound:g}": number for bound, number in reuse.deviations.items()},
-        deviation_sum=reuse.deviation_sum,
+        deviations=_buckets(reuse.counts.deviations),
+        deviation_sum=reuse.counts.deviations.sum,
+        shares=_buckets(reuse.counts.shares),
+        share_sum=reuse.counts.shares.sum,
     )
+
+
+def _buckets(spread: Spread) -> dict[str, int]:
+    return {f"{bound:g}": number for bound, number in spread.counts.items()}
 
 
 def exposition(loop: EngineLoop) -> str:
@@ -256,6 +262,8 @@ def _own(loop: EngineLoop) -> Iterator[Metric]:
         yield counter("kvtier_engine_segments", "Segments by what became of them", counts.outcomes, "outcome")
         about = "Requests by the relative deviation of KV left unrepaired; the rule deviation measures it"
         yield histogram("kvtier_engine_segment_deviation", about, counts.deviations, counts.deviation_sum)
+        about = "Requests by the share of their reused tokens that was repaired"
+        yield histogram("kvtier_engine_repair_share", about, counts.shares, counts.share_sum)
 
 
 # --- the routes ------------------------------------------------------------------------------------------------------

@@ -282,6 +282,8 @@ class SegmentCounts(StatusPart):
     outcomes: Counts  # segments
     deviations: Counts  # requests by the upper bound of their unrepaired deviation, each in one bucket
     deviation_sum: float
+    shares: Counts  # requests by the upper bound of the share of their reused tokens that was repaired, likewise
+    share_sum: float
 
 
 class EngineStatus(StatusPart):

@@ -123,7 +123,13 @@ def _shape(value: object) -> str:
 
 class RepairFields(Strict):
     rule: Literal["deviation", "question", "first", "borders", "random"] | None = None
-    share: Annotated[float, Field(ge=0, le=1)] | None = None
+    share: (
+        Annotated[
+            Annotated[float, Field(ge=0, le=1), Tag("=number")] | Annotated[Literal["auto"], Tag("=word")],
+            Discriminator(lambda value: "=word" if value == "auto" else "=number"),
+        ]
+        | None
+    ) = None
     check_layer: Annotated[int, Field(ge=1, le=MAX_NUMBER)] | None = None
     max_deviation: Annotated[float, Field(ge=0)] | None = None
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def recall(engine: Engine, questions: Sequence[Asked], repair: Repair | None) ->
     if repair is not None:
         reused = LENGTH * (NUM_DOCUMENTS - 1)  # the first document is an ordinary prefix
         assert {each.num_segment_tokens for each in found} == {reused}
-        assert {each.num_repaired_tokens for each in found} == {round(repair.share * reused)}
+        assert {each.num_repaired_tokens for each in found} == {round(repair.most * reused)}
     return float(np.mean([one.token_ids == [each.answer] for one, each in zip(found, questions, strict=True)]))
 
 
@@ -102,3 +103,39 @@ def test_a_reordered_prompt_finds_its_documents(questions: list[Asked]) -> None:
     assert np.mean(agree) >= 0.9
     assert engine.stats["segments_held"] == 3 * len(turned)
     end(engine)
+
+
+@pytest.mark.parametrize(("form", "block"), brief([((12, 8), 8)], [((12, 8), 8), ((6, 16), 8), ((4, 24), 16)]))
+def test_the_share_auto_repairs_what_five_percent_do_not(form: tuple[int, int], block: int) -> None:
+    """Short documents deviate at many tokens: the check shows it, and more of them are repaired."""
+    some = asked(QUESTIONS // 4, form=form)
+    segments = [[Segment(place * form[1], (place + 1) * form[1]) for place in range(form[0])]] * len(some)
+    settings = EngineConfig(block_size=block, num_blocks=3000, segments="on", segment_min_tokens=8)
+    engine = Engine.from_pretrained(MODEL, settings, dtype="float32")
+    prompts, right = [each.prompt for each in some], {}
+    shares: list[Any] = [1.0, 0.05, "auto"]
+    for share in shares:
+        found = engine.generate(prompts, ONE, segments=segments, repair=Repair(share=share, max_deviation=9))
+        right[share] = np.mean([one.token_ids == [each.answer] for one, each in zip(found, some, strict=True)])
+        if share == "auto":
+            assert all(each.repair_share is not None and 0.04 <= each.repair_share <= 0.21 for each in found)
+    assert right["auto"] >= 0.95 * right[1.0]
+    assert right["auto"] > right[0.05]
+    end(engine)
+
+
+def test_documents_without_marks_are_recalled_as_marked_ones() -> None:
+    form = (4, 96)
+    some = asked(QUESTIONS // 2, num_questions=1, form=form)  # each prompt once: what returns is computed exactly
+    segments = [[Segment(place * form[1], (place + 1) * form[1]) for place in range(form[0])]] * len(some)
+    right = []
+    for way in ("on", "auto"):
+        of_segments: Any = {"segments": way, "segment_min_tokens": 8, "repair_share": "auto"}
+        settings = EngineConfig(block_size=8, num_blocks=12_000, **of_segments)
+        engine = Engine.from_pretrained(MODEL, settings, dtype="float32")
+        engine.precompute([document for each in some for document in each.documents])
+        found = engine.generate([each.prompt for each in some], ONE, segments=segments if way == "on" else None)
+        assert sum(each.num_segment_tokens for each in found) >= 0.5 * len(some) * form[0] * form[1]
+        right.append(np.mean([one.token_ids == [each.answer] for one, each in zip(found, some, strict=True)]))
+        end(engine)
+    assert right[1] >= right[0] - 0.05

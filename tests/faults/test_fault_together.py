@@ -46,19 +46,23 @@ def cold() -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize(
-    ("exact", "seed"),
-    brief([(True, 0), (False, 1)], [*itertools.product([True, False], range(4))]),  # blocks of 16 and of 32 tokens
-    ids=lambda value: str(value) if value not in (True, False) else "exact" if value else "segments",
+    ("mode", "seed"),  # blocks of 16 and of 32 tokens
+    brief(
+        [("exact", 0), ("marked", 1), ("unmarked", 0)],
+        [*itertools.product(["exact", "marked", "unmarked"], range(4))],
+    ),
 )
 def test_whatever_goes_wrong_answers_are_right_and_nothing_approximate_is_kept(
-    disk_dir: Path, truth: Truth, cold: Engine, exact: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+    disk_dir: Path, truth: Truth, cold: Engine, mode: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hits inside a block, tails, segments and both ends; aborts, preemption, bad copies, late reads, rotten blocks."""
     dice = random.Random(seed)
     monkeypatch.setattr(overlapped, "_GROUP_BLOCKS", 3)  # short prompts have several groups, too
     monkeypatch.setattr(overlapped.OverlappedLoad, "_is_late", lambda *_: dice.random() < 0.3)
-    story = Mischief(disk_dir, seed, exact=exact, block_size=(16, 32)[seed % 2])
-    story.play(ROUNDS)
+    exact, marks = mode == "exact", mode != "unmarked"
+    story = Mischief(disk_dir, seed, exact=exact, marks=marks, block_size=(16, 32)[seed % 2])
+    story.play(ROUNDS if marks else 2 * ROUNDS)
+    assert exact or story.engine.stats["blends"] > 0
     story.rest()
     assert truth.check_answers(story, cold if exact else None) > 0
     assert truth.check_blocks(story) > 0

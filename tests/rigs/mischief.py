@@ -132,9 +132,13 @@ class Asked:
     def __init__(self, live: Live, salt: str | None, params: SamplingParams) -> None:
         self.live, self.salt, self.params = live, salt, params
         self.logits: list[Any] = []
-        self.reuses = live.reuse is not None
         self.ended: Output | None = None
         self.exact_until = 0  # the most tokens of which it ever had exact KV
+
+    @property
+    def reuses(self) -> bool:
+        """Whether its answer may be approximate. Without marks that shows once its exact prefix is known."""
+        return self.live.reuse is not None or self.live.find is not None
 
     def look(self) -> None:
         """Note how much of it is exact, as long as it has blocks."""
@@ -145,9 +149,12 @@ class Asked:
 class Mischief:
     """One random story: requests of all kinds over a small L1, a small L2 and a slab, while all of them go wrong."""
 
-    def __init__(self, home: Path, seed: int, *, exact: bool, block_size: int = 16, **options: Any) -> None:
+    def __init__(
+        self, home: Path, seed: int, *, exact: bool, marks: bool = True, block_size: int = 16, **options: Any
+    ) -> None:
+        """`exact`: nothing is approximate. Without `marks` segments are found."""
         self.dice = np.random.default_rng(seed)
-        self.exact = exact
+        self.exact, self.marks = exact, marks
         self.block_size = block_size
         section = {"block_size": block_size, "load_or_recompute": "auto", "prefetch_deadline": "300ms"}
         config = Config.load(
@@ -163,7 +170,8 @@ class Mischief:
             "max_num_batched_tokens": 128,
             "loading": str(self.dice.choice(["async", "layerwise"])),
             "preemption": str(self.dice.choice(["recompute", "offload"])),
-            **({"exact": True, "exact_rows": 128} if exact else {"segments": "on", "segment_min_tokens": 16}),
+            **({"exact": True, "exact_rows": 128} if exact else {"segment_min_tokens": 16}),
+            "segments": "off" if exact else "on" if marks else "auto",
             **options,
         }
         self.settings = EngineConfig(**chosen)
@@ -178,7 +186,7 @@ class Mischief:
     # what is asked
 
     def ask(self) -> str:
-        """A prompt that leaves one of few texts at any token; or, not in `exact` mode, one with segments."""
+        """A prompt that leaves one of few texts at any token; or, not in `exact` mode, one of documents."""
         dice = self.dice
         salt = SALTS[int(dice.choice(3, p=[0.7, 0.2, 0.1]))]
         params = SamplingParams(max_tokens=int(dice.integers(1, 24)), ignore_eos=True, keep_logits=True)
@@ -190,6 +198,9 @@ class Mischief:
                 segments.append(Segment(len(tokens), len(tokens) + len(DOCUMENTS[index])))
                 tokens = tokens + DOCUMENTS[index]
             tokens = tokens + own
+        elif not self.marks and dice.random() < 0.5:  # what returns at any place
+            text, start = TEXTS[int(dice.integers(3))], int(dice.integers(0, 100))
+            tokens = [*own, *text[start : start + int(dice.integers(150, 300))], *own]
         elif dice.random() < 0.15:  # a document alone, as others take it for a segment
             tokens = [*DOCUMENTS[int(dice.integers(3))], *own]
         elif self.asked and dice.random() < 0.2:  # the next turn of somebody
@@ -198,8 +209,9 @@ class Mischief:
         else:
             tokens = [*TEXTS[int(dice.integers(3))][: int(dice.integers(1, 420))], *own]
         repair = Repair(str(dice.choice(["deviation", "question", "first"])), float(dice.choice([0.0, 0.2, 1.0])), 1, 9)
+        marked = segments if self.marks or dice.random() < 0.1 else None  # the caller's are used where both are
         name = self.engine.add_request(
-            tokens, params, cache_salt=salt, segments=segments, repair=repair if segments else None
+            tokens, params, cache_salt=salt, segments=marked, repair=repair if segments or not self.marks else None
         )
         self.asked[name] = Asked(self.engine.request(name), salt, params)
         return name

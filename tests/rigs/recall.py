@@ -53,8 +53,13 @@ def written(tokens: list[int]) -> str:
     return " ".join(f"t{token}" for token in tokens)
 
 
-def asked(num_samples: int, num_questions: int = 4, seed: int = 5) -> list[Asked]:
-    """Questions of that many samples of four documents. Skips the test where the fixture is not there."""
+def asked(
+    num_samples: int, num_questions: int = 4, seed: int = 5, form: tuple[int, int] = (NUM_DOCUMENTS, LENGTH)
+) -> list[Asked]:
+    """Questions of that many samples, each of so many documents of so many tokens (`form`).
+
+    Skips the test where the fixture is not there.
+    """
     if not MODEL.is_dir():
         pytest.skip(_ABSENT)
     spec = importlib.util.spec_from_file_location("recall_task", FIXTURE / "task.py")
@@ -62,7 +67,7 @@ def asked(num_samples: int, num_questions: int = 4, seed: int = 5) -> list[Asked
     assert spec.loader is not None
     task: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(task)
-    made = task.gen(num_samples, NUM_DOCUMENTS, LENGTH, num_questions, np.random.default_rng(seed))
+    made = task.gen(num_samples, *form, num_questions, np.random.default_rng(seed))
     return [
         Asked(
             made["docs"][sample].tolist(),

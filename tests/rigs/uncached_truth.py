@@ -9,6 +9,7 @@ from mischief import DOCUMENTS, SALTS, Mischief
 from tiny_models import plain
 
 from kvtier.connector.models import returned_cache
+from kvtier.connector.segments.unmarked import segments_in
 from kvtier.engine.llm import Engine
 from kvtier.engine.requests import SamplingParams
 from kvtier.tiers.naming.chain import TokenChain, is_named_by, root_hash
@@ -83,6 +84,13 @@ class Truth:
                 full = len(text) // story.block_size * story.block_size
                 alone = (*text[:full], text[min(full, len(text) - 1)])
                 texts += [(salt, whole) for whole in (tuple(text), alone) for salt in SALTS]
+        if not story.marks:  # what was found in a prompt, likewise
+            for asked in story.asked.values():
+                prompt = tuple(asked.live.token_ids[: asked.live.num_prompt_tokens])
+                for segment in segments_in(prompt, story.block_size):
+                    whole, size = prompt[segment.start :], story.block_size
+                    full = min(-(-(segment.end - segment.start) // size), len(whole) // size) * size
+                    texts += [(asked.salt, whole), (asked.salt, (*whole[:full], *whole[full - 1 : full]))]
         return texts
 
     def _named(self, story: Mischief) -> dict[ChainHash, tuple[str | None, tuple[int, ...]]]:

@@ -27,6 +27,7 @@ from kvtier.tiers.config.values import (
     ObjectPrefix,
     Policy,
     RegionName,
+    RepairShare,
     Secret,
     Section,
     Sightings,
@@ -96,12 +97,14 @@ class CacheConfig(Section):
     )
     partial_blocks: bool = option(True, "reuse the leading tokens that a prompt shares with a stored block")
     store_generated: StoredAnswers = option(True, "store answers, too; answers: without reasoning, by kvtier engine")
-    segments: Literal["off", "on"] = option(
+    segments: Literal["off", "on", "auto"] = option(
         "off",
-        "on: reuse KV of segments at other places: approximate; kvtier's engine and transformers",
+        "on: reuse KV of segments elsewhere, approximate; auto: also unmarked ones; kvtier's engine and transformers",
     )
     segment_min_tokens: WholeNumber = option(32, "shortest reused segment, in tokens; at least a block", ge=1, lt=2**31)
-    repair_share: float = option(0.15, "share of reused tokens that are recomputed", ge=0, le=1)
+    repair_share: RepairShare = option(
+        0.15, "share of reused tokens that are recomputed; auto: 5 to 20 %, by the measured deviation"
+    )
     repair_rule: Literal["deviation", "question", "first", "borders", "random"] = option(
         "deviation", "which reused tokens are recomputed"
     )

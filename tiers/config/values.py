@@ -45,6 +45,19 @@ def _sightings(value: object) -> object:
     return int(text)
 
 
+def _repair_share(value: object) -> object:
+    text = str(value).strip()
+    if text == "auto":
+        return text
+    try:
+        share = -1.0 if isinstance(value, bool) else float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ValueError('not a share; write a number from 0 to 1, or "auto"')
+    return share
+
+
 def _stored_answers(value: object) -> object:
     text = str(value).strip().lower()
     if text == "answers":
@@ -190,6 +203,7 @@ StorageSize = Annotated[int, BeforeValidator(parse_room), PlainSerializer(format
 Time = Annotated[float, BeforeValidator(parse_time), PlainSerializer(format_time, when_used="json")]
 WholeNumber = Annotated[int, BeforeValidator(_not_a_bool)]
 Sightings = Annotated[int | Literal["auto"], BeforeValidator(_sightings)]
+RepairShare = Annotated[float | Literal["auto"], BeforeValidator(_repair_share)]
 Policy = Annotated[Literal["predicted", "lru", "s3fifo"], BeforeValidator(_policy)]
 StoredAnswers = Annotated[bool | Literal["answers"], BeforeValidator(_stored_answers)]
 Lifetime = Annotated[float, BeforeValidator(parse_duration), PlainSerializer(format_time, when_used="json")]

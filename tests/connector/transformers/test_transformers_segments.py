@@ -100,8 +100,8 @@ def test_what_is_reused_and_repaired_is_what_our_engine_reuses_and_repairs(
     names = ("segment_tokens", "repaired_tokens", "blends", "blends_in_full", "segments_computed")
     of_load = engine.stats
     assert [kv.stats()[name] for name in names] == [of_load[name] for name in names]
-    assert kv.segments.figures.keys() == engine.segments.figures.keys()
-    assert kv.segments.deviations == engine.segments.deviations
+    assert kv.segments.stats.keys() == engine.segments.stats.keys()
+    assert kv.segments.counts.deviations.counts == engine.segments.counts.deviations.counts
 
 
 def test_the_configured_repair_counts_where_a_call_brings_none(open_tier: Open) -> None:
@@ -185,6 +185,55 @@ def test_what_the_exact_prefix_has_is_not_reused(open_tier: Open) -> None:
     expected = kv.model.generate(ids(tokens), **GREEDY)
     assert torch.equal(kv.generate(ids(tokens), segments=segments, **GREEDY), expected)
     assert (kv.num_cached_tokens, kv.num_segment_tokens) == (112, 0)
+
+
+# without marks
+
+
+def unmarked(seed: int) -> list[int]:
+    """A prompt that begins and ends like no other, around one long document."""
+    return [*prompt(70 + seed, 21 + seed), *prompt(60, 240), *prompt(80 + seed, 9)]
+
+
+def test_a_document_without_marks_is_reused_from_its_second_prompt_on(open_tier: Open) -> None:
+    kv = open_tier(segments="auto")
+    for seed in range(4):
+        tokens = unmarked(seed)
+        found = logits_of(kv, ids(tokens), repair=UNBOUND)
+        if not seed:  # what comes for the first time is computed with its prompt
+            assert is_full_prefill(kv, found[0], tokens)
+            assert kv.num_segment_tokens == 0
+            assert kv.repair_share is None
+            continue
+        assert 140 <= kv.num_segment_tokens < 240
+        assert kv.num_cached_tokens == 0
+        assert kv.repair_share is not None
+        assert abs(kv.repair_share - 0.15) < 0.01
+        assert not any(held_names(kv, tokens)[6:])  # nothing behind the first reused token
+    assert outcomes(kv)["loaded"] >= outcomes(kv)["computed"] > 0
+    # Marks are used instead, and an empty list means none.
+    kv.load(ids(unmarked(6)), segments=[Segment(27, 27 + 240)], repair=UNBOUND)
+    assert kv.num_segment_tokens == 240
+    tokens = unmarked(5)
+    expected = kv.model.generate(ids(tokens), **GREEDY)
+    assert torch.equal(kv.generate(ids(tokens), segments=[[]], **GREEDY), expected)
+    assert (kv.num_cached_tokens, kv.num_segment_tokens) == (0, 0)
+    # Now it is a prefix, which comes first.
+    assert torch.equal(kv.generate(ids(tokens), repair=UNBOUND, **GREEDY), expected)
+    assert kv.num_cached_tokens >= 256
+    assert kv.num_segment_tokens == 0
+
+
+def test_precomputed_texts_are_found_without_marks_by_another_process(open_tier: Open) -> None:
+    kv = open_tier(segments="auto")
+    kv.precompute([prompt(60, 240)])
+    assert kv.drain()
+    kv.close()
+    again = open_tier(segments="auto")  # from the slab, at first sight
+    again.load(ids(unmarked(1)), repair=UNBOUND)
+    assert again.num_segment_tokens >= 140
+    assert outcomes(again)["loaded"] > 0
+    assert "computed" not in outcomes(again)
 
 
 # where segments come from

@@ -66,7 +66,9 @@ def said(raw: Any) -> str:
 
 
 def reused(usage: Any) -> dict[str, int]:
-    found: dict[str, int] = usage.model_dump()["kvtier"]
+    found: dict[str, Any] = usage.model_dump()["kvtier"]
+    share = found.pop("repair_share")
+    assert share == (round(found["repaired"] / found["segment"], 4) if found["segment"] else 0)
     return found
 
 
@@ -150,7 +152,8 @@ def test_precomputed_documents_are_held_where_they_are_marked(model: Path, quest
         assert done.json() == {"object": "precompute", "model": NAME, **total, "texts": [each] * NUM_DOCUMENTS}
         assert reused(chat(server, questions[0]).parse().usage)["segment"] == REUSED
         assert server.status()["segments"]["outcomes"] == {
-            **dict.fromkeys(("loaded", "computed", "lost", "short"), 0), "held": NUM_DOCUMENTS - 1, "prefix": 1,
+            **dict.fromkeys(("loaded", "computed", "lost", "short", "new", "few"), 0),
+            "held": NUM_DOCUMENTS - 1, "prefix": 1,
         }  # fmt: skip
         # By token ids it is the same text; another tenant has to have it computed.
         again = server.post("kvtier/precompute", texts=some, model=NAME).json()
@@ -191,9 +194,48 @@ def test_the_pages_tell_what_came_of_segments(model: Path, questions: list[Asked
         assert values["kvtier_engine_segment_deviation_sum"] == told["deviation_sum"]
         buckets = [s.value for s in deviation.samples if "le" in s.labels]
         assert buckets == sorted(buckets)
+        share = {s.labels.get("le", s.name): s.value for s in families["kvtier_engine_repair_share"].samples}
+        assert (share["0.15"], share["0.175"], share["0.2"], share["1"]) == (0, 4, 4, 5)
+        assert told["share_sum"] == share["kvtier_engine_repair_share_sum"] == pytest.approx(4 * REPAIRED / REUSED + 1)
     with serving(model) as server:  # nothing of it where segments are off
         assert "segments" not in server.status()
         assert "segment" not in server.http.get("/metrics").text
+
+
+def test_what_comes_back_without_marks_is_reused_and_told(model: Path) -> None:
+    """The second prompt with a text at another place is blended; every answer says so, or that nothing was."""
+    documents = asked(1, form=(4, 96))[0].documents
+    text = [token for each in documents for token in each]
+    with serving(model, cache={**ON, "segments": "auto", "repair_share": "auto"}, l1={"num_blocks": 2000}) as server:
+
+        def ask(lead: int, stream: bool = False, **options: Any) -> Any:
+            messages: Any = [{"role": "user", "content": written([*range(10, 20 + lead), *text, 4, 9])}]
+            create: Any = server.client.chat.completions.with_raw_response.create
+            return create(messages=messages, stream=stream, extra_body={"ignore_eos": True, **options}, **ONE)
+
+        first = ask(1)
+        assert reused(first.parse().usage) == {"segment": 0, "repaired": 0}
+        assert "x-kvtier-approximate" not in first.headers
+        found = ask(2, kvtier={"repair": {"max_deviation": 9}})
+        usage = reused(found.parse().usage)
+        assert usage["segment"] > len(text) / 2
+        assert 0.04 <= usage["repaired"] / usage["segment"] <= 0.21
+        assert found.headers["x-kvtier-approximate"] == str(usage["segment"] - usage["repaired"])
+        # A stream says it in its header, and an empty list of segments switches it off.
+        stream = ask(3, stream=True, kvtier={"repair": {"share": 0.1, "max_deviation": 9}})
+        assert int(stream.headers["x-kvtier-approximate"]) > 0
+        assert len(list(stream.parse())) == 1
+        off = ask(4, kvtier={"segments": []})
+        assert "x-kvtier-approximate" not in off.headers
+        assert "kvtier" not in off.parse().usage.model_dump()
+        # Precomputed, a text is found by the first prompt that has it.
+        other = [token for each in asked(1, seed=6, form=(4, 96))[0].documents for token in each]
+        done = server.post("kvtier/precompute", texts=other)
+        assert done.json()["computed"] == len(other)
+        server.settle()
+        text = other
+        assert reused(ask(5, kvtier={"repair": {"max_deviation": 9}}).parse().usage)["segment"] > len(text) / 2
+        server.settle()
 
 
 def test_a_client_of_the_router_sees_the_same(model: Path, questions: list[Asked]) -> None:
