@@ -43,8 +43,10 @@ class Admission:
         self.computing: dict[ChainHash, str] = {}  # block being computed or loaded → its request
         self.lasting: dict[str, int] = {}  # request whose reasoning began → leading tokens that the next turn shares
         self.copies: list[tuple[int, int]] = []  # this step's copies within L1; the sources are referenced
-        self._absent: list[str] = []
-        self._has_changed = False  # `waiting`, by what was found or is absent
+        # Of the last `rank`: requests that only load, of which a block is missing (the caller ends them); and whether
+        # another one in the same step may find more.
+        self.absent: list[str] = []
+        self.has_changed = False
         self._config = config
         self._pool = pool
         self._connector = connector
@@ -52,6 +54,7 @@ class Admission:
     def rank(self, num_seats: int) -> list[Admissible]:
         """The requests that can be admitted, in order of preference."""
         block_size = self._config.block_size
+        self.absent, self.has_changed = [], False
         ranked = []
         for sequence in self.waiting[:WINDOW]:
             if sequence.reuse is not None and not sequence.reuse.may_start(num_seats):
@@ -70,22 +73,12 @@ class Admission:
             if isinstance(num_external, Pending):
                 continue
             if sequence.only_loads and num_l1 * block_size + num_external < len(usable) * block_size:
-                self._absent.append(sequence.request_id)
+                self.absent.append(sequence.request_id)
+                self.has_changed = True
                 continue
             cached = num_l1 * block_size + max(num_external, in_part)
             ranked.append((self._place(sequence, cached), Admissible(sequence, usable, num_l1, num_external, child)))
         return [candidate for _, candidate in sorted(ranked, key=itemgetter(0))]
-
-    def take_absent(self) -> list[str]:
-        """Requests that only load, and for which the last `rank` found a block missing. The caller ends them."""
-        absent, self._absent = self._absent, []
-        self._has_changed = self._has_changed or bool(absent)
-        return absent
-
-    def take_changes(self) -> bool:
-        """Whether another `rank` in this step may find more."""
-        has_changed, self._has_changed = self._has_changed, False
-        return has_changed
 
     def _place(self, sequence: Sequence, cached: int) -> tuple[bool, int, int]:
         """The sort key of a request with so many cached tokens: the least is admitted first."""
@@ -136,7 +129,7 @@ class Admission:
         if sequence.reuse is None or not sequence.reuse.is_waiting:
             return False
         self._pool.free([*cached.matched, *([] if cached.source is None else [cached.source])])
-        self._has_changed = True
+        self.has_changed = True
         return True
 
     def release_sources(self) -> None:

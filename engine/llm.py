@@ -191,7 +191,9 @@ class Engine:
         if len(chosen) != len(prompts):
             raise RequestError(f"{len(chosen)} sampling parameters for {len(prompts)} prompts: give one, or one each")
         checked = [self._checked(prompt, one) for prompt, one in zip(prompts, chosen, strict=True)]
-        wanted = wanted_by_each(segments, repair, checked, self.segments)
+        wanted: abc.Sequence[WantedReuse | None] = [None] * len(checked)
+        if segments is not None or self.segments is not None:
+            wanted = wanted_by_each(segments, repair, checked, self.segments)
         named = [self._names.named(prompt, cache_salt) for prompt in checked]
         with self._turn:
             requests = [self._open(*one) for one in zip(named, chosen, wanted, strict=True)]

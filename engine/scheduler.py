@@ -296,7 +296,7 @@ class Scheduler:
             return chunks, budget
         self._look_ahead_at = now + _LOOK_AHEAD
         budget = self._seat_waiting(budget, chunks)
-        while budget and self._admission.take_changes():  # segments were queued, or ended as no tier has them
+        while budget and self._admission.has_changed:  # segments were queued, or ended as no tier has them
             budget = self._seat_waiting(budget, chunks)
         return chunks, budget
 
@@ -304,7 +304,7 @@ class Scheduler:
         """Admit what fits, in the order of ranking, and add its chunks. Returns the remaining budget."""
         num_seats = self._config.max_num_seqs - len(self.running) - len(self.loading)
         ranked = self._admission.rank(num_seats)
-        for request_id in self._admission.take_absent():
+        for request_id in self._admission.absent:
             self.abort(request_id)
         for candidate in ranked:
             if not budget:

@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {  # other things of that name
     ("service/node/status.py", L2),  # the object in /status that describes host memory
     ("service/observe/top.py", L2),
-    ("service/observe/top.py", L2),
     ("service/engine/server.py", L1),  # and in that of an engine's server, its own blocks
+    ("service/reload.py", L1),  # the section [l1]
     ("service/doctor/doctor.py", "GPU"),  # the device itself
 }
 # For the type checker: the modules are what the table takes them for.
