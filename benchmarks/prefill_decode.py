@@ -117,7 +117,7 @@ def trial(way: str, pair: Pair, prompts: Sequence[list[int]], texts: dict[int, l
 
 def main() -> int:
     chosen = parser(__doc__).parse_args()
-    count, length, rounds = (2, 256, 1) if chosen.quick else (8, 2048, 2)
+    count, length, rounds = (2, 256, 1) if chosen.quick else (6, 2048, 1)
     draw = np.random.default_rng(0)
     prompts = [draw.integers(3, WORDS, length).tolist() for _ in range(count * rounds)]
     texts: dict[int, list[int]] = {}
