@@ -140,6 +140,9 @@ engine_ttft:
 engine_conversations:
   conversations on vLLM, first run and restart ÷ the best other, mean | : kvtier over.*mean | Many conversations
   same, below vLLM's offloading: kvtier's files ÷ vLLM's, mean | kvtier below native over.*mean
+prefill_decode:
+  prefill and decode vLLM on one CPU, kvtier by a daemon or Redis ÷ NIXL's connector: first token | TTFT
+  same, p99 between tokens of another request | inter-token
 encoder_outputs:
   vLLM, first token about an image seen before, also after a restart: no connector ÷ kvtier | none ÷ kvtier
   same, a hit ÷ the example connector's | ^again.*example
