@@ -140,10 +140,10 @@ def main() -> int:
         words = Tokenizer(WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token="w0"))
         PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(home / "model")
         redis = stack.enter_context(standalone())
-        daemon = stack.enter_context(node())
+        daemon = stack.enter_context(node(HOST__SIZE="512MiB"))  # as much as an engine of its own has beside Redis
         transfers: dict[str, list[dict[str, Any]]] = {
             "alone": [{}, {}],
-            "kvtier, a daemon": of_kvtier({"service": {"socket": str(daemon.socket)}, "host": {"size": "1GiB"}}),
+            "kvtier, a daemon": of_kvtier({"service": {"socket": str(daemon.socket)}}),
             "kvtier, Redis": of_kvtier({"host": {"size": "512MiB"}, "redis": {"url": redis.url}}),
             "NIXL": of_nixl(),
         }
