@@ -27,7 +27,12 @@ _FROM: Final = "BUILD_COMMIT"  # the commit of what is packed, where that is a c
 _OFF: Final = "KVTIER_EXTENSIONS"  # "off": build none
 _FLAGS: Final = ("-O2", "-g0", "-fPIC", "-shared", "-fwrapv", "-fno-strict-aliasing", "-w")
 # Run interpreted, too: the module of each is NAME_compiled.
-_BOTH: Final = ("kvtier/tiers/pool/core.py", "kvtier/service/events/holders.py", "kvtier/service/router/scores.py")
+_BOTH: Final = (
+    "kvtier/tiers/pool/core.py",
+    "kvtier/tiers/reuse/recent.py",
+    "kvtier/service/events/holders.py",
+    "kvtier/service/router/scores.py",
+)
 _HEADER: Final = "kvtier/tiers/compiled/digests.h"  # all may include it
 _SUFFIX: Final = sysconfig.get_config_var("EXT_SUFFIX")
 _SECONDS: Final = 900  # for Cython, or the compiler, with one module

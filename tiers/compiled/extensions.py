@@ -21,6 +21,7 @@ EXTENSIONS: Final = (
     "kvtier.tiers.host.records_compiled",
     "kvtier.tiers.naming.chain_compiled",
     "kvtier.tiers.pool.core_compiled",
+    "kvtier.tiers.reuse.recent_compiled",
     "kvtier.tiers.shared.transfer_compiled",
     "kvtier.service.events.holders_compiled",
     "kvtier.service.router.scores_compiled",

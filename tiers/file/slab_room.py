@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.pool import Slots
-from kvtier.tiers.reuse import NO_CLASS, ClassifiedEnd, LruShadow
+from kvtier.tiers.reuse import NO_CLASS, ClassifiedEnd, make_shadow
 
 Extents = NDArray[np.int64]
 
@@ -34,7 +34,7 @@ class SlabRoom:
         self._depth = np.zeros(num_extents, np.int64)  # of its deepest block
         self._slots_ended = np.zeros(num_extents * slots_per_extent, np.bool_)  # slots of a request that has ended
         self.late: OrderedDict[ChainHash, tuple[ClassifiedEnd, int]] = OrderedDict()  # unwritten: its end, its depth
-        self.rival = LruShadow(len(self._slots_ended))
+        self.rival = make_shadow(len(self._slots_ended))
         self._last: ClassifiedEnd | None = None
         self._plan: list[int] = []  # the next victims, the last of them first
         self._planned_at = 0.0
@@ -60,12 +60,12 @@ class SlabRoom:
         if self._last is None:
             self._since[:] = end.ended_at
         self._last = end
-        sampled = self.rival.sampled(end.tags)
+        sampled, their_tags = self.rival.sampled(end.tags)
         num_looked_up = bisect_left(sampled, end.num_prompt)
         at = slots[list(sampled[:num_looked_up])]
         were_here = self._slots_ended[at] & (at >= 0)
         own = num_looked_up if were_here.all() else int(were_here.argmin())
-        self.rival.ended(end.tags[list(sampled)].tolist(), num_looked_up, own)
+        self.rival.ended(their_tags, num_looked_up, own)
         depths = np.flatnonzero(slots >= 0)
         self._note(end, slots[depths], depths, live)
         if len(depths) < len(slots):
@@ -156,7 +156,7 @@ class SlabRoom:
         self.late.clear()
         self._plan.clear()
         self._last = None
-        self.rival = LruShadow(len(self._slots_ended))
+        self.rival = make_shadow(len(self._slots_ended))
 
     def shorten(self, num_extents: int) -> None:
         """Reduce to so many extents."""
@@ -166,4 +166,4 @@ class SlabRoom:
         self._slots_ended = self._slots_ended[: num_extents * self._per_extent].copy()
         self._view()
         self._plan = [extent for extent in self._plan if extent < num_extents]
-        self.rival = LruShadow(len(self._slots_ended))
+        self.rival = make_shadow(len(self._slots_ended))

@@ -7,13 +7,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from kvtier.tiers import ChainHash
 from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import compiled_setting
 from kvtier.tiers.pool import core as interpreted
-from kvtier.tiers.pool.changes import tags_of
-from kvtier.tiers.pool.lease import picked
-from kvtier.tiers.reuse import NO_CLASS, ClassifiedEnd, LruShadow, RequestEnd, ReusePredictor
+from kvtier.tiers.reuse import NO_CLASS, ClassifiedEnd, RequestEnd, ReusePredictor, make_shadow
 
 if TYPE_CHECKING:
     from kvtier.tiers.pool.core import LRU, ChildIndex, Index, Learned, Lease, SlotCore, SlotCounts, SlotLists
@@ -72,7 +69,7 @@ def make_core(
     def order(lists: "SlotLists", index: "Index") -> "LRU":
         made: LRU
         if policy == "predicted":
-            rival = LruShadow(num_slots, _UNTRIED * num_slots)
+            rival = make_shadow(num_slots, _UNTRIED * num_slots)
             made = core.Learned(lists, num_slots, ReusePredictor(), rival, NO_CLASS, clock)
         else:
             made = core.LRU(lists) if policy == "lru" else core.S3FIFO(lists, index)
@@ -90,15 +87,14 @@ def learned(core: "SlotCore") -> "Learned | None":
 
 def ended(core: "SlotCore", order: "Learned", end: RequestEnd) -> ClassifiedEnd:
     """A request has ended: its blocks get a new place in the order. Returns what was found out about it."""
-    slots = core.find_named(list[ChainHash](end.names))
-    tags = tags_of(end.names)
+    slots, tags = core.find_tagged(list(end.names))
     found = order.returns.record(
         end, tags, lambda turn: order.num_ended(slots[: end.num_prompt], turn + 1), order.clock
     )
-    sampled = order.rival.sampled(tags)
+    sampled, their_tags = order.rival.sampled(tags)
     num_looked_up = bisect_left(sampled, end.num_prompt)
-    own = order.num_ended(picked(slots, sampled)[:num_looked_up])
-    order.rival.ended((tags if len(sampled) == len(tags) else tags[sampled]).tolist(), num_looked_up, own)
+    own = order.num_ended([slots[at] for at in sampled[:num_looked_up]])
+    order.rival.ended(their_tags, num_looked_up, own)
     order.ended(slots[found.num_head :], found.kind)
     if found.num_head:
         order.ended(slots[: found.num_head], found.head_kind)

@@ -2,13 +2,25 @@
 
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.tiers.compiled import extension
+from kvtier.tiers.reuse import recent as interpreted
 from kvtier.tiers.reuse.ends import ClassifiedEnd, Hint, RequestEnd
-from kvtier.tiers.reuse.recent_requests import MATCH_NAMES, NO_ROW, FoundRequest, RecentRequests, Tags
+
+if TYPE_CHECKING:
+    from kvtier.tiers.reuse.recent import LruShadow, RecentRequests
+
+_form: Any = extension("kvtier.tiers.reuse.recent_compiled") or interpreted
+
+
+def make_shadow(num_slots: int, first_stay: float = 0.0) -> "LruShadow":
+    """LRU's shadow of so many slots. `first_stay`: blocks looked up before the learned order is tried at all."""
+    return cast("LruShadow", _form.LruShadow(num_slots, first_stay))
+
 
 # --- how likely each class of requests returns at each age -----------------------------------------------------------
 
@@ -229,7 +241,7 @@ class ReusePredictor:
     """What was learned of how requests return. Bounded memory, no object for each request. Takes no lock."""
 
     def __init__(self) -> None:
-        self.recent = RecentRequests()
+        self.recent = cast("RecentRequests", _form.RecentRequests())
         self._hazards = Hazards()
         self._trust = HintTrust()
         self._back: list[tuple[int, float, float, int]] = []  # since the last update: class, end, return, account
@@ -238,37 +250,33 @@ class ReusePredictor:
         self._learned_at: float | None = None
 
     def record(
-        self, end: RequestEnd, tags: Tags, num_shared: Callable[[int], int], clock: Callable[[], float]
+        self, end: RequestEnd, tags: NDArray[np.uint64], num_shared: Callable[[int], int], clock: Callable[[], float]
     ) -> ClassifiedEnd:
         """A request has ended, whose names have these tags.
 
         `num_shared`: the turn, from 0 → leading blocks here that more requests had than a conversation of that turn.
         """
-        now, prompt = clock(), tags[: end.num_prompt]
-        # It is recognised by its prompt's last names, or by its answer's if no block of the prompt is full.
-        last_tags: list[int] = (prompt if len(prompt) else tags)[-MATCH_NAMES:].tolist()
-        found = self.recent.find(prompt, now - end.seconds)
+        now, recent = clock(), self.recent
         if self._learned_at is None:
             self._learned_at = now
-        recent, turn, gap, row = self.recent, 0, 0.0, found.continued
-        if row != NO_ROW:
-            arrived = now - end.seconds
-            turn, is_next = recent.turn_of(row, arrived, last_tags)
-            gap = arrived - recent.end_of(row)
-            if is_next:
-                self._came_back(row, now)
-        num_head, num_sharing = self._head(found, turn, num_shared, prompt, now)
-        head_kind = class_of_head(num_sharing) if num_head else 0
-        hint, promises = end.hint, end.hint in _PROMISES
-        account = account_of(end.client, is_derived=end.is_derived)
-        if promises and not self._trust.is_trusted(account):
-            hint = None
+        turn, gap, num_head, returned = recent.recognise(tags, end.num_prompt, now - end.seconds)
+        if returned is not None:
+            last_kind, ended_at, promised = returned
+            self._back.append((last_kind, ended_at, now, promised))
+            if promised:
+                self._trust.returned(promised - 1)
+        num_sharing = head_kind = 0
+        if num_head := num_head or num_shared(turn):
+            num_sharing = self._shared_head(int(tags[num_head - 1]), now) + 1
+            head_kind = class_of_head(num_sharing)
+        hint, judged = end.hint, 0  # no account is judged for it
+        if hint in _PROMISES:
+            account = account_of(end.client, is_derived=end.is_derived)
+            hint, judged = hint if self._trust.is_trusted(account) else None, account + 1
         kind = class_of(turn, end.num_output_tokens, _HINTS[hint], gap)
-        if last_tags:
-            judged = account + 1 if promises else 0  # 0: no account is judged for it
-            recent.add(last_tags, now, length=len(prompt), kind=kind, turn=turn, account=judged)
-            if num_head:
-                recent.add_head(int(prompt[num_head - 1]), num_head, num_sharing, head_kind)
+        recent.add(tags, end.num_prompt, now, kind, turn, judged)
+        if num_head:
+            recent.add_head(int(tags[num_head - 1]), num_head, num_sharing, head_kind)
         self._since += 1
         if self._since >= self._lesson:
             self._learn(now)
@@ -294,27 +302,14 @@ class ReusePredictor:
         seen: NDArray[np.float64] = self._hazards.gaps() + np.bincount(age_of(lately), minlength=NUM_AGES)
         return seen
 
-    def _head(
-        self, found: FoundRequest, turn: int, num_shared: Callable[[int], int], tags: Tags, now: float
-    ) -> tuple[int, int]:
-        """The blocks of a prompt's shared beginning, and how many requests shared it so far; both 0 if it has none."""
-        num_head = self.recent.head_behind(found) or num_shared(turn)
-        if not num_head:
-            return 0, 0
-        known = self.recent.head_of(int(tags[num_head - 1]))
-        if known is None:
-            return num_head, 1
+    def _shared_head(self, tag: int, now: float) -> int:
+        """How many requests shared the beginning whose last block has this tag, before one that does now."""
+        if (known := self.recent.head_of(tag)) is None:
+            return 0
         kind, ended_at, num_sharing = known
         if kind:
             self._back.append((kind, ended_at, now, 0))
-        return num_head, num_sharing + 1
-
-    def _came_back(self, row: int, now: float) -> None:
-        if (returned := self.recent.came_back(row)) is not None:
-            kind, ended_at, account = returned
-            self._back.append((kind, ended_at, now, account))
-            if account:
-                self._trust.returned(account - 1)
+        return num_sharing
 
     def _learn(self, now: float) -> None:
         assert self._learned_at is not None

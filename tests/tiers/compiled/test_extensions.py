@@ -41,7 +41,7 @@ def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def test_every_source_in_the_tree_is_a_module_that_is_known() -> None:
-    both = ("tiers/pool/core", "service/events/holders", "service/router/scores")
+    both = ("tiers/reuse/recent", "tiers/pool/core", "service/events/holders", "service/router/scores")
     sources = [*(ROOT / "tiers").rglob("*_compiled.pyx"), *(ROOT / f"{each}_compiled.pyx" for each in both)]
     names = {"kvtier." + ".".join(each.relative_to(ROOT).with_suffix("").parts) for each in sources}
     assert names == set(EXTENSIONS)

@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvtier.service.simulation import Capacity, TraceReplay
+from kvtier.tiers.compiled import extension
 from kvtier.tiers.pool.core import Lease
+from kvtier.tiers.pool.policy import learned
 from kvtier.tiers.pool.pool import SlotPool
-from kvtier.tiers.reuse import Hint, LruShadow, RequestEnd, ReusePredictor
+from kvtier.tiers.reuse import Hint, RequestEnd, ReusePredictor, make_shadow, recent
 from kvtier.tiers.reuse.predictor import (
     EDGES,
     NUM_AGES,
@@ -283,7 +285,7 @@ def test_on_made_up_traces_it_is_no_more_than_a_point_below_lru(name: str) -> No
 
 def test_it_gives_way_while_lru_does_better() -> None:
     """A rival that has seen the learned order lose takes over, and gives the order back after its stay."""
-    rival, same = LruShadow(100), list(range(8))
+    rival, same = make_shadow(100), list(range(8))
     for number in range(1, 400):  # each has the beginning of the one before, and finds nothing of it
         rival.ended([*same, 10 * number, 10 * number + 1], 10, 0)
     has_led = rival.leads
@@ -297,7 +299,7 @@ def test_it_gives_way_while_lru_does_better() -> None:
 
 def test_chance_does_not_hand_over() -> None:
     """Long prompts, of which the learned order finds what LRU has not as often as the other way round."""
-    rival, dice = LruShadow(800), random.Random(3)
+    rival, dice = make_shadow(800), random.Random(3)
     for number in range(4000):
         start = 10_000_000 + 200 * number
         lru_has = number and dice.random() < 0.5
@@ -310,7 +312,7 @@ def test_chance_does_not_hand_over() -> None:
 def test_lru_is_expected_to_hold_as_many_blocks_as_there_are_slots() -> None:
     """Requests of ten blocks, each continued after so many others: within the slots LRU has them, beyond it has not."""
     for others, expects in ((8, True), (12, False)):
-        rival, number = LruShadow(100), 0
+        rival, number = make_shadow(100), 0
         for _ in range(300):
             first = list(range(10 * number, 10 * number + 10))
             rival.ended(first, 10, 0)
@@ -323,30 +325,31 @@ def test_lru_is_expected_to_hold_as_many_blocks_as_there_are_slots() -> None:
 
 
 def test_a_sample_stands_for_all_blocks_and_is_the_same_in_equal_beginnings() -> None:
-    rival, rng = LruShadow(40_000), np.random.default_rng(1)
+    rival, rng = make_shadow(40_000), np.random.default_rng(1)
     every, counts = 40_000 // 512, []
     for _ in range(300):
         tags = rng.integers(0, (1 << 64) - 1, 500, np.uint64)
-        sampled = list(rival.sampled(tags))
+        places, their_tags = rival.sampled(tags)
+        sampled = list(places)
         assert sampled == sorted({*sampled})
+        assert their_tags == tags[sampled].tolist()
         cut_off = int(rng.integers(0, 500))
-        assert rival.sampled(tags[:cut_off]) == [at for at in sampled if at < cut_off]
+        assert rival.sampled(tags[:cut_off])[0] == [at for at in sampled if at < cut_off]
         counts.append(len(sampled))
     assert np.mean(counts) == pytest.approx(500 / every, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["chats", "shared", "compaction"])
-def test_the_shadow_counts_the_hits_that_lru_has(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shadow_counts_the_hits_that_lru_has(name: str) -> None:
     """Also of beginnings that many requests share, and of prompts of which LRU lost the end."""
-    leads: list[int] = []
-    monkeypatch.setattr(LruShadow, "_judge", lambda self, num_prompt, lead: leads.append(lead))
-    found = {}
+    leads, found = list[int](), {}
     for policy in ("predicted", "lru"):
         served = Served(500, policy)
         for each in TRACES[name](1)[:600]:
             served.clock.now = each.arrival
             names = [(block + 1).to_bytes(32, "little") for block in each.blocks]
             served.serve(names, each.num_prompt, tokens=each.num_output_tokens)
+            leads += [order.rival.lead] if (order := learned(served.pool._core)) is not None else []
         found[policy] = served.num_hits
     assert found["predicted"] - sum(leads) == pytest.approx(found["lru"], rel=0.01)
 
@@ -413,14 +416,44 @@ def test_a_refusal_keeps_the_head_and_says_how_much_it_left() -> None:
     pool.check()
 
 
-def test_after_a_reset_lru_would_have_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    served, leads = Served(64), list[int]()
+def test_after_a_reset_lru_would_have_nothing_either() -> None:
+    served = Served(64)
+    order = learned(served.pool._core)
+    assert order is not None
     served.serve(chain("talk", length=8), 8)
     served.pool.reset()
-    monkeypatch.setattr(LruShadow, "_judge", lambda self, num_prompt, lead: leads.append(lead))
-    served.serve(chain("talk", length=8), 8)
-    served.serve(chain("talk", length=8), 8)
-    assert leads == [0, 0]
+    for _ in range(2):
+        served.serve(chain("talk", length=8), 8)
+        assert order.rival.lead == 0
+
+
+@pytest.mark.skipif(extension("kvtier.tiers.reuse.recent_compiled") is None, reason="not built: `make compiled`")
+def test_both_forms_of_recent_requests_decide_alike() -> None:
+    """A random program: prompts that go on, run beside each other, or share beginnings, judged against LRU."""
+    form: Any = extension("kvtier.tiers.reuse.recent_compiled")
+    dice, rng, answers = random.Random(5), np.random.default_rng(5), list[list[object]]()
+    program = [
+        (rng.integers(0, 1 << 63, dice.randrange(0, 9), np.uint64), dice.randrange(10), dice.random() * 9)
+        for _ in range(3000)
+    ]
+    for module in (form, recent):
+        requests, shadow, found, now = module.RecentRequests(), module.LruShadow(2048), list[object](), 0.0
+        talks = [np.zeros(0, np.uint64)] * 10
+        for new, talk, seconds in program:
+            tags = talks[talk] = np.concatenate([talks[talk], new])[-40:].copy()
+            num_prompt, now = max(0, len(tags) - talk % 3), now + 3.0
+            found.append(requests.recognise(tags, num_prompt, now - seconds))
+            requests.add(tags, num_prompt, now, talk, 1 + len(new), talk % 3)
+            if num_prompt and len(new) == 3:
+                requests.add_head(int(tags[0]), 1, 2 + talk, 7)
+            found.append(requests.head_of(int(tags[0])) if len(tags) else None)
+            sampled, their_tags = shadow.sampled(tags)
+            shadow.ended(their_tags, len(sampled), len(new) % 2)
+            found.append((list(sampled), their_tags, shadow.lead, shadow.leads, shadow.num_takeovers))
+        found += [requests.waiting().tolist(), requests.waiting_heads().tolist()]
+        answers.append(found)
+    assert answers[0] == answers[1]
+    assert any(isinstance(each, tuple) and each[3] for each in answers[0][0::3])  # some came back
 
 
 @pytest.mark.skipif((agents := agent_sessions(1500)) is None, reason="the agents' trace is not here")

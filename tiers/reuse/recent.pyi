@@ -1,0 +1,33 @@
+"""The types of `recent.py`, which is written for Cython."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+class RecentRequests:
+    ended_at: NDArray[np.float64]
+    kind: NDArray[np.int16]
+    account: NDArray[np.int16]
+    is_open: NDArray[np.bool_]
+    head_kind: NDArray[np.int16]
+    is_head_open: NDArray[np.bool_]
+    def recognise(
+        self, tags: NDArray[np.uint64], num_prompt: int, arrived: float
+    ) -> tuple[int, float, int, tuple[int, float, int] | None]: ...
+    def head_of(self, tag: int) -> tuple[int, float, int] | None: ...
+    def add(
+        self, tags: NDArray[np.uint64], num_prompt: int, now: float, kind: int, turn: int, account: int
+    ) -> None: ...
+    def add_head(self, tag: int, num_blocks: int, num_sharing: int, kind: int) -> None: ...
+    def waiting(self) -> NDArray[np.intp]: ...
+    def waiting_heads(self) -> NDArray[np.intp]: ...
+
+class LruShadow:
+    leads: bool
+    num_takeovers: int
+    lead: int
+    def __init__(self, num_slots: int, first_stay: float = 0.0) -> None: ...
+    def sampled(self, tags: NDArray[np.uint64]) -> tuple[Sequence[int], list[int]]: ...
+    def ended(self, tags: list[int], num_looked_up: int, own: int) -> None: ...
+    def forget(self) -> None: ...
