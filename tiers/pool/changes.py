@@ -18,12 +18,6 @@ HASH_BYTES: Final = 32
 NAME_MIX: Final = np.array([0x9E3779B97F4A7C15, 0, 0, 0x27D4EB2F165667C5], np.uint64)
 
 
-def tags_of(names: Sequence[ChainHash]) -> NDArray[np.uint64]:
-    """Each name mixed into one word."""
-    tags: NDArray[np.uint64] = to_words(names) @ NAME_MIX
-    return tags
-
-
 def to_words(hashes: Sequence[ChainHash]) -> Words:
     """Chain hashes as `[n, 4]` uint64. ValueError if they are not 32 bytes each."""
     joined = b"".join(hashes)

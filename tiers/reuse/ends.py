@@ -50,7 +50,7 @@ class ClassifiedEnd(NamedTuple):
     """A request's end with its class, for the tiers below."""
 
     names: Sequence[ChainHash]  # as of `RequestEnd`
-    tags: NDArray[np.uint64]  # the names, a word each (`tags_of`)
+    tags: NDArray[np.uint64]  # the names, a word each (`NAME_MIX`)
     num_prompt: int
     kind: int  # its class
     ended_at: float  # by `clock`, seconds

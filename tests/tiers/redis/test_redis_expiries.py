@@ -8,7 +8,7 @@ from redis_rig import NO_REDIS, RedisServer
 from redis_stories import CHAIN, OTHER, key_of, opened, read, whole, written
 
 from kvtier.tiers.naming.chain import TokenChain
-from kvtier.tiers.pool.changes import tags_of
+from kvtier.tiers.pool.changes import NAME_MIX, to_words
 from kvtier.tiers.redis.names import LearnedExpiries
 from kvtier.tiers.redis.store import RedisStore
 from kvtier.tiers.reuse import MOST_AHEAD, ClassifiedEnd, ReusePredictor
@@ -29,7 +29,9 @@ class Learned(ReusePredictor):
 
 def told(chain: TokenChain, kind: int) -> ClassifiedEnd:
     """A request of these blocks ends, of this class."""
-    return ClassifiedEnd(chain.hashes, tags_of(chain.hashes), len(chain.hashes), kind, 0.0, Learned(), lambda: 0.0)
+    return ClassifiedEnd(
+        chain.hashes, to_words(chain.hashes) @ NAME_MIX, len(chain.hashes), kind, 0.0, Learned(), lambda: 0.0
+    )
 
 
 def expiries(server: RedisServer, store: RedisStore, chain: TokenChain) -> list[int]:

@@ -24,7 +24,7 @@ from kvtier.tiers.hierarchy.lower_tier import Rates
 from kvtier.tiers.hierarchy.opening import open_ports
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.identity import KVShape
-from kvtier.tiers.pool.changes import tags_of
+from kvtier.tiers.pool.changes import NAME_MIX, to_words
 from kvtier.tiers.redis.lanes import Lane
 from kvtier.tiers.redis.opening import check_redis
 from kvtier.tiers.redis.options import _untrusted
@@ -306,7 +306,9 @@ def test_a_cluster_spreads_the_blocks_and_one_batch_finds_them_all() -> None:
         # Each server is told of its own blocks' expiries.
         with opened(nodes.url, mode="cluster", expiry="learned") as learning:
             assert learning.locate(CHAIN.hashes) == 8
-            learning.ended(ClassifiedEnd(CHAIN.hashes, tags_of(CHAIN.hashes), 8, 0, 0.0, NeverReturn(), time.monotonic))
+            learning.ended(
+                ClassifiedEnd(CHAIN.hashes, to_words(CHAIN.hashes) @ NAME_MIX, 8, 0, 0.0, NeverReturn(), time.monotonic)
+            )
             written(learning, OTHER)
             assert learning.stats()["expire_ok"] == 8
         times = [int(master.cli("PTTL", key)) for master in nodes.masters for key in block_keys(master)]
