@@ -95,20 +95,18 @@ def cuda_stream(
     region: HostRegion,
     way: str = "chosen",
     *,
-    grid: int | None = None,
     cupy: Any = None,
     driver: Any = None,
 ) -> Iterator[CudaCopyStream]:
     """A GPU's stream whose pinned copies go this way, whatever their size; "chosen": as the product decides.
 
-    `grid`: the kernel's blocks of threads. `cupy` and `driver` are the machine's by default.
+    `cupy` and `driver` are the machine's by default.
     """
     if way == "chosen":
         ways = CopyWays.to_measure(Config.load().host)
     else:
         batch_from, torch_from = 0 if way == "batch" else None, None if way == "kernel" else 0
-        choice = replace(CopyWays().choice, batch_from=batch_from, torch_from=torch_from)
-        ways = CopyWays(choice if grid is None else replace(choice, grid=grid))
+        ways = CopyWays(replace(CopyWays().choice, batch_from=batch_from, torch_from=torch_from))
     stream = CudaCopyStream(l1, region, cupy=cupy, driver=driver, ways=ways)
     try:
         yield stream
@@ -122,11 +120,10 @@ def copying(
     region: HostRegion,
     device: torch.device,
     way: str = "chosen",
-    grid: int | None = None,
 ) -> Iterator[CopyStream]:
     """The stream that an engine on this device gets. A CPU has one way."""
     if device.type == "cuda":
-        with cuda_stream(l1, region, way, grid=grid) as on_device:
+        with cuda_stream(l1, region, way) as on_device:
             if region.pinned and not await_choice(on_device):
                 _report.progress("the ways of copying are not measured yet: published figures count")
             yield on_device

@@ -3,14 +3,12 @@
 By two threads, as the file tier has them: writes into a new slab, and cold reads of whole batches (the page cache
 dropped, O_DIRECT). The reads are repeated beside a busy Python thread. The limit is the lesser of two: the slab in the
 clear, and AES-256-GCM alone by one thread. One thread may wait for the disk while another ciphers, but ciphering holds
-the GIL, so its rate is one core's. "open" is the recovery of the table with its names. Ratios are of medians over
-rounds.
+the GIL, so its rate is one core's. Ratios are of medians over rounds.
 """
 
 import shutil
 import sys
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 
@@ -30,14 +28,9 @@ class Pair:
     def __init__(self, directory: Path, block_bytes: int, size: int) -> None:
         self.load, self.size, self.race = Workload(block_bytes), size, Race()
         self.homes = {kind: directory / kind for kind in KEYS}
-        self.opened: dict[str, list[float]] = {kind: [] for kind in KEYS}
 
     def open(self, kind: str) -> FileStore:
-        """The slab of that kind; how long it took is kept."""
-        start = time.perf_counter()
-        store = self.load.opened(self.homes[kind], self.size, key=KEYS[kind])
-        self.opened[kind].append(time.perf_counter() - start)
-        return store
+        return self.load.opened(self.homes[kind], self.size, key=KEYS[kind])
 
     def round(self) -> None:
         """Fill both slabs anew, and read them back cold."""
@@ -47,7 +40,6 @@ class Pair:
         for kind in KEYS:
             shutil.rmtree(self.homes[kind], ignore_errors=True)
             store = self.open(kind)
-            self.opened[kind].pop()  # a creation
             self.race.add((FRESH, kind), self.load.write(store, chains))
             store.close()
         for kind in KEYS:
@@ -73,8 +65,7 @@ class Pair:
             if what != BUSY:
                 row |= {"of the limit": encrypted / min(plain, cipher), "CPU s/GB more": encrypted_cpu - plain_cpu}
             found.append(row)
-        opened = {kind: median(seconds) * 1e3 for kind, seconds in self.opened.items()}
-        return [*found, {"block KiB": block_kib, "what": "open, ms", **opened}]
+        return found
 
 
 def cipher_rate(load: Workload, *, encrypts: bool) -> float:

@@ -3,8 +3,8 @@
 Pieces of 4 KiB to 8 MiB, scattered on both sides, one way and both ways at once: by the way that kvtier chooses, and by
 the kernel, the driver's batches and torch's copies alone. "own": a block is one piece, as in kvtier's own L1; "layers":
 a block is a piece of each of 32 tensors, as in vLLM. A timing is four batches, enqueued back to back, until the last
-has ended; a ratio is the median over interleaved rounds. Then: bandwidth by the kernel's grid, the CPU time in which a
-worker enqueues a step's stores, and the longest step of a GPU's loop while a large L2 is used for the first time.
+has ended; a ratio is the median over interleaved rounds. Then: the CPU time in which a worker enqueues a
+step's stores, and the longest step of a GPU's loop while a large L2 is used for the first time.
 GB = 1e9 bytes. `--dry` runs the same code on this CPU.
 """
 
@@ -32,7 +32,6 @@ PIECES_KIB: Final = (4, 8, 16, 24, 64, 128, 256, 512, 2048, 8192)
 QUICK_KIB: Final = (4, 24, 512, 2048)
 LAYERED_TO_KIB: Final = 256  # vLLM's pieces of a layer are hardly larger
 DIRECTIONS: Final = (("load",), ("store",), ("load", "store"))
-GRIDS: Final = (8, 12, 16, 24, 32, 48, 64)
 DEPTH: Final = 4  # batches enqueued back to back
 MAX_PIECES: Final = 16384  # of a batch: more only cost time to list
 LARGE_KIB, SMALL_KIB = 512, 24  # the goals' borders
@@ -118,20 +117,6 @@ def measure_pieces(scale: Scale, layout: str, kib: int) -> Iterator[Row]:
                     row |= {"GB/s": pools.gbps(directions, took["ours"])}
                     row |= {"one copy GB/s": pools.gbps(directions, took["one copy"])}
                     yield row | {"of one copy": mid(took["one copy"] / took["ours"])}
-
-
-def sweep_grid(scale: Scale) -> Iterator[Row]:
-    """The kernel's bandwidth by its number of blocks of threads, for small pieces. Only a GPU launches any."""
-    if scale.device.type == "cuda" and "kernel" not in _gpu.ways(scale.device):
-        return
-    with piece_pools(scale, "own", 16) as pools:
-        for grid, direction in itertools.product(GRIDS, ("load", "store")):
-            with _gpu.copying(pools.l1, pools.region, scale.device, "kernel", grid) as stream:
-                took = _gpu.interleaved({"ours": pools.ours(stream, [direction])}, 3)["ours"]
-            row: Row = {"pieces": "own", "KiB": 16, "way": "kernel", "grid": grid, "direction": direction}
-            yield row | {"GB/s": pools.gbps([direction], took)}
-            if scale.device.type == "cpu":  # whose copies have no grid
-                return
 
 
 def measure_steps(scale: Scale) -> Iterator[Row]:
@@ -251,8 +236,7 @@ def main() -> int:
         if layout == "own" or kib <= LAYERED_TO_KIB:
             progress(f"{scale.device}: {layout}, pieces of {kib} KiB")
             rows += _gpu.told(measure_pieces(scale, layout, kib))
-    progress("the kernel's grid; stores of a step; first use of L2")
-    rows += _gpu.told(sweep_grid(scale))
+    progress("stores of a step; first use of L2")
     rows += _gpu.told(measure_steps(scale))
     rows += _gpu.told(first_use(scale))
     return report("gpu_bandwidth", rows, goals(rows), options.json, options.save, _gpu.setup_of(options))

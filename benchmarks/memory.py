@@ -2,8 +2,7 @@
 
 Blocks are stored as the hierarchy stores them (reserve, describe, seal, release), but of their bytes no page is
 touched. `bytes_a_block` is what the process grew by; tokens are 4 bytes each of that, and stand in a column of their
-own. `gc_pass_ms` is one full collection, of a process that holds nothing else. `gc_objects` and `python_blocks` are
-what the garbage collector and Python's allocator have more of. How fast lookups are: pool_throughput.py.
+own. `gc_pass_ms` is one full collection, of a process that holds nothing else.
 """
 
 import gc
@@ -33,8 +32,6 @@ GC_MS: Final = 5.0  # that a pass may take longer than of an empty process
 
 class Footprint(NamedTuple):
     resident: int  # bytes
-    tracked: int  # objects the garbage collector goes through
-    allocated: int  # blocks of Python's allocator
     gc_ms: float
 
     @classmethod
@@ -42,7 +39,7 @@ class Footprint(NamedTuple):
         """After a full collection."""
         gc.collect()
         gc_ms = min(took(gc.collect, time.process_time) for _ in range(5)) * 1e3
-        return cls(resident_bytes(), len(gc.get_objects()), sys.getallocatedblocks(), gc_ms)
+        return cls(resident_bytes(), gc_ms)
 
 
 def unbacked_region(num_blocks: int) -> HostRegion:
@@ -80,7 +77,6 @@ def measure(num_blocks: int, block_size: int) -> Row:
     row = {"blocks": num_blocks, "block_tokens": block_size, "bytes_a_block": round(total, 1)}
     row |= {"of_tokens": 4 * block_size, "besides": round(total - 4 * block_size, 1)}
     row |= {"gc_pass_ms": round(after.gc_ms, 2), "gc_pass_ms_empty": round(before.gc_ms, 2)}
-    row |= {"gc_objects": after.tracked - before.tracked, "python_blocks": after.allocated - before.allocated}
     return row | {"fill_us_a_block": round(fill_seconds / num_blocks * 1e6, 2)}
 
 
