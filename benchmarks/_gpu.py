@@ -3,7 +3,6 @@
 With `--dry` the device is this CPU and everything is small: the same code, with the copy stream that a CPU has.
 """
 
-import argparse
 import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,8 +13,7 @@ from typing import Any, Final
 import _report
 import numpy as np
 import torch
-from _races import in_turns, took
-from _report import Row
+from _report import Given, Row, in_turns, took
 from numpy.typing import NDArray
 
 from kvtier.tiers.config import Config
@@ -51,19 +49,18 @@ class Geometry8B:
 SMALL: Final = Geometry8B(4, 2, 4, 32)
 
 
-def arguments(doc: str | None) -> argparse.Namespace:
-    """The command line; ends the program with status 2 where there is no GPU and no `--dry`."""
-    parser = _report.parser(doc)
-    parser.add_argument("--dry", action="store_true", help="the same code on this CPU, in small: proves no figure")
-    options = parser.parse_args()
-    if options.dry and options.save:
-        parser.error("--save with --dry: a dry run proves no figure; leave one of them out")
-    if not options.dry and not torch.cuda.is_available():
-        parser.error("torch finds no GPU: run this on a machine with one, or with --dry, in small on this CPU")
-    if options.dry:
+DRY: Final = _report.option("--dry", action="store_true", help="the same code on this CPU, in small: proves no figure")
+
+
+def device(given: Given) -> torch.device:
+    """Ends the program with status 2 where there is no GPU and no `--dry`."""
+    if given.dry and given.save:
+        given.error("--save with --dry: a dry run proves no figure; leave one of them out")
+    if not given.dry and not torch.cuda.is_available():
+        given.error("torch finds no GPU: run this on a machine with one, or with --dry, in small on this CPU")
+    if given.dry:
         torch.set_num_threads(1)  # little work: threads that wait for each other would take longer
-    options.device = torch.device("cpu" if options.dry else f"cuda:{torch.cuda.current_device()}")
-    return options
+    return torch.device("cpu" if given.dry else f"cuda:{torch.cuda.current_device()}")
 
 
 def pinned_region(num_slots: int, slot_bytes: int, device: torch.device) -> HostRegion:
@@ -242,5 +239,5 @@ def told(rows: Iterable[Row]) -> Iterator[Row]:
         yield row
 
 
-def setup_of(options: argparse.Namespace) -> dict[str, object]:
+def setup_of(options: Given) -> dict[str, object]:
     return {"dry": "this CPU, in small: no figure of a GPU"} if options.dry else {}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from _engine_starter import serve
-from _process import cpu_seconds, free_port
+from _rig import cpu_seconds, free_port
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "LMCACHE_LOG_LEVEL": "ERROR"}
 

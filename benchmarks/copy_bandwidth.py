@@ -9,7 +9,6 @@ thread, which a crowded scheduler delays. gpu_bandwidth.py measures a GPU's copi
 """
 
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,9 +17,8 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from _process import busy_thread
-from _races import PYTHON, form, in_turns, took
-from _report import Row, parser, progress, report
+from _report import PYTHON, Given, Result, Row, form, in_turns, program, progress, took
+from _rig import busy_thread
 from numpy.typing import NDArray
 
 from kvtier.tiers.copies import BlockCopies, BlockPool, CopyStream, HostCopyStream, block_bytes_view
@@ -153,16 +151,12 @@ def measure_busy(rounds: int) -> Iterator[Row]:
         yield row | {"way": way, "kvtier_gbps": gbps}
 
 
-def main() -> int:
-    given = parser(__doc__).parse_args()
+@program()
+def main(given: Given) -> Result:
     rounds, sizes = (5, [128 * KIB, 2048 * KIB]) if given.quick else (31, BLOCK_SIZES)
     rows: list[Row] = []
     for block_bytes, is_ordinary in itertools.product(sizes, (False, True)):
         progress(f"blocks of {block_bytes // KIB} KiB")
         rows += measure(block_bytes, rounds, is_ordinary=is_ordinary)
     rows += measure_busy(rounds)
-    return report("copy_bandwidth", rows, [], given.json, given.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows

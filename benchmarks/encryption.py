@@ -7,14 +7,12 @@ the GIL, so its rate is one core's. Ratios are of medians over rounds.
 """
 
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 
-from _process import busy_thread, drop_caches
-from _races import Race, took
-from _report import Row, disk_parser, progress, report
+from _report import DISK, Given, Race, Result, Row, program, progress, took
+from _rig import busy_thread, drop_caches
 from file_bandwidth import NUM_THREADS, Workload
 
 from kvtier.tiers import RecordCipher
@@ -84,8 +82,8 @@ def cipher_rate(load: Workload, *, encrypts: bool) -> float:
     return len(load.sources) * load.block_bytes / median(took(run) for _ in range(9)) / 1e9
 
 
-def main() -> int:
-    given = disk_parser(__doc__).parse_args()
+@program(DISK)
+def main(given: Given) -> Result:
     size, rounds = (256 << 20, 1) if given.quick else (4 << 30, 5)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=given.directory, prefix="encryption-") as directory:
@@ -96,8 +94,4 @@ def main() -> int:
                 pair.round()
             rows += pair.rows()
     setup = {"slab MiB": size >> 20, "rounds": rounds, "threads": NUM_THREADS}
-    return report("encryption", rows, [], given.json, given.save, setup)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows, [], setup

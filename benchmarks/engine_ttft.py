@@ -11,7 +11,6 @@ all threads, with ÷ without. `--save` writes a plot too.
 """
 
 import subprocess
-import sys
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,9 +21,8 @@ import numpy as np
 import torch
 import transformers
 from _engine_starter import EngineStarter, ForkedEngine
-from _loads import VLLM, grouped_bars, llama, random_tokens, scratch
-from _races import interval
-from _report import RESULTS, ROOT, Row, Target, parser, progress, report
+from _report import RESULTS, ROOT, Given, Result, Row, Target, interval, program, progress
+from _rig import VLLM, grouped_bars, llama, random_tokens, scratch
 
 NAMES: Final = {
     "none": "(a) no offload",
@@ -110,33 +108,6 @@ def throughput(arms: Arms, rng: np.random.Generator, length: int) -> dict[str, f
     return {name: median(values) for name, values in rates.items()}
 
 
-def main() -> int:
-    args = parser(__doc__).parse_args()
-    lengths, rounds, pairs = ((512,), (1, 2), 2) if args.quick else (LENGTHS, (COLD_ROUNDS, WARM_ROUNDS), PAIRS)
-    subprocess.run([str(ROOT / ".ci" / "beside-engine"), "vllm"], check=True)
-    rng = np.random.default_rng(1)
-    with ExitStack() as stack:
-        home = Path(stack.enter_context(scratch("engine")))
-        make_model(home / "model", small=args.quick)
-        arms = started(stack, home, max(lengths) + 256)
-        for arm in arms.values():
-            arm.ask("ttft", prompt=fresh(rng, 256))  # warm up
-        times = ttft(arms, rng, rounds, lengths)
-        rates = throughput(arms, rng, lengths[-1] // 2)
-        overhead = never_hit(arms, rng, pairs)
-        stems, hits = [fresh(rng, 64) for _ in range(2)], [fresh(rng, lengths[-1]) for _ in range(2)]
-        for prompt in hits:
-            arms["kvtier"].ask("ttft", prompt=prompt)
-        steps = arms["kvtier"].ask("decode", stems=stems, hits=hits, num_cycles=CYCLES)
-    rows, targets = concluded(times, rates, overhead, steps)
-    if args.save:
-        bars = {told: [median(arms[name]) for arms in times.values()] for name, told in NAMES.items()}
-        title = "vLLM on a CPU: a prompt seen before, no longer in vLLM's own cache"
-        labels = [f"{length} tokens" for length in times]
-        grouped_bars(RESULTS / "engine_ttft.png", bars, labels, "time to first token, s", title)
-    return report("engine_ttft", rows, targets, args.json, args.save)
-
-
 def concluded(
     times: Times, rates: dict[str, float], overhead: list[float], steps: dict[str, list[float]]
 ) -> tuple[list[Row], list[Target]]:
@@ -165,5 +136,28 @@ def concluded(
     return rows, targets
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@program()
+def main(args: Given) -> Result:
+    lengths, rounds, pairs = ((512,), (1, 2), 2) if args.quick else (LENGTHS, (COLD_ROUNDS, WARM_ROUNDS), PAIRS)
+    subprocess.run([str(ROOT / ".ci" / "beside-engine"), "vllm"], check=True)
+    rng = np.random.default_rng(1)
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(scratch("engine")))
+        make_model(home / "model", small=args.quick)
+        arms = started(stack, home, max(lengths) + 256)
+        for arm in arms.values():
+            arm.ask("ttft", prompt=fresh(rng, 256))  # warm up
+        times = ttft(arms, rng, rounds, lengths)
+        rates = throughput(arms, rng, lengths[-1] // 2)
+        overhead = never_hit(arms, rng, pairs)
+        stems, hits = [fresh(rng, 64) for _ in range(2)], [fresh(rng, lengths[-1]) for _ in range(2)]
+        for prompt in hits:
+            arms["kvtier"].ask("ttft", prompt=prompt)
+        steps = arms["kvtier"].ask("decode", stems=stems, hits=hits, num_cycles=CYCLES)
+    rows, targets = concluded(times, rates, overhead, steps)
+    if args.save:
+        bars = {told: [median(arms[name]) for arms in times.values()] for name, told in NAMES.items()}
+        title = "vLLM on a CPU: a prompt seen before, no longer in vLLM's own cache"
+        labels = [f"{length} tokens" for length in times]
+        grouped_bars(RESULTS / "engine_ttft.png", bars, labels, "time to first token, s", title)
+    return rows, targets

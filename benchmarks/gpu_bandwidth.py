@@ -11,7 +11,6 @@ GB = 1e9 bytes. `--dry` runs the same code on this CPU.
 import gc
 import itertools
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ import _gpu
 import numpy as np
 import torch
 from _gpu import KIB, MIB, Geometry8B, mid
-from _report import Row, Target, progress, report
+from _report import Given, Result, Row, Target, program, progress
 
 from kvtier.connector import CopyOp, StepPlan, WorkerSide
 from kvtier.tiers.copies import BlockCopies, CopyEvent, CopyStream
@@ -228,9 +227,9 @@ def goals(rows: Sequence[Row]) -> list[Target]:
     ]
 
 
-def main() -> int:
-    options = _gpu.arguments(__doc__)
-    scale = Scale.of(options.device, options.quick)
+@program(_gpu.DRY)
+def main(options: Given) -> Result:
+    scale = Scale.of(_gpu.device(options), options.quick)
     rows: list[Row] = []
     for layout, kib in itertools.product(("own", "layers"), scale.pieces_kib):
         if layout == "own" or kib <= LAYERED_TO_KIB:
@@ -239,8 +238,4 @@ def main() -> int:
     progress("stores of a step; first use of L2")
     rows += _gpu.told(measure_steps(scale))
     rows += _gpu.told(first_use(scale))
-    return report("gpu_bandwidth", rows, goals(rows), options.json, options.save, _gpu.setup_of(options))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows, goals(rows), _gpu.setup_of(options)

@@ -8,16 +8,13 @@ own. `gc_pass_ms` is one full collection, of a process that holds nothing else.
 import gc
 import mmap
 import os
-import sys
 import time
 from itertools import product
 from typing import Final, NamedTuple
 
 import numpy as np
-from _blocks import random_names, records_of, reserved
-from _process import resident_bytes, spawned
-from _races import took
-from _report import Row, Target, parser, progress, report
+from _report import Given, Result, Row, Target, program, progress, took
+from _rig import random_names, records_of, reserved, resident_bytes, spawned
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.host import HostRegion, HostTier, slot_stride
@@ -80,8 +77,8 @@ def measure(num_blocks: int, block_size: int) -> Row:
     return row | {"fill_us_a_block": round(fill_seconds / num_blocks * 1e6, 2)}
 
 
-def main() -> int:
-    given = parser(__doc__).parse_args()
+@program()
+def main(given: Given) -> Result:
     rows: list[Row] = []
     for num_blocks, block_size in product(COUNTS[:1] if given.quick else COUNTS, BLOCK_SIZES):
         progress(f"{num_blocks:,} blocks of {block_size} tokens")
@@ -91,8 +88,4 @@ def main() -> int:
         name = f"{row['blocks']:,} blocks of {row['block_tokens']} tokens in L2"
         longer = round(row["gc_pass_ms"] - row["gc_pass_ms_empty"], 2)
         targets.append(Target(f"{name}: ms that a gc pass takes longer than of none", GC_MS, longer))
-    return report("memory", rows, targets, given.json, given.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows, targets

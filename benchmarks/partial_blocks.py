@@ -10,7 +10,6 @@ blocks, in turns. The chats are replayed once more over an L2 with room for a pa
 before any whole block, or age as blocks do, an eighth of L2 at most (what kvtier does).
 """
 
-import sys
 import time
 import tracemalloc
 from collections import defaultdict
@@ -24,15 +23,13 @@ from typing import Any, Final
 import numpy as np
 import recovery
 import torch
-from _loads import leave_only, over_slab, picture, random_tokens, scratch, settle
 from _prefix_reuse import Exchange, PrefixReuse, Tails, chats, computed_in, replay, trace_exchanges
-from _races import took
-from _report import RESULTS, SHARED, Row, Target, parser, progress, report
+from _report import RESULTS, SHARED, Given, Result, Row, Target, option, program, progress, took
+from _rig import leave_only, over_slab, picture, random_tokens, scratch, settle
 
 from kvtier.connector import LocalConnector
 from kvtier.engine import Engine, EngineConfig, Model, SamplingParams
 from kvtier.engine.demo import demo_model
-from kvtier.tiers import KVTierError
 from kvtier.tiers.file import slab
 from kvtier.tiers.naming import TokenChain, root_hash
 from kvtier.tiers.pool import SlotPool
@@ -216,16 +213,13 @@ def workloads_of(trace: Path | None, *, quick: bool) -> dict[str, list[Exchange]
     return found | {"trace": trace_exchanges(trace or TRACE, 200 if quick else None)}
 
 
-def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--trace", type=Path, help="JSON lines in Mooncake's form, .gz or not")
-    options.add_argument("--no-engine", action="store_true", help="replay only")
-    args = options.parse_args()
-    try:
-        workloads = workloads_of(args.trace, quick=args.quick)
-    except KVTierError as error:
-        print(f"partial_blocks: {error}", file=sys.stderr)
-        return 2
+@program(
+    option("--trace", type=Path, help="JSON lines in Mooncake's form, .gz or not"),
+    option("--no-engine", action="store_true", help="replay only"),
+)
+@torch.no_grad()
+def main(args: Given) -> Result:
+    workloads = workloads_of(args.trace, quick=args.quick)
     rows = [row for workload, exchanges in workloads.items() for row in replayed(workload, exchanges)]
     held = next(row["blocks named"] * row["block"] for row in rows)  # of the chats, which come first
     tight = bounded(workloads["chat"], held)
@@ -234,9 +228,4 @@ def main() -> int:
     if args.save:
         plot(rows, RESULTS / "partial_blocks.png")
     setup: Row = {f"{workload} requests": len(exchanges) for workload, exchanges in workloads.items()}
-    return report("partial_blocks", [*rows, *tight, *timings], targets(rows, timings), args.json, args.save, setup)
-
-
-if __name__ == "__main__":
-    torch.set_grad_enabled(False)
-    sys.exit(main())
+    return [*rows, *tight, *timings], targets(rows, timings), setup

@@ -12,7 +12,6 @@ which share this machine's cores.
 
 import os
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -23,10 +22,8 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from _blocks import Shape, Slots, key_file, records_of
-from _process import cpu_seconds, forked, wait_until
-from _races import Race, Speed, in_turns, speed_of
-from _report import Row, parser, progress, report
+from _report import Given, Race, Result, Row, Speed, in_turns, program, progress, speed_of
+from _rig import Shape, Slots, cpu_seconds, forked, key_file, records_of, wait_until
 
 from kvtier.service.node import PeerServer
 from kvtier.tiers import BlockRecord, ChainHash, ConfigError
@@ -182,8 +179,8 @@ def configured(key: Path, *nodes: str, **options: str) -> Config:
     return Config.model_validate({"peers": peers})
 
 
-def main() -> int:
-    given = parser(__doc__).parse_args()
+@program()
+def main(given: Given) -> Result:
     num_bytes, rounds = (64 << 20, 2) if given.quick else (512 << 20, 9)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as directory:
@@ -198,8 +195,4 @@ def main() -> int:
                     bench = PeersBench(Slots(block_kib << 10), num_threads, num_bytes, reader, int(port), peer_server)
                     rows.append(bench.run(rounds))
                     bench.close()
-    return report("peers_bandwidth", rows, [], given.json, given.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows

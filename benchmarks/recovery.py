@@ -5,7 +5,6 @@ figure is CPU, not disk. Each run is a process of its own.
 """
 
 import resource
-import sys
 import tempfile
 import time
 import tracemalloc
@@ -15,9 +14,8 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from _process import spawned
-from _races import in_turns
-from _report import Row, disk_parser, progress, report
+from _report import DISK, Given, Result, Row, in_turns, program, progress
+from _rig import spawned
 
 from kvtier.tiers.file import PAGE, FileIO, FileStore, open_slab, release, slab, write_all
 
@@ -74,8 +72,8 @@ def measure(directory: Path, num_entries: int, what: str) -> dict[str, float]:
     return {"cpu": cpu, "wall": wall, "memory": tracemalloc.get_traced_memory()[0]}
 
 
-def main() -> int:
-    given = disk_parser(__doc__).parse_args()
+@program(DISK)
+def main(given: Given) -> Result:
     num_entries, repeats = (100_000, 3) if given.quick else (1_000_000, 5)
     with tempfile.TemporaryDirectory(prefix=".recovery-", dir=given.directory) as home:
         directory = Path(home)
@@ -90,8 +88,4 @@ def main() -> int:
         for what, each in (("read the table plainly", read), ("FileStore.open", rose))
     ]
     rows[1]["bytes/entry"] = memory["memory"] / num_entries
-    return report("recovery", rows, [], given.json, given.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows

@@ -14,7 +14,6 @@ figures are of the rest: caches and queues are as the first third left them.
 """
 
 import argparse
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,13 +21,13 @@ from typing import Final, NamedTuple
 
 import numpy as np
 from _fleet import FINGERPRINT, SMALL, Hardware, SimulatedReplica, SimulatedRequest, TracePrompt, made_up, read_prompts
-from _loads import picture
-from _report import RESULTS, Row, parser, progress, report
+from _report import RESULTS, Given, Result, Row, option, program, progress
+from _rig import picture
 from numpy.typing import NDArray
 
 from kvtier.service.events import AnnouncedBlocks, KVEvent, PrefixIndex
 from kvtier.service.router import Candidate, Choice, Reason, choose, sticky
-from kvtier.tiers import TIERS, FormatError, KVTierError
+from kvtier.tiers import TIERS, FormatError
 
 OURS: Final = "prefix-aware"
 ORACLE: Final = "oracle: one replica"
@@ -188,17 +187,19 @@ def read(trace: Path | None, limit: int | None) -> list[TracePrompt]:
     return prompts
 
 
-def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--trace", type=Path, help="JSON lines in Mooncake's form, .gz or not; without: made up")
-    options.add_argument("--requests", type=_whole, help="only the first so many")
-    options.add_argument("--replicas", type=_whole, default=4, help="of the engine (4)")
-    args = options.parse_args()
-    try:
-        prompts = read(args.trace, min(args.requests or QUICK, QUICK) if args.quick else args.requests)
-    except KVTierError as error:
-        print(f"routing: {error}", file=sys.stderr)
-        return 2
+def _whole(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) < 1 << 31:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a whole number from 1 on")
+    return int(text)
+
+
+@program(
+    option("--trace", type=Path, help="JSON lines in Mooncake's form, .gz or not; without: made up"),
+    option("--requests", type=_whole, help="only the first so many"),
+    option("--replicas", type=_whole, default=4, help="of the engine (4)"),
+)
+def main(args: Given) -> Result:
+    prompts = read(args.trace, min(args.requests or QUICK, QUICK) if args.quick else args.requests)
     setup: Row = {"trace": args.trace.name if args.trace else "made up", "replicas": args.replicas}
     setup |= {"measured": f"requests {len(prompts) // 3 + 1} to {len(prompts)}", "event delay s": EVENT_DELAY}
     setup |= {"L1 blocks": HARDWARE.l1_blocks, "L2 blocks": HARDWARE.l2_blocks}
@@ -208,14 +209,4 @@ def main() -> int:
     rows = [{"policy": name, **each.row, "of oracle": each.row["cached"] / best} for name, each in runs.items()]
     if args.save:
         plot(runs, RESULTS / "routing.png")
-    return report("routing", rows, [], args.json, args.save, setup)
-
-
-def _whole(text: str) -> int:
-    if not text.isdigit() or not 0 < int(text) < 1 << 31:
-        raise argparse.ArgumentTypeError(f"{text!r}: write a whole number from 1 on")
-    return int(text)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows, [], setup

@@ -18,7 +18,6 @@ import json
 import os
 import resource
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,16 +32,15 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import zmq
 from _eviction_traces import PRODUCTION, made_up, production_trace
-from _loads import picture
-from _process import resident_bytes, spawned, wait_until
-from _report import RESULTS, Row, parser, progress, report
+from _report import RESULTS, Given, Result, Row, program, progress
+from _rig import picture, resident_bytes, spawned, wait_until
 
 from kvtier.service import events as feed
 from kvtier.service.events import BlockRemoved, BlockStored, EventConsumer, PrefixIndex, Publisher, prompt_hashes
 from kvtier.service.router import decide, make_scores, weights_by_tier
 from kvtier.service.simulation import Capacity, SimulatedTiers, TraceReplay
 from kvtier.service.traces import RequestTrace
-from kvtier.tiers import TIERS
+from kvtier.tiers import TIERS, KVTierError
 from kvtier.tiers.config import EventsConfig
 from kvtier.tiers.hierarchy import Event, Removed, Stored
 from kvtier.tiers.naming import TokenChain, root_hash, token_array
@@ -510,7 +508,7 @@ def _run(replay: TraceReplay, capacity: Capacity) -> dict[str, float]:
     return {"l2": l2, "slab": slab, "cold": cold, "stored": stored, "new": stored - slab - cold}
 
 
-def measured(chosen: argparse.Namespace, prompt_tokens: float) -> PieceCosts:
+def measured(chosen: Given, prompt_tokens: float) -> PieceCosts:
     quick = chosen.quick
     progress("KV events: a publisher and a consumer")
     events = measure_events(4 if quick else CHAINS)
@@ -564,35 +562,31 @@ def plot(limits: Sequence[Limit], path: Path) -> None:
             axes.axvline(nodes, color="grey", linewidth=0.6, linestyle=":")
 
 
-def options() -> argparse.ArgumentParser:
-    given = parser(__doc__)
-    given.add_argument("--requests", type=int, help="only the first so many of the trace")
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, help="only the first so many of the trace")
     for field in fields(Assumptions):
         kind = int if field.type is int else float
         default = None if field.name == "rate" else field.default
         told = "a quarter of the trace's, as four nodes serve it" if default is None else f"{default:,}"
-        name = f"--{field.name.replace('_', '-')}"
-        given.add_argument(name, type=kind, default=default, help=f"({told})")
-    return given
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=default, help=f"({told})")
 
 
-def assumptions(chosen: argparse.Namespace, trace: RequestTrace) -> Assumptions:
-    """Of the command line. Exits with status 2 if a figure cannot be."""
+def assumptions(chosen: Given, trace: RequestTrace) -> Assumptions:
+    """Of the command line. KVTierError if a figure cannot be."""
     named = {field.name: getattr(chosen, field.name) for field in fields(Assumptions)}
     wrong = [f"--{name.replace('_', '-')} {value:g}: give a number above 0" for name, value in named.items()
              if value is not None and not value > 0]  # fmt: skip
     if named["block_tokens"] != BLOCK_SIZE:
         wrong.append(f"--block-tokens {named['block_tokens']}: give {BLOCK_SIZE}: the pieces are measured at that")
     if wrong:
-        print(f"scale: {wrong[0]}", file=sys.stderr)
-        sys.exit(2)
+        raise KVTierError(wrong[0])
     if named["rate"] is None:
         named["rate"] = len(trace) / float(trace.begun[-1] - trace.begun[0]) / SHARE
     return Assumptions(**named)
 
 
-def main() -> int:
-    chosen = options().parse_args()
+@program(options)
+def main(chosen: Given) -> Result:
     limit = chosen.requests or (QUICK if chosen.quick else None)
     trace = production_trace(limit)
     name = PRODUCTION if trace is not None else "made up: chats"
@@ -606,8 +600,4 @@ def main() -> int:
     if chosen.save:
         plot(limits, RESULTS / "scale.png")
     setup = {"trace": name, "requests": len(trace), **asdict(assumed)}
-    return report("scale", rows_of(fleet, limits, sizes), [], chosen.json, chosen.save, setup)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows_of(fleet, limits, sizes), [], setup
