@@ -77,7 +77,8 @@ def program(*options: Option) -> Callable[[Callable[[Given], Result]], Callable[
                 return 2
             if isinstance(result, int):
                 return result
-            return report(given, *result) if isinstance(result, tuple) else report(given, result)
+            parts: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
+            return report(given, *parts)
 
         if run.__module__ == "__main__":
             sys.exit(main())

@@ -4,6 +4,7 @@ It also finds the rigs of the tests for what imports it. A process is ready when
 """
 
 import hashlib
+import json
 import os
 import signal
 import socket
@@ -12,14 +13,16 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing import get_context
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import IO, Any, Final, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from _report import ROOT, Race, Row, progress
@@ -346,6 +349,75 @@ class StoreRace(Race):
 
 
 # engines and pictures
+
+
+class EngineEnded(RuntimeError):
+    """An engine ended without an answer, or was killed since none came in time."""
+
+
+class EngineProcess:
+    """An engine by another Python, ready once this is made: a program of this folder that calls `be_engine`."""
+
+    def __init__(self, python: Path, program: str, setup: Mapping[str, Any], log: IO[bytes]) -> None:
+        """What it says goes to `log`. Raises EngineEnded."""
+        self._link, theirs = Pipe()
+        paths = os.pathsep.join(str(ROOT / each) for each in ("", "tests/interop", "benchmarks"))
+        with theirs:
+            self._process = subprocess.Popen(
+                [str(python), str(ROOT / "benchmarks" / program), str(theirs.fileno()), json.dumps(setup)],
+                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()], start_new_session=True,
+            )  # fmt: skip
+        try:
+            self._reply(300.0)  # the first import of an engine on a cold disk
+        except EngineEnded:
+            self.close()
+            raise
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        """Have it `do` something, and wait for the answer. Raises EngineEnded."""
+        with suppress(OSError):
+            self._link.send((do, arguments))
+        return self._reply(900.0)
+
+    def close(self) -> None:
+        """Let it end, and kill it and all that it started if it takes longer than a minute. Idempotent."""
+        self._link.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(60)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(10)
+
+    def _reply(self, timeout: float) -> Any:
+        with suppress(OSError, EOFError):
+            if self._link.poll(timeout):
+                return self._link.recv()
+            os.killpg(self._process.pid, signal.SIGKILL)
+            raise EngineEnded(f"it did not answer within {timeout:.0f} s, and was killed")
+        raise EngineEnded("it ended")
+
+
+def be_engine(make: Callable[[dict[str, Any]], Any]) -> NoReturn:
+    """Of its set-up `make` makes what has a method for each command, and `end`. Never returns."""
+    link, status = Connection(int(sys.argv[1])), 1
+    try:
+        served = make(json.loads(sys.argv[2]))
+        try:
+            link.send("ready")
+            while True:
+                do, options = link.recv()
+                link.send(getattr(served, do)(**options))
+        except EOFError:
+            status = 0
+        finally:
+            served.end()
+    except BaseException:  # top of a process: what it was goes to the log
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)  # whatever else an engine would do at its end is none of the measurement's
+
 
 VLLM: Final = ROOT / ".venv-vllm" / "bin" / "python"
 VOCABULARY: Final = 8192

@@ -66,9 +66,9 @@ class Bench:
         options: Row = {"block_size": BLOCK_SIZE, "num_blocks": 2 * num_tokens // BLOCK_SIZE + 64}
         options |= {"max_num_batched_tokens": STEP, "exact": True, "exact_rows": STEP}
         config = over_slab(home, "512MiB", "1GiB", load_or_recompute="auto")
-        connector: Any = LocalConnector.connect(config)
-        self.engine: Any = Engine(Model.from_config(model, seed=0), EngineConfig(**options), connector)
-        self.hierarchy: Any = connector.hierarchy
+        connect = LocalConnector.connect(config)
+        engine: Any = Engine(Model.from_config(model, seed=0), EngineConfig(**options), connect)
+        self.engine, self.hierarchy = engine, engine.connector.hierarchy
         self.slab = SlowTier(self.hierarchy.ports[0].tier)
         self.num_tokens = num_tokens
         self.num_bytes = num_tokens // BLOCK_SIZE * self.engine.shape.block_bytes

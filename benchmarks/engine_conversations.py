@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from _engine_starter import EngineEnded, EngineStarter, ForkedEngine
 from _report import RESULTS, ROOT, Given, Result, Row, Target, interval, option, program, progress, report
-from _rig import VLLM, installed, picture, random_tokens, scratch
+from _rig import VLLM, EngineEnded, EngineProcess, installed, picture, random_tokens, scratch
 from engine_ttft import make_model
+
+from kvtier.tiers import KVTierError
 
 ARMS: Final = ("none", "native", "native files", "lmcache", "kvtier", "kvtier below native")
 OURS: Final = {"kvtier": ("none", "native", "native files", "lmcache"), "kvtier below native": ("native files",)}
@@ -69,18 +70,15 @@ class Runs:
     """Starts engines of one program run, each with an empty folder of its own or with one that has been used."""
 
     def __init__(self, home: Path, lmcache: Path | None) -> None:
-        """Raises EngineEnded if the engine cannot be imported."""
         self.home, self.log = home, home / "engine.log"
         self.packages = {} if lmcache is None else {"lmcache": [str(lmcache)]}
-        with self.log.open("wb") as log:
-            self.starter = EngineStarter(VLLM, "_vllm_arm.py", log)
 
-    def start(self, arm: str, num_blocks: int) -> ForkedEngine:
+    def start(self, arm: str, num_blocks: int) -> EngineProcess:
         self.folder(arm).mkdir(exist_ok=True)
         setup: Row = {"model": str(self.home / "model"), "arm": arm, "folder": str(self.folder(arm)), **ENGINE}
         setup |= {"num_blocks": num_blocks, "packages": self.packages.get(arm, [])}
         with self.log.open("wb") as log:
-            return self.starter.start(setup, log)
+            return EngineProcess(VLLM, "_vllm_arm.py", setup, log)
 
     def folder(self, arm: str) -> Path:
         return self.home / arm.replace(" ", "-")
@@ -231,18 +229,14 @@ def run(args: Given, runs: Runs, missing: dict[str, list[str]]) -> Found:
 
 @program(option("--ways", nargs="+", default=ARMS, choices=ARMS))
 def main(args: Given) -> Result:
-    subprocess.run([str(ROOT / ".ci" / "beside-engine"), "vllm"], check=True)
+    if not VLLM.exists():
+        raise KVTierError("vLLM is not installed beside kvtier: run `.ci/beside-engine vllm`")
     missing: dict[str, list[str]] = {}
     lmcache, reason = lmcache_packages() if "lmcache" in args.ways else (None, "")
     if reason:
         missing["lmcache"] = [f"it could not be installed: {reason}"]
     with scratch("conversations") as home:
-        progress("importing vLLM")
-        runs = Runs(Path(home), lmcache)
-        try:
-            found = run(args, runs, missing)
-        finally:
-            runs.starter.close()
+        found = run(args, Runs(Path(home), lmcache), missing)
     if args.save:
         plot(found, RESULTS / "engine_conversations.png")
     setup = asdict(QUICK if args.quick else FULL) | {"clients": CLIENTS, "repetitions": REPETITIONS}
