@@ -3,7 +3,6 @@
 With `--dry` the device is this CPU and everything is small: the same code, with the copy stream that a CPU has.
 """
 
-import argparse
 import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,8 +13,7 @@ from typing import Any, Final
 import _report
 import numpy as np
 import torch
-from _races import in_turns, took
-from _report import Row
+from _report import Given, Row, in_turns, took
 from numpy.typing import NDArray
 
 from kvtier.tiers.config import Config
@@ -51,19 +49,18 @@ class Geometry8B:
 SMALL: Final = Geometry8B(4, 2, 4, 32)
 
 
-def arguments(doc: str | None) -> argparse.Namespace:
-    """The command line; ends the program with status 2 where there is no GPU and no `--dry`."""
-    parser = _report.parser(doc)
-    parser.add_argument("--dry", action="store_true", help="the same code on this CPU, in small: proves no figure")
-    options = parser.parse_args()
-    if options.dry and options.save:
-        parser.error("--save with --dry: a dry run proves no figure; leave one of them out")
-    if not options.dry and not torch.cuda.is_available():
-        parser.error("torch finds no GPU: run this on a machine with one, or with --dry, in small on this CPU")
-    if options.dry:
+DRY: Final = _report.option("--dry", action="store_true", help="the same code on this CPU, in small: proves no figure")
+
+
+def device(given: Given) -> torch.device:
+    """Ends the program with status 2 where there is no GPU and no `--dry`."""
+    if given.dry and given.save:
+        given.error("--save with --dry: a dry run proves no figure; leave one of them out")
+    if not given.dry and not torch.cuda.is_available():
+        given.error("torch finds no GPU: run this on a machine with one, or with --dry, in small on this CPU")
+    if given.dry:
         torch.set_num_threads(1)  # little work: threads that wait for each other would take longer
-    options.device = torch.device("cpu" if options.dry else f"cuda:{torch.cuda.current_device()}")
-    return options
+    return torch.device("cpu" if given.dry else f"cuda:{torch.cuda.current_device()}")
 
 
 def pinned_region(num_slots: int, slot_bytes: int, device: torch.device) -> HostRegion:
@@ -95,20 +92,18 @@ def cuda_stream(
     region: HostRegion,
     way: str = "chosen",
     *,
-    grid: int | None = None,
     cupy: Any = None,
     driver: Any = None,
 ) -> Iterator[CudaCopyStream]:
     """A GPU's stream whose pinned copies go this way, whatever their size; "chosen": as the product decides.
 
-    `grid`: the kernel's blocks of threads. `cupy` and `driver` are the machine's by default.
+    `cupy` and `driver` are the machine's by default.
     """
     if way == "chosen":
         ways = CopyWays.to_measure(Config.load().host)
     else:
         batch_from, torch_from = 0 if way == "batch" else None, None if way == "kernel" else 0
-        choice = replace(CopyWays().choice, batch_from=batch_from, torch_from=torch_from)
-        ways = CopyWays(choice if grid is None else replace(choice, grid=grid))
+        ways = CopyWays(replace(CopyWays().choice, batch_from=batch_from, torch_from=torch_from))
     stream = CudaCopyStream(l1, region, cupy=cupy, driver=driver, ways=ways)
     try:
         yield stream
@@ -122,11 +117,10 @@ def copying(
     region: HostRegion,
     device: torch.device,
     way: str = "chosen",
-    grid: int | None = None,
 ) -> Iterator[CopyStream]:
     """The stream that an engine on this device gets. A CPU has one way."""
     if device.type == "cuda":
-        with cuda_stream(l1, region, way, grid=grid) as on_device:
+        with cuda_stream(l1, region, way) as on_device:
             if region.pinned and not await_choice(on_device):
                 _report.progress("the ways of copying are not measured yet: published figures count")
             yield on_device
@@ -245,5 +239,5 @@ def told(rows: Iterable[Row]) -> Iterator[Row]:
         yield row
 
 
-def setup_of(options: argparse.Namespace) -> dict[str, object]:
+def setup_of(options: Given) -> dict[str, object]:
     return {"dry": "this CPU, in small: no figure of a GPU"} if options.dry else {}

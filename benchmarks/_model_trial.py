@@ -187,9 +187,7 @@ def try_sglang(architecture: Architecture, folder: Path) -> Trial:
     What is asked again is a chat's second turn, since SGLang keeps a recurrent state only where a request ended.
     """
     import sglang_rig
-    from _forked_sglang import Fork
 
-    sglang_rig.popen = Fork
     path, slabs = folder / "model", folder / "slab"
     architecture.save(path)
     options: dict[str, Any] = {"hicache_mem_layout": "page_first_direct", **sglang_rig.needs(path)}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from _loads import random_tokens
+from _rig import random_tokens
 from numpy.typing import NDArray
 
 from kvtier.service.traces import read_trace

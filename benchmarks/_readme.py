@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from _claims import CLAIMS, SIX, PageRow
 from _goals import Target, held, is_end, left_out, without_mean
+from _report import ROOT, table
 
-ROOT: Final = Path(__file__).resolve().parent.parent
 PROGRAMS: Final = ROOT / "benchmarks"
 PERFORMANCE, STORAGE, MODELS, OPERATE = (
     ROOT / "docs" / f"{name}.md" for name in ("performance", "storage", "models", "operate")
@@ -248,22 +248,6 @@ def filled(text: str) -> str:
     """A page with what was saved between its marks. KeyError if a mark names no table."""
     made = tables()
     return MARK.sub(lambda found: found[1] + made[found[2]] + found[3], text)
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    aligned = ["--:" if all(not isinstance(row[name], str) for row in rows) else "---" for name in columns]
-    lines = [f"| {' | '.join(columns)} |", f"|{'|'.join(aligned)}|"]
-    lines += [f"| {' | '.join(_cell(row.get(name)) for name in columns)} |" for row in rows]
-    return "\n".join(lines) + "\n"
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "none is enough"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _machine(document: Mapping[str, Any]) -> str:

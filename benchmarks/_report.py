@@ -1,4 +1,4 @@
-"""What every benchmark shares: its command line, the machine it ran on, and the report it prints or saves."""
+"""What every benchmark shares: its command line, the machine it ran on, races in turns, and the report it prints."""
 
 import argparse
 import json
@@ -7,42 +7,112 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from statistics import median
+from typing import Any, Final, NamedTuple, TypeVar
+from unittest.mock import patch
 
+import numpy as np
 from _goals import SavedRow, held, left_out
 from _goals import Target as Target  # programs name their goals by it
-from rich.console import Console
-from rich.table import Table
+
+from kvtier.tiers import KVTierError
+from kvtier.tiers.compiled import extension
+from kvtier.tiers.config import COMPILED
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 SHARED: Final = ROOT.parent / "shared"  # traces, and a trained model: beside the checkout, where they are
 RESULTS: Final = ROOT / "benchmarks" / "results"
-_DEFAULT, _WIDE = 80, 240  # columns that rich takes for a pipe or file, in which tables fold, and what they take
+PYTHON: Final = "Python alone"  # a form of the core; the other one has extension modules
 Row = dict[str, Any]  # of a table
+Given = argparse.Namespace  # the command line; `given.error(message)` ends the program with status 2
+Option = Callable[[argparse.ArgumentParser], object]
+# Rows, then targets, then what of the command line decides the figures; or the exit status of what reported by itself.
+Result = Sequence[SavedRow] | tuple[Any, ...] | int
+K = TypeVar("K")
+V = TypeVar("V")
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """A command line with the options all benchmarks share; `doc` is the program's `__doc__`.
+# the command line and the report
 
-    From here on SIGTERM ends the program as Ctrl-C would: what it has made or started goes with it.
+
+def option(*names: str, **told: Any) -> Option:
+    return lambda parser: parser.add_argument(*names, **told)
+
+
+DISK: Final = option("--directory", type=Path, default=Path(), help="where on the disk to measure (default: here)")
+
+
+def program(*options: Option) -> Callable[[Callable[[Given], Result]], Callable[[], int]]:
+    """Make `main` of a function of the command line, which has the options all benchmarks share, and these.
+
+    The last definition of a module: its program runs now. SIGTERM ends it as Ctrl-C would: what it has made or started
+    goes with it. Its results are named after the module. A KVTierError is one line on stderr, and status 2.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    options.add_argument("--quick", action="store_true", help="a smaller run: checks that it works, proves no figure")
-    options.add_argument("--save", action="store_true", help="also write benchmarks/results/NAME.json")
-    return options
+
+    def made(run: Callable[[Given], Result]) -> Callable[[], int]:
+        def main() -> int:
+            module = sys.modules[run.__module__]
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+            parser = argparse.ArgumentParser(
+                description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+            )
+            parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+            parser.add_argument("--quick", action="store_true", help="a smaller run: it works, but proves no figure")
+            parser.add_argument("--save", action="store_true", help="also write benchmarks/results/NAME.json")
+            for add in options:
+                add(parser)
+            given = parser.parse_args()
+            given.name, given.error = Path(str(module.__file__)).stem, parser.error
+            try:
+                result = run(given)
+            except KVTierError as error:
+                print(f"{given.name}: {error}", file=sys.stderr)
+                return 2
+            if isinstance(result, int):
+                return result
+            parts: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
+            return report(given, *parts)
+
+        if run.__module__ == "__main__":
+            sys.exit(main())
+        return main
+
+    return made
 
 
-def disk_parser(doc: str | None) -> argparse.ArgumentParser:
-    """The same, of a program that measures a disk."""
-    options = parser(doc)
-    options.add_argument("--directory", type=Path, default=Path(), help="where on the disk to measure (default: here)")
-    return options
+def report(
+    given: Given, rows: Sequence[SavedRow], targets: Sequence[Target] = (), setup: SavedRow | None = None
+) -> int:
+    """Print the results, as tables or as one JSON object; with --save, also write benchmarks/results/NAME.json.
+
+    Rows are held to the goals of `_goals.py` as well; what has none is told on stderr. Returns the exit status: 0 also
+    if a target was missed, since a miss is a result.
+    """
+    targets = held(given.name, rows, targets)
+    for line in left_out(given.name, rows, targets):
+        progress(line)
+    document = _document(given.name, rows, targets, setup)
+    if given.save:
+        _write(document)
+    print(json.dumps(document) if given.json else "\n".join(_tables(document, targets)))
+    return 0
+
+
+def keep(given: Given, rows: Sequence[SavedRow], targets: Sequence[Target], setup: SavedRow) -> None:
+    """Write benchmarks/results/NAME.json, also while a long run goes on: what it has is not lost by an interruption."""
+    _write(_document(given.name, rows, targets, setup))
+
+
+def progress(message: str) -> None:
+    """One line on stderr, so that a long run shows it is alive and stdout stays parseable."""
+    print(message, file=sys.stderr, flush=True)
 
 
 def machine() -> dict[str, object]:
@@ -71,45 +141,18 @@ def commit() -> str:
     return head + "-dirty" * bool(_output(*git, "status", "--porcelain", "--untracked-files=no", *code))
 
 
-def report(
-    name: str,
-    rows: Sequence[SavedRow],
-    targets: Sequence[Target],
-    as_json: bool,
-    save: bool = False,
-    setup: SavedRow | None = None,
-) -> int:
-    """Print the results, as tables or as one JSON object; with `save`, also write benchmarks/results/NAME.json.
+def table(rows: Sequence[SavedRow], nothing: str = "none is enough") -> str:
+    """Markdown; numbers to the right. `nothing` stands for None."""
 
-    `setup` is what of the command line decides the figures. Rows are held to the goals of `_goals.py` as well; what has
-    none is told on stderr. Returns the exit status: 0 also if a target was missed, since a miss is a result.
-    """
-    targets = held(name, rows, targets)
-    for line in left_out(name, rows, targets):
-        progress(line)
-    document = _document(name, rows, targets, setup)
-    if save:
-        _write(document)
-    if as_json:
-        print(json.dumps(document))
-    else:
-        _print_tables(document, targets)
-    return 0
+    def cell(value: object) -> str:
+        if isinstance(value, float):
+            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        return nothing if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
-
-def keep(name: str, rows: Sequence[SavedRow], targets: Sequence[Target], setup: SavedRow) -> None:
-    """Write benchmarks/results/NAME.json, also while a long run goes on: what it has is not lost by an interruption."""
-    _write(_document(name, rows, targets, setup))
-
-
-def _write(document: Row) -> None:
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{document['benchmark']}.json").write_text(json.dumps(document, indent=1) + "\n")
-
-
-def progress(message: str) -> None:
-    """One line on stderr, so that a long run shows it is alive and stdout stays parseable."""
-    print(message, file=sys.stderr, flush=True)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    aligned = ["--:" if all(not isinstance(row.get(name), str) for row in rows) else "---" for name in columns]
+    lines = [f"| {' | '.join(columns)} |", f"|{'|'.join(aligned)}|"]
+    return "\n".join([*lines, *(f"| {' | '.join(cell(row.get(name)) for name in columns)} |" for row in rows)]) + "\n"
 
 
 def _document(name: str, rows: Sequence[SavedRow], targets: Sequence[Target], setup: SavedRow | None) -> Row:
@@ -118,48 +161,24 @@ def _document(name: str, rows: Sequence[SavedRow], targets: Sequence[Target], se
     return document | {"results": [dict(row) for row in rows], "targets": [target.as_dict() for target in targets]}
 
 
-def _print_tables(document: Row, targets: Sequence[Target]) -> None:
-    console = Console()
-    if not console.is_terminal and console.width == _DEFAULT:
-        console.width = _WIDE
-    caption = "  ·  ".join(f"{what} {value}" for what, value in document.get("setup", {}).items()) or None
-    here = document["machine"]
-    title = f"{document['benchmark']}  ·  {here['cpu']}, {here['cores']} cores  ·  {document['commit']}"
-    for kind in _of_one_kind(document["results"]):
-        table = Table(title=title, caption=caption)
-        columns = list(dict.fromkeys(key for row in kind for key in row))
-        for column in columns:
-            numeric = all(isinstance(row.get(column), int | float | None) for row in kind)
-            table.add_column(column, justify="right" if numeric else "left", overflow="fold")
-        for row in kind:
-            table.add_row(*(_cell(row.get(column)) for column in columns))
-        console.print(table)
-        title, caption = "", None
-    if targets:
-        verdicts = Table("target", "limit", "measured", "met")
-        for target in targets:
-            met = "[green]yes[/]" if target.met else "[red]no[/]"
-            limit = f"{'≤' if target.at_most else '≥'} {target.limit:g}"
-            verdicts.add_row(target.name, limit, f"{target.measured:.4g}", met)
-        console.print(verdicts)
+def _write(document: Row) -> None:
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{document['benchmark']}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
-def _of_one_kind(rows: Sequence[SavedRow]) -> list[list[SavedRow]]:
+def _tables(document: Row, targets: Sequence[Target]) -> Iterator[str]:
     """Rows of one table: each has all columns of the one before it, or some of them and no other."""
+    here = document["machine"]
+    yield f"{document['benchmark']}  ·  {here['cpu']}, {here['cores']} cores  ·  {document['commit']}"
+    yield "  ·  ".join(f"{what} {value}" for what, value in document.get("setup", {}).items()) + "\n"
     kinds: list[list[SavedRow]] = []
-    for row in rows:
+    for row in document["results"]:
         last = kinds[-1][-1].keys() if kinds else set[str]()
-        if kinds and (row.keys() <= last or row.keys() >= last):
-            kinds[-1].append(row)
-        else:
-            kinds.append([row])
-    return kinds
-
-
-def _cell(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "", True: "yes", False: "no"}[value]
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+        if not kinds or not (row.keys() <= last or row.keys() >= last):
+            kinds.append([])
+        kinds[-1].append(row)
+    yield from (table(kind, "") for kind in kinds)
+    yield table([each.as_dict() for each in targets])
 
 
 def _told(path: str, what: str) -> str:
@@ -177,3 +196,88 @@ def _output(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+# races: the time of an action, actions by turns, speeds that are compared, the core's two forms
+
+
+class Speed(NamedTuple):
+    """What one run moved."""
+
+    gb_per_s: float
+    cpu_s_per_gb: float
+
+
+class Race:
+    """Speeds of sides, whatever tells them apart; a ratio is the median over pairs of one round."""
+
+    def __init__(self) -> None:
+        self.speeds: defaultdict[Any, list[Speed]] = defaultdict(list)
+
+    def add(self, side: object, speed: Speed) -> None:
+        self.speeds[side].append(speed)
+
+    def rate(self, side: object) -> float:
+        return median(speed.gb_per_s for speed in self.speeds[side])
+
+    def cpu(self, side: object) -> float:
+        """CPU seconds a GB."""
+        return median(speed.cpu_s_per_gb for speed in self.speeds[side])
+
+    def ratio(self, side: object, other: object) -> float:
+        """How many times as fast one side was as the other."""
+        ours, theirs = ([speed.gb_per_s for speed in self.speeds[each]] for each in (side, other))
+        return of_pairs(ours, theirs)
+
+    def best(self, sides: Iterable[K]) -> K:
+        return max(sides, key=self.rate)
+
+
+def of_pairs(
+    ours: Sequence[float], theirs: Sequence[float], compare: Callable[[float, float], float] = lambda a, b: a / b
+) -> float:
+    """The median over rounds of what our time is by theirs of the same round, or `compare`d in another way."""
+    return median(compare(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def took(action: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    start = clock()
+    action()
+    return clock() - start
+
+
+def speed_of(
+    action: Callable[[], object], num_bytes: float, cpu_clock: Callable[[], float] = time.process_time
+) -> Speed:
+    cpu, wall = cpu_clock(), took(action)
+    return Speed(num_bytes / wall / 1e9, (cpu_clock() - cpu) / num_bytes * 1e9)
+
+
+def in_turns(actions: Mapping[K, Callable[[], V]], rounds: int, *, warm_up: int = 0) -> dict[K, list[V]]:
+    """What each action returned: one after the other, every second round from the last to the first."""
+    found: dict[K, list[V]] = {name: [] for name in actions}
+    for number in range(-warm_up, rounds):
+        for name in actions if number % 2 else reversed([*actions]):
+            result = actions[name]()
+            if number >= 0:
+                found[name].append(result)
+    return found
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Geometric mean and its 95 % interval, from a bootstrap."""
+    logs = np.log(np.array(ratios))
+    draws = np.random.default_rng(0).choice(logs, (10_000, len(logs))).mean(axis=1)
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return float(np.exp(logs.mean())), float(np.exp(low)), float(np.exp(high))
+
+
+def is_built(module: str = "kvtier.tiers.pool.core_compiled") -> bool:
+    return extension(module) is not None
+
+
+@contextmanager
+def form(name: str) -> Iterator[None]:
+    """What is opened now finds no extension module, if it is `PYTHON`."""
+    with patch.dict(os.environ, {COMPILED: "off"} if name == PYTHON else {}):
+        yield

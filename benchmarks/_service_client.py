@@ -8,7 +8,7 @@ import json
 import sys
 import time
 
-from _blocks import Shape
+from _rig import Shape
 
 from kvtier.connector import open_tiers
 from kvtier.tiers.config import Config

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from _loads import llama
+from _rig import llama
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import LlamaForCausalLM
 

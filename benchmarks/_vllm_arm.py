@@ -1,6 +1,6 @@
-"""The vLLMs of engine_conversations.py and engine_ttft.py, each a fork of this process: `_vllm_arm.py SOCKET`.
+"""A vLLM of engine_conversations.py and engine_ttft.py: `_vllm_arm.py PIPE SETUP`.
 
-What each is comes as a JSON object: model, arm, folder (of its storage), num_blocks, host_bytes, max_len (tokens of a
+SETUP is a JSON object: model, arm, folder (of its storage), num_blocks, host_bytes, max_len (tokens of a
 prompt and its answer), step_tokens, packages (folders of LMCache's). Scheduler, worker and connector run in one
 process, so a token's time is when a step hands it out.
 """
@@ -19,8 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from _engine_starter import serve
-from _process import cpu_seconds, free_port
+from _rig import be_engine, cpu_seconds, free_port
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "LMCACHE_LOG_LEVEL": "ERROR"}
 
@@ -158,16 +157,15 @@ class VllmArm:
                 cached = output.num_cached_tokens
         return time.perf_counter() - begun, cached
 
-    def work(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, float]:
-        """Serve a batch: seconds of wall, and of CPU with its copies."""
+    def work(self, prompts: list[list[int]], num_tokens: int) -> float:
+        """Serve a batch: seconds of CPU, with its copies."""
         self._forget()
-        wall, cpu = time.perf_counter(), time.process_time()
+        cpu = time.process_time()
         for prompt in prompts:
             self._add(prompt, num_tokens)
         self._finish()
-        seconds = time.perf_counter() - wall
         self._forget()
-        return seconds, time.process_time() - cpu
+        return time.process_time() - cpu
 
     def decode(self, stems: list[list[int]], hits: list[list[int]], num_cycles: int) -> dict[str, list[float]]:
         """Times of eight steps of unrelated decoding requests, every other time with a load of a long hit beside them.
@@ -234,4 +232,4 @@ class VllmArm:
 if __name__ == "__main__":
     for name in ("numba", "vllm_rig", "host_offloading", "kvtier.connector.vllm"):  # what every engine needs
         import_module(name)
-    serve(sys.argv[1:], VllmArm)
+    be_engine(VllmArm)

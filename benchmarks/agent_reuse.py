@@ -10,7 +10,6 @@ that came before, if the caller marks each as a segment. "any offset": tokens in
 prompt or answer had anywhere. That is the most that segments could find; they are approximate, prefixes are exact.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -18,7 +17,7 @@ from typing import Final
 import numpy as np
 from _eviction_traces import _QUANTILES, _STEP_TOKENS
 from _prefix_reuse import Exchange, PrefixReuse, replay
-from _report import Row, Target, parser, progress, report
+from _report import Given, Result, Row, Target, program, progress
 from numpy.typing import NDArray
 
 BLOCK: Final = 64  # tokens
@@ -154,8 +153,8 @@ def measured(kind: str, count: int) -> Row:
     }
 
 
-def main() -> int:
-    chosen = parser(__doc__).parse_args()
+@program()
+def main(chosen: Given) -> Result:
     rows = [measured(kind, 2 if chosen.quick else 20) for kind in KINDS]
     goals = [
         Target(
@@ -166,8 +165,4 @@ def main() -> int:
         )
         for row in rows
     ]
-    return report("agent_reuse", rows, goals, chosen.json, chosen.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows, goals

@@ -7,7 +7,6 @@ daemon.
 """
 
 import json
-import sys
 import threading
 import time
 import urllib.request
@@ -17,9 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from _loads import scratch
-from _process import ServerProcess, kvtier
-from _report import Row, parser, progress, report
+from _report import Given, Result, Row, program, progress
+from _rig import ServerProcess, kvtier, scratch
 from service_overhead import BLOCKS, PARENT, TOKENS, ask, fresh, opened, stored
 
 from kvtier.tiers import ChainHash
@@ -113,8 +111,8 @@ def beside_load(
     return row_of(verb, "the load", told), rows
 
 
-def main() -> int:
-    given = parser(__doc__).parse_args()
+@program()
+def main(given: Given) -> Result:
     num_chains, seconds = (16, 1.0) if given.quick else (256, 10.0)
     slab = 8 * num_chains * CHAIN * BLOCKS.block_bytes
     rows, loads = list[Row](), list[Row]()
@@ -136,8 +134,4 @@ def main() -> int:
             assert where[0].drain(_TIMEOUT)
             row, more = beside_load(where, "import", own, seconds)
             rows.append(row)
-    return report("backup", [*rows, *loads, *more], [], given.json, given.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return [*rows, *loads, *more]

@@ -26,10 +26,9 @@ from typing import Any, Final
 
 import _block_drawing
 import torch
-from _blocks import AskedRequest
-from _process import wait_until
 from _report import ROOT as TREE
-from _report import Row, Target, parser, report
+from _report import Given, Result, Row, Target, option, program
+from _rig import AskedRequest, wait_until
 from transformers import LlamaConfig
 
 from kvtier.connector import LocalConnector
@@ -281,12 +280,8 @@ def with_table(page: str, rows: Sequence[Mapping[str, object]]) -> str:
     return "".join((before, start, "\n", *(f"{line}\n" for line in lines), end, after))
 
 
-def main() -> int:
-    options = parser(__doc__)
-    options.add_argument(
-        "--trace", metavar="WAY", help='instead print every call of one way, e.g. "connector, daemon: L2 hit"'
-    )
-    given = options.parse_args()
+@program(option("--trace", metavar="WAY", help='print every call of one way instead: "connector, daemon: L2 hit", say'))
+def main(given: Given) -> Result:
     found = ways(2 if given.quick else 8)
     if given.trace:
         print("\n".join(f"{file}: {function}" for file, function in found[given.trace].calls))
@@ -300,8 +295,4 @@ def main() -> int:
         for name, before in BEFORE.items()
         for what, number in zip(COLUMNS, before, strict=True)
     ]
-    return report("block_way", rows, targets, given.json, given.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows, targets

@@ -8,7 +8,6 @@ loaded since the tier's rate is unknown, and from then on auto decides. Every an
 "ideal" is 1 / (1 / compute + 1 / load): no step, no group, no copy. Figures are medians over rounds.
 """
 
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -20,9 +19,8 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from _loads import leave_only, llama, over_slab, random_tokens, scratch, settle
-from _races import in_turns
-from _report import RESULTS, Row, Target, parser, progress, report
+from _report import RESULTS, Given, Result, Row, Target, in_turns, program, progress
+from _rig import leave_only, llama, over_slab, random_tokens, scratch, settle
 
 from kvtier.connector import LocalConnector
 from kvtier.engine import Engine, EngineConfig, Model, SamplingParams
@@ -68,9 +66,9 @@ class Bench:
         options: Row = {"block_size": BLOCK_SIZE, "num_blocks": 2 * num_tokens // BLOCK_SIZE + 64}
         options |= {"max_num_batched_tokens": STEP, "exact": True, "exact_rows": STEP}
         config = over_slab(home, "512MiB", "1GiB", load_or_recompute="auto")
-        connector: Any = LocalConnector.connect(config)
-        self.engine: Any = Engine(Model.from_config(model, seed=0), EngineConfig(**options), connector)
-        self.hierarchy: Any = connector.hierarchy
+        connect = LocalConnector.connect(config)
+        engine: Any = Engine(Model.from_config(model, seed=0), EngineConfig(**options), connect)
+        self.engine, self.hierarchy = engine, engine.connector.hierarchy
         self.slab = SlowTier(self.hierarchy.ports[0].tier)
         self.num_tokens = num_tokens
         self.num_bytes = num_tokens // BLOCK_SIZE * self.engine.shape.block_bytes
@@ -130,8 +128,10 @@ def chart(rows: Sequence[Row]) -> Chart:
     return Chart(title, "load alone, s", "time to first token, s", lines, log_x=True, log_y=True)
 
 
-def main() -> int:
-    args = parser(__doc__).parse_args()
+@program()
+@torch.no_grad()
+def main(args: Given) -> Result:
+    torch.set_num_threads(1)
     num_tokens, ratios, rounds = (1024, (1.0,), 1) if args.quick else (4096, RATIOS, 3)
     with scratch("both-ends") as home:
         bench = Bench(home, num_tokens)
@@ -146,10 +146,4 @@ def main() -> int:
     if args.save:
         save_png(RESULTS / "both_ends.png", [chart(rows)])
     setup = {"tokens": num_tokens, "rounds": rounds, "tokens/s": TOKENS_PER_SECOND, "step": STEP}
-    return report("both_ends", rows, targets, args.json, args.save, setup)
-
-
-if __name__ == "__main__":
-    torch.set_grad_enabled(False)
-    torch.set_num_threads(1)
-    sys.exit(main())
+    return rows, targets, setup

@@ -15,7 +15,6 @@ or cast to e4m3 without. "as exact" is the share of answers that are those of ex
 distribution from that of exact KV.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -29,10 +28,8 @@ from typing import Any, Final, TypeVar, cast
 import numpy as np
 import torch
 import zstandard
-from _blocks import key_file
-from _loads import llama
-from _races import took
-from _report import Row, parser, progress, report
+from _report import Given, Result, Row, program, progress, took
+from _rig import key_file, llama
 from numpy.typing import NDArray
 from object_rig import NO_OBJECTS, ObjectServer, object_server, options
 from recall import FIXTURE, Asked, asked
@@ -40,7 +37,7 @@ from redis_rig import NO_REDIS, RedisServer, standalone
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from kvtier.connector.models import cache_option
-from kvtier.tiers import BlockCodec, BlockRecord, Fp8Codec, Fp8Loops, Outcome, checksum, fp8_form, rates_of
+from kvtier.tiers import BlockCodec, BlockRecord, Fp8Codec, Fp8Loops, KVTierError, Outcome, checksum, fp8_form, rates_of
 from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import open_hierarchy
@@ -263,10 +260,10 @@ def _fastest(work: Callable[[], object]) -> float:
     return max(min(took(work, time.thread_time) for _ in range(ROUNDS)), 1e-9)
 
 
-def main() -> int:
-    chosen = parser(__doc__).parse_args()
+@program()
+def main(chosen: Given) -> Result:
     if NO_REDIS:
-        sys.exit(f"compression: {NO_REDIS}")
+        raise KVTierError(NO_REDIS)
     torch.set_num_threads(1)
     rows, as_fp8, largest = list[Row](), list[Row](), np.zeros((0, 0), np.uint8)
     for whose, dtype, blocks in kinds(4 * BLOCK_SIZE if chosen.quick else TOKENS):
@@ -288,8 +285,4 @@ def main() -> int:
     if FIXTURE.exists():
         progress("answers")
         rows += answers(chosen.quick)
-    return report("compression", rows, [], chosen.json, chosen.save, {"tokens of a block": BLOCK_SIZE, "level": LEVEL})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows, [], {"tokens of a block": BLOCK_SIZE, "level": LEVEL}

@@ -9,18 +9,16 @@ thread, which a crowded scheduler delays. gpu_bandwidth.py measures a GPU's copi
 """
 
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import torch
-from _process import busy_thread
-from _races import PYTHON, form, in_turns, took
-from _report import Row, parser, progress, report
+from _report import PYTHON, Given, Result, Row, form, in_turns, program, progress, took
+from _rig import busy_thread
 from numpy.typing import NDArray
 
 from kvtier.tiers.copies import BlockCopies, BlockPool, CopyStream, HostCopyStream, block_bytes_view
@@ -31,7 +29,6 @@ KIB: Final = 1024
 POOL_BYTES: Final = 512 << 20  # of L1 and of L2: far more than the processor's caches
 BATCH_BYTES: Final = 64 << 20  # some 10 ms: a look at an event is no part of the figure
 BLOCK_SIZES: Final = [size * KIB for size in (64, 128, 256, 512, 1024, 2048, 4096, 8192)]
-GIL_SIZES: Final = [size * KIB for size in (4, 16, 64, 256, 1024, 4096)]
 PATTERNS: Final = ("slots", "both")  # what is scattered: L2 slots alone, or L1 blocks as well
 WAYS: Final = ("compiled", PYTHON) if memory.is_compiled() else (PYTHON,)
 
@@ -154,39 +151,12 @@ def measure_busy(rounds: int) -> Iterator[Row]:
         yield row | {"way": way, "kvtier_gbps": gbps}
 
 
-def measure_gil(rounds: int) -> Iterator[Row]:
-    """Wall time of one compiled copy of one to many blocks of 4 KiB, with the GIL kept and given up, µs.
-
-    The median with no other thread, and the mean beside a busy one: some copies then wait for 5 ms.
-    """
-    copy_blocks, blocks = memory.compiled_blocks_copy(), np.ones((2, 4096, 4 * KIB), np.uint8)
-    for num_bytes in GIL_SIZES if copy_blocks is not None else ():
-        places = np.arange(num_bytes // (4 * KIB), dtype=np.int64)[::-1].copy()
-
-        def copy(kept: int, places: Indices = places) -> float:
-            assert copy_blocks is not None
-            of = blocks[0], places, blocks[1], places, 0, 4 * KIB, True
-            return 1e6 * took(lambda: copy_blocks(*of, gil_bytes=kept))
-
-        row: Row = {"device": "cpu", "block_kib": num_bytes // KIB, "direction": "load", "way": "compiled"}
-        for beside, middle in (("idle", np.median), ("busy", np.mean)):
-            turns = {"kept": partial(copy, num_bytes), "given up": partial(copy, 0)}
-            with busy_thread() if beside == "busy" else nullcontext():
-                times = in_turns(turns, 20 * rounds)
-            row |= {f"{beside}, GIL {gil}, us": round(float(middle(each)), 1) for gil, each in times.items()}
-        yield row
-
-
-def main() -> int:
-    given = parser(__doc__).parse_args()
+@program()
+def main(given: Given) -> Result:
     rounds, sizes = (5, [128 * KIB, 2048 * KIB]) if given.quick else (31, BLOCK_SIZES)
     rows: list[Row] = []
     for block_bytes, is_ordinary in itertools.product(sizes, (False, True)):
         progress(f"blocks of {block_bytes // KIB} KiB")
         rows += measure(block_bytes, rounds, is_ordinary=is_ordinary)
-    rows += [*measure_busy(rounds), *measure_gil(rounds)]
-    return report("copy_bandwidth", rows, [], given.json, given.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    rows += measure_busy(rounds)
+    return rows

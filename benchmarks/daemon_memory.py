@@ -4,14 +4,13 @@ Memory is what the daemon has besides its region (RssAnon), index included. Its 
 minutes, or behind the first half of a shorter run: until then pools and caches fill.
 """
 
-import sys
 import tempfile
 import time
 from typing import Final
 
 import numpy as np
-from _process import ServerProcess, serving
-from _report import parser, progress, report
+from _report import Given, Result, program, progress
+from _rig import ServerProcess, serving
 from service_overhead import CHAIN, fresh, look_up, opened, step, stored
 
 from kvtier.tiers import Outcome
@@ -42,8 +41,8 @@ def memory_under_load(daemon: ServerProcess, tiers: CacheTiers, seconds: float) 
     return samples
 
 
-def main() -> int:
-    given = parser(__doc__).parse_args()
+@program()
+def main(given: Given) -> Result:
     with (
         tempfile.TemporaryDirectory(prefix="kv-") as home,
         serving(home, SIZE) as (daemon, path),
@@ -55,8 +54,4 @@ def main() -> int:
     row: dict[str, float] = {"minutes": times[-1] / 60, "slots": num_slots, "median MB": float(np.median(sizes))}
     row |= {"most MB": float(sizes.max()), "first MB": float(sizes[0]), "last MB": float(sizes[-1])}
     row["growth, MB a minute"] = float(np.polyfit(times[later], sizes[later], 1)[0]) * 60
-    return report("daemon_memory", [row], [], given.json, given.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return [row]

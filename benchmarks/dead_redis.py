@@ -5,16 +5,14 @@ background, on the tier's own threads. A lookup is a request's question about 12
 time is the calling thread's CPU time, and by the wall clock: medians over rounds of 100 lookups, with less without.
 """
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from statistics import median
 
-from _blocks import Shape
-from _races import in_turns, of_pairs, took
-from _report import Row, parser, progress, report
+from _report import Given, Result, Row, in_turns, of_pairs, program, progress, took
+from _rig import Shape
 from service_overhead import CHAIN, ask, fresh, opened, stored
 
 from kvtier.tiers import ChainHash
@@ -34,8 +32,8 @@ def us_per_lookup(tiers: CacheTiers, names: Sequence[ChainHash], clock: Callable
     return took(look_up, clock) / PER_ROUND * 1e6
 
 
-def main() -> int:
-    options = parser(__doc__).parse_args()
+@program()
+def main(options: Given) -> Result:
     rows: list[Row] = []
     dead_url = {"url": "redis://127.0.0.1:1"}  # nobody listens on port 1
     clocks = {"CPU": time.thread_time, "wall": time.perf_counter}
@@ -47,8 +45,4 @@ def main() -> int:
             plain, beside = in_turns(turns, 20 if options.quick else 400).values()
             row = {"lookup": kind, "time": what, "without us": median(plain), "dead Redis us": median(beside)}
             rows.append(row | {"added us": of_pairs(plain, beside, lambda a, b: b - a)})
-    return report("dead_redis", rows, [], options.json, options.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows

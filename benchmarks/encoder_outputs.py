@@ -7,7 +7,6 @@ engine over the same storage. Random weights; every answer is compared with that
 in `.venv-vllm` (`.ci/beside-engine vllm`).
 """
 
-import sys
 import tempfile
 import time
 from itertools import product
@@ -15,11 +14,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from _process import beside
+from _rig import beside
 
 beside("vllm")
 
-from _report import Row, Target, parser, progress, report  # noqa: E402
+from _report import Given, Result, Row, Target, program, progress  # noqa: E402
 from vllm_images import image, image_engine, kvtier, make_model  # noqa: E402
 
 ARMS: Final = ("none", "example", "kvtier")
@@ -58,8 +57,8 @@ def trial(
     return {"first, ms": first, "again, ms": again, "restart, ms": restart}
 
 
-def main() -> int:
-    chosen = parser(__doc__).parse_args()
+@program()
+def main(chosen: Given) -> Result:
     width, layers, side, count, rounds, times = (64, 2, 112, 3, 1, 1) if chosen.quick else (768, 12, 364, 6, 7, 3)
     images, texts = [image(seed, side) for seed in range(count)], dict[int, list[int]]()
     with tempfile.TemporaryDirectory() as home:
@@ -84,8 +83,4 @@ def main() -> int:
     ]
     found.append(Target("first: kvtier ÷ none", 1.05, ours["first, ms"] / none["first, ms"]))
     setup: dict[str, object] = {"images": f"{count} of {side} × {side} pixels", "encoder": f"{layers} × {width}"}
-    return report("encoder_outputs", rows, found, chosen.json, chosen.save, setup)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows, found, setup

@@ -3,20 +3,16 @@
 By two threads, as the file tier has them: writes into a new slab, and cold reads of whole batches (the page cache
 dropped, O_DIRECT). The reads are repeated beside a busy Python thread. The limit is the lesser of two: the slab in the
 clear, and AES-256-GCM alone by one thread. One thread may wait for the disk while another ciphers, but ciphering holds
-the GIL, so its rate is one core's. "open" is the recovery of the table with its names. Ratios are of medians over
-rounds.
+the GIL, so its rate is one core's. Ratios are of medians over rounds.
 """
 
 import shutil
-import sys
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 
-from _process import busy_thread, drop_caches
-from _races import Race, took
-from _report import Row, disk_parser, progress, report
+from _report import DISK, Given, Race, Result, Row, program, progress, took
+from _rig import busy_thread, drop_caches
 from file_bandwidth import NUM_THREADS, Workload
 
 from kvtier.tiers import RecordCipher
@@ -30,14 +26,9 @@ class Pair:
     def __init__(self, directory: Path, block_bytes: int, size: int) -> None:
         self.load, self.size, self.race = Workload(block_bytes), size, Race()
         self.homes = {kind: directory / kind for kind in KEYS}
-        self.opened: dict[str, list[float]] = {kind: [] for kind in KEYS}
 
     def open(self, kind: str) -> FileStore:
-        """The slab of that kind; how long it took is kept."""
-        start = time.perf_counter()
-        store = self.load.opened(self.homes[kind], self.size, key=KEYS[kind])
-        self.opened[kind].append(time.perf_counter() - start)
-        return store
+        return self.load.opened(self.homes[kind], self.size, key=KEYS[kind])
 
     def round(self) -> None:
         """Fill both slabs anew, and read them back cold."""
@@ -47,7 +38,6 @@ class Pair:
         for kind in KEYS:
             shutil.rmtree(self.homes[kind], ignore_errors=True)
             store = self.open(kind)
-            self.opened[kind].pop()  # a creation
             self.race.add((FRESH, kind), self.load.write(store, chains))
             store.close()
         for kind in KEYS:
@@ -73,8 +63,7 @@ class Pair:
             if what != BUSY:
                 row |= {"of the limit": encrypted / min(plain, cipher), "CPU s/GB more": encrypted_cpu - plain_cpu}
             found.append(row)
-        opened = {kind: median(seconds) * 1e3 for kind, seconds in self.opened.items()}
-        return [*found, {"block KiB": block_kib, "what": "open, ms", **opened}]
+        return found
 
 
 def cipher_rate(load: Workload, *, encrypts: bool) -> float:
@@ -93,8 +82,8 @@ def cipher_rate(load: Workload, *, encrypts: bool) -> float:
     return len(load.sources) * load.block_bytes / median(took(run) for _ in range(9)) / 1e9
 
 
-def main() -> int:
-    given = disk_parser(__doc__).parse_args()
+@program(DISK)
+def main(given: Given) -> Result:
     size, rounds = (256 << 20, 1) if given.quick else (4 << 30, 5)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=given.directory, prefix="encryption-") as directory:
@@ -105,8 +94,4 @@ def main() -> int:
                 pair.round()
             rows += pair.rows()
     setup = {"slab MiB": size >> 20, "rounds": rounds, "threads": NUM_THREADS}
-    return report("encryption", rows, [], given.json, given.save, setup)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows, [], setup

@@ -11,11 +11,9 @@ in one repetition, turned so that below 1 is better; intervals are 95 %, from a 
 engine ends has a row with the reason, and is tried once more. `--save` writes a plot too.
 """
 
-import argparse
 import hashlib
 import shutil
 import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -24,12 +22,11 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from _engine_starter import EngineEnded, EngineStarter, ForkedEngine
-from _loads import VLLM, picture, random_tokens, scratch
-from _process import installed
-from _races import interval
-from _report import RESULTS, ROOT, Row, Target, parser, progress, report
+from _report import RESULTS, ROOT, Given, Result, Row, Target, interval, option, program, progress, report
+from _rig import VLLM, EngineEnded, EngineProcess, installed, picture, random_tokens, scratch
 from engine_ttft import make_model
+
+from kvtier.tiers import KVTierError
 
 ARMS: Final = ("none", "native", "native files", "lmcache", "kvtier", "kvtier below native")
 OURS: Final = {"kvtier": ("none", "native", "native files", "lmcache"), "kvtier below native": ("native files",)}
@@ -41,6 +38,7 @@ CLIENTS: Final = 4
 BLOCK: Final = 32  # tokens
 ENGINE: Final = {"host_bytes": 1 << 30, "max_len": 2048, "step_tokens": 512}  # see _vllm_arm.py
 MODEL: Final = {"size": 512, "layers": 8}  # 35 M parameters in fp32, KV blocks of 256 KiB
+REPETITIONS: Final = 5  # of everything
 TRIES: Final = 2  # of a way: so often its engine may end before it is left out
 
 RunFigures = dict[str, float]
@@ -72,18 +70,15 @@ class Runs:
     """Starts engines of one program run, each with an empty folder of its own or with one that has been used."""
 
     def __init__(self, home: Path, lmcache: Path | None) -> None:
-        """Raises EngineEnded if the engine cannot be imported."""
         self.home, self.log = home, home / "engine.log"
         self.packages = {} if lmcache is None else {"lmcache": [str(lmcache)]}
-        with self.log.open("wb") as log:
-            self.starter = EngineStarter(VLLM, "_vllm_arm.py", log)
 
-    def start(self, arm: str, num_blocks: int) -> ForkedEngine:
+    def start(self, arm: str, num_blocks: int) -> EngineProcess:
         self.folder(arm).mkdir(exist_ok=True)
         setup: Row = {"model": str(self.home / "model"), "arm": arm, "folder": str(self.folder(arm)), **ENGINE}
         setup |= {"num_blocks": num_blocks, "packages": self.packages.get(arm, [])}
         with self.log.open("wb") as log:
-            return self.starter.start(setup, log)
+            return EngineProcess(VLLM, "_vllm_arm.py", setup, log)
 
     def folder(self, arm: str) -> Path:
         return self.home / arm.replace(" ", "-")
@@ -207,23 +202,7 @@ def plot(found: Found, path: Path) -> None:
         figure.suptitle("vLLM on a CPU: conversations that its own cache cannot hold", fontsize=10)
 
 
-def options() -> argparse.Namespace:
-    """The command line; exits with status 2 and the fix if it cannot be used."""
-    described = parser(__doc__)
-    described.add_argument("--repetitions", type=int, help="of everything; 5 if not given, 1 with --quick")
-    described.add_argument("--ways", default=",".join(ARMS), help=f"some of them, by commas: {', '.join(ARMS)}")
-    args = described.parse_args()
-    if args.repetitions is None:
-        args.repetitions = 1 if args.quick else 5
-    if args.repetitions < 1:
-        described.error(f"argument --repetitions: {args.repetitions}: give 1 or more")
-    args.ways = [name.strip() for name in args.ways.split(",")]
-    for name in set(args.ways) - {*ARMS}:
-        described.error(f"argument --ways: {name!r}: give some of {', '.join(ARMS)}, with commas between them")
-    return args
-
-
-def run(args: argparse.Namespace, runs: Runs, missing: dict[str, list[str]]) -> Found:
+def run(args: Given, runs: Runs, missing: dict[str, list[str]]) -> Found:
     """All repetitions. What a way could not do is in `missing` with its engine's last words; the others go on."""
     sizes = QUICK if args.quick else FULL
     make_model(runs.home / "model", small=args.quick, **MODEL)
@@ -231,11 +210,11 @@ def run(args: argparse.Namespace, runs: Runs, missing: dict[str, list[str]]) -> 
     rng, began = np.random.default_rng(2), time.monotonic()
     found: Found = {phase: defaultdict(dict) for phase in PHASES}
     tries = {arm: 0 if arm in missing else TRIES for arm in args.ways}
-    for repetition in range(args.repetitions):
+    for repetition in range(repetitions := 1 if args.quick else REPETITIONS):
         for arm in rng.permutation([arm for arm in args.ways if tries[arm]]).tolist():
             for phase in PHASES:
                 minutes = (time.monotonic() - began) / 60
-                progress(f"{minutes:.1f} min: repetition {repetition + 1}/{args.repetitions}, {arm}, {phase}")
+                progress(f"{minutes:.1f} min: repetition {repetition + 1}/{repetitions}, {arm}, {phase}")
                 try:
                     found[phase][arm][repetition] = measure(runs, arm, phase, prompts, answers, sizes)
                 except EngineEnded as ended:
@@ -248,26 +227,18 @@ def run(args: argparse.Namespace, runs: Runs, missing: dict[str, list[str]]) -> 
     return {phase: {arm: found[phase][arm] for arm in args.ways if arm in found[phase]} for phase in PHASES}
 
 
-def main() -> int:
-    args = options()
-    subprocess.run([str(ROOT / ".ci" / "beside-engine"), "vllm"], check=True)
+@program(option("--ways", nargs="+", default=ARMS, choices=ARMS))
+def main(args: Given) -> Result:
+    if not VLLM.exists():
+        raise KVTierError("vLLM is not installed beside kvtier: run `.ci/beside-engine vllm`")
     missing: dict[str, list[str]] = {}
     lmcache, reason = lmcache_packages() if "lmcache" in args.ways else (None, "")
     if reason:
         missing["lmcache"] = [f"it could not be installed: {reason}"]
     with scratch("conversations") as home:
-        progress("importing vLLM")
-        runs = Runs(Path(home), lmcache)
-        try:
-            found = run(args, runs, missing)
-        finally:
-            runs.starter.close()
+        found = run(args, Runs(Path(home), lmcache), missing)
     if args.save:
         plot(found, RESULTS / "engine_conversations.png")
-    setup = asdict(QUICK if args.quick else FULL) | {"clients": CLIENTS, "repetitions": args.repetitions}
-    status = report("engine_conversations", rows_of(found, missing), targets_of(found), args.json, args.save, setup)
+    setup = asdict(QUICK if args.quick else FULL) | {"clients": CLIENTS, "repetitions": REPETITIONS}
+    status = report(args, rows_of(found, missing), targets_of(found), setup)
     return 1 if set(OURS).intersection(missing) else status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,8 +10,6 @@ of the files it wrote. Decoding: eight steps of two unrelated requests with a lo
 all threads, with ÷ without. `--save` writes a plot too.
 """
 
-import subprocess
-import sys
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,21 +19,16 @@ from typing import Final
 import numpy as np
 import torch
 import transformers
-from _engine_starter import EngineStarter, ForkedEngine
-from _loads import VLLM, grouped_bars, llama, random_tokens, scratch
-from _races import interval
-from _report import RESULTS, ROOT, Row, Target, parser, progress, report
+from _report import RESULTS, Given, Result, Row, Target, interval, program, progress
+from _rig import VLLM, EngineProcess, grouped_bars, llama, random_tokens, scratch
 
-NAMES: Final = {
-    "none": "(a) no offload",
-    "kvtier": "kvtier",
-    "native": "(b) vLLM's native offloading",
-    "example": "(c) vLLM's example connector",
-}
+from kvtier.tiers import KVTierError
+
+NAMES: Final = {"none": "(a) no offload", "kvtier": "kvtier", "native": "(b) vLLM's native offloading",
+                "example": "(c) vLLM's example connector"}  # fmt: skip
 LENGTHS: Final = (1024, 2048, 4096)
-COLD_ROUNDS, WARM_ROUNDS, PAIRS, CYCLES = 2, 12, 12, 24
 
-Arms = dict[str, ForkedEngine]
+Arms = dict[str, EngineProcess]
 Times = dict[int, dict[str, list[float]]]
 
 
@@ -48,18 +41,15 @@ def make_model(path: Path, *, small: bool, size: int = 768, layers: int = 12) ->
 
 
 def started(stack: ExitStack, home: Path, max_len: int) -> Arms:
-    """A vLLM of each arm, forked of one process, until the stack ends."""
-    progress("importing vLLM")
+    """A vLLM of each arm, until the stack ends."""
     log = stack.enter_context((home / "engine.log").open("wb"))
-    starter = EngineStarter(VLLM, "_vllm_arm.py", log)
-    stack.callback(starter.close)
     arms: Arms = {}
     for name in NAMES:
         progress(f"starting {NAMES[name]}")
         (home / name).mkdir()
         setup: Row = {"model": str(home / "model"), "arm": name, "folder": str(home / name), "packages": []}
         setup |= {"num_blocks": max_len // 32 + 64, "max_len": max_len, "step_tokens": max_len, "host_bytes": 2 << 30}
-        arms[name] = starter.start(setup, log)
+        arms[name] = EngineProcess(VLLM, "_vllm_arm.py", setup, log)
         stack.callback(arms[name].close)
     return arms
 
@@ -91,55 +81,13 @@ def never_hit(arms: Arms, rng: np.random.Generator, num_pairs: int) -> list[floa
     for number in range(num_pairs):
         prompts = [fresh(rng, 512) for _ in range(2)]
         order = ("kvtier", "none") if number % 2 else ("none", "kvtier")
-        cpu = {name: arms[name].ask("work", prompts=prompts, num_tokens=32)[1] for name in order}
+        cpu = {name: arms[name].ask("work", prompts=prompts, num_tokens=32) for name in order}
         ratios.append(cpu["kvtier"] / cpu["none"])
         progress(f"never-hit pair {number + 1}/{num_pairs}: {ratios[-1]:.4f}")
     return ratios
 
 
-def throughput(arms: Arms, rng: np.random.Generator, length: int) -> dict[str, float]:
-    """Tokens a second, of answers to eight prompts with one long prefix known from before, 32 tokens each."""
-    prefix = fresh(rng, length)
-    for arm in arms.values():
-        arm.ask("ttft", prompt=prefix)
-    rates: dict[str, list[float]] = defaultdict(list)
-    for _ in range(3):
-        batch = [prefix[:length] + fresh(rng, 32) for _ in range(8)]
-        for name in rng.permutation(list(arms)):
-            rates[name].append(8 * 32 / arms[name].ask("work", prompts=batch, num_tokens=32)[0])
-    return {name: median(values) for name, values in rates.items()}
-
-
-def main() -> int:
-    args = parser(__doc__).parse_args()
-    lengths, rounds, pairs = ((512,), (1, 2), 2) if args.quick else (LENGTHS, (COLD_ROUNDS, WARM_ROUNDS), PAIRS)
-    subprocess.run([str(ROOT / ".ci" / "beside-engine"), "vllm"], check=True)
-    rng = np.random.default_rng(1)
-    with ExitStack() as stack:
-        home = Path(stack.enter_context(scratch("engine")))
-        make_model(home / "model", small=args.quick)
-        arms = started(stack, home, max(lengths) + 256)
-        for arm in arms.values():
-            arm.ask("ttft", prompt=fresh(rng, 256))  # warm up
-        times = ttft(arms, rng, rounds, lengths)
-        rates = throughput(arms, rng, lengths[-1] // 2)
-        overhead = never_hit(arms, rng, pairs)
-        stems, hits = [fresh(rng, 64) for _ in range(2)], [fresh(rng, lengths[-1]) for _ in range(2)]
-        for prompt in hits:
-            arms["kvtier"].ask("ttft", prompt=prompt)
-        steps = arms["kvtier"].ask("decode", stems=stems, hits=hits, num_cycles=CYCLES)
-    rows, targets = concluded(times, rates, overhead, steps)
-    if args.save:
-        bars = {told: [median(arms[name]) for arms in times.values()] for name, told in NAMES.items()}
-        title = "vLLM on a CPU: a prompt seen before, no longer in vLLM's own cache"
-        labels = [f"{length} tokens" for length in times]
-        grouped_bars(RESULTS / "engine_ttft.png", bars, labels, "time to first token, s", title)
-    return report("engine_ttft", rows, targets, args.json, args.save)
-
-
-def concluded(
-    times: Times, rates: dict[str, float], overhead: list[float], steps: dict[str, list[float]]
-) -> tuple[list[Row], list[Target]]:
+def concluded(times: Times, overhead: list[float], steps: dict[str, list[float]]) -> tuple[list[Row], list[Target]]:
     rows, targets = list[Row](), list[Target]()
     for length, arms in times.items():
         medians = {name: median(values) for name, values in arms.items()}
@@ -154,7 +102,6 @@ def concluded(
             rows.append(row)
         speedup = medians["none"] / medians["kvtier"]
         targets.append(Target(f"TTFT {length} tokens: no offload over a hit of kvtier's", 5, speedup, at_most=False))
-    rows += [{"engine": NAMES[name], "tokens/s": rate} for name, rate in rates.items()]
     slowdown = median(steps["loading"]) / median(steps["quiet"])
     mean, low, high = interval(overhead)
     span = f"{low:.4f} to {high:.4f}"
@@ -165,5 +112,27 @@ def concluded(
     return rows, targets
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@program()
+def main(args: Given) -> Result:
+    lengths, rounds, pairs = ((512,), (1, 2), 2) if args.quick else (LENGTHS, (2, 12), 12)
+    if not VLLM.exists():
+        raise KVTierError("vLLM is not installed beside kvtier: run `.ci/beside-engine vllm`")
+    rng = np.random.default_rng(1)
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(scratch("engine")))
+        make_model(home / "model", small=args.quick)
+        arms = started(stack, home, max(lengths) + 256)
+        for arm in arms.values():
+            arm.ask("ttft", prompt=fresh(rng, 256))  # warm up
+        times = ttft(arms, rng, rounds, lengths)
+        overhead = never_hit(arms, rng, pairs)
+        stems, hits = [fresh(rng, 64) for _ in range(2)], [fresh(rng, lengths[-1]) for _ in range(2)]
+        for prompt in hits:
+            arms["kvtier"].ask("ttft", prompt=prompt)
+        steps = arms["kvtier"].ask("decode", stems=stems, hits=hits, num_cycles=24)
+    if args.save:
+        bars = {told: [median(arms[name]) for arms in times.values()] for name, told in NAMES.items()}
+        title = "vLLM on a CPU: a prompt seen before, no longer in vLLM's own cache"
+        labels = [f"{length} tokens" for length in times]
+        grouped_bars(RESULTS / "engine_ttft.png", bars, labels, "time to first token, s", title)
+    return concluded(times, overhead, steps)

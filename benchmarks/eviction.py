@@ -7,7 +7,6 @@ simulation of it says. Orders that kvtier does not have (`_eviction_policies.py`
 that of the whole replay, in turns with LRU's.
 """
 
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -30,8 +29,7 @@ from _eviction_traces import (
     without_hints,
 )
 from _live_replay import FINGERPRINT, ReplayClock, replay_live, simulated_beside
-from _races import in_turns, of_pairs, took
-from _report import RESULTS, Row, Target, parser, progress, report
+from _report import RESULTS, Given, Result, Row, Target, in_turns, of_pairs, program, progress, took
 
 from kvtier.service import Chart, Line, save_png
 from kvtier.service.simulation import Capacity, TraceReplay, optimum_of, sweep
@@ -169,15 +167,12 @@ def charts(rows: Sequence[Row]) -> list[Chart]:
     return made
 
 
-def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--no-slab", action="store_true", help="through the pool alone")
-    options.add_argument("--traces", default=",".join(TRACES), help="made-up ones, separated by commas")
-    given = options.parse_args()
+@program()
+def main(given: Given) -> Result:
     limit, num_sizes = (120, 1) if given.quick else (None, None)
     rows: list[Row] = []
-    slabs = (0,) if given.no_slab else (0, SLAB)
-    for name in given.traces.split(",")[: 2 if given.quick else None]:
+    slabs = 0, SLAB
+    for name in [*TRACES][: 2 if given.quick else None]:
         sizes = AGENT_SIZES if name in AGENT_TRACES else SIZES
         rows += kept(name, made_up(name, limit=limit), sizes[:num_sizes], slabs)
     if (agents := agent_sessions(limit)) is not None:
@@ -197,8 +192,4 @@ def main() -> int:
     if given.save:
         save_png(RESULTS / "eviction.png", charts(rows))
     setup = {"block tokens": BLOCK_SIZE, "slab, times L2": SLAB, "hints that are wrong, %": 100 * WRONG}
-    return report("eviction", rows, targets_of(rows), given.json, given.save, setup)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows, targets_of(rows), setup

@@ -7,13 +7,11 @@ times by chains of mixed length, some of them hit. The page cache is dropped and
 read. Ratios are of medians over rounds. Every read verifies key and checksum.
 """
 
-import argparse
 import hashlib
 import json
 import random
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -24,12 +22,10 @@ from statistics import median
 from typing import Final, NamedTuple
 
 import numpy as np
-from _blocks import Slots, records_of
-from _process import busy_thread, drop_caches
-from _races import Race, Speed, speed_of, took
-from _report import Row, disk_parser, progress, report
+from _report import DISK, Given, Race, Result, Row, Speed, program, progress, speed_of, took
+from _rig import Slots, busy_thread, drop_caches, records_of
 
-from kvtier.tiers import BATCH_BYTES, BlockRecord, Outcome, checksum
+from kvtier.tiers import BATCH_BYTES, BlockRecord, KVTierError, Outcome, checksum
 from kvtier.tiers.file import FileStore, Mode
 
 FINGERPRINT: Final = b"bandwidth benchmark".ljust(32, b".")
@@ -247,15 +243,14 @@ class DiskBench:
 
 
 def on_disk(
-    name: str,
-    given: argparse.Namespace,
+    given: Given,
     sizes_kib: Sequence[int],
     limit_bytes: int,
     measured: Callable[[Path, Path, int], Sequence[Row]],
-) -> int:
-    """The report of `measured(folder, fio's file, bytes of a block)`, at each block size."""
+) -> list[Row]:
+    """`measured(folder, fio's file, bytes of a block)`, at each block size."""
     if not shutil.which("fio"):
-        sys.exit(f"{name}: fio is not installed (Debian: apt-get install fio)")
+        raise KVTierError("fio is not installed (Debian: apt-get install fio)")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix=".bandwidth-", dir=given.directory) as home:
         limit_file = Path(home) / "fio"
@@ -270,18 +265,14 @@ def on_disk(
             folder = Path(home) / str(block_kib)
             rows += measured(folder, limit_file, block_kib << 10)
             shutil.rmtree(folder)
-    return report(name, rows, [], given.json, given.save)
+    return rows
 
 
-def main() -> int:
-    given = disk_parser(__doc__).parse_args()
+@program(DISK)
+def main(given: Given) -> Result:
     sizes, size, rounds = ([128], 512 << 20, 1) if given.quick else ([128, 1024], 2 << 30, 3)
 
     def measured(folder: Path, limit_file: Path, block_bytes: int) -> list[Row]:
         return DiskBench(folder, limit_file, block_bytes, size, rounds).run()
 
-    return on_disk("file_bandwidth", given, sizes, size // 2, measured)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return on_disk(given, sizes, size // 2, measured)

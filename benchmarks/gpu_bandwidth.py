@@ -3,15 +3,14 @@
 Pieces of 4 KiB to 8 MiB, scattered on both sides, one way and both ways at once: by the way that kvtier chooses, and by
 the kernel, the driver's batches and torch's copies alone. "own": a block is one piece, as in kvtier's own L1; "layers":
 a block is a piece of each of 32 tensors, as in vLLM. A timing is four batches, enqueued back to back, until the last
-has ended; a ratio is the median over interleaved rounds. Then: bandwidth by the kernel's grid, the CPU time in which a
-worker enqueues a step's stores, and the longest step of a GPU's loop while a large L2 is used for the first time.
+has ended; a ratio is the median over interleaved rounds. Then: the CPU time in which a worker enqueues a
+step's stores, and the longest step of a GPU's loop while a large L2 is used for the first time.
 GB = 1e9 bytes. `--dry` runs the same code on this CPU.
 """
 
 import gc
 import itertools
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ import _gpu
 import numpy as np
 import torch
 from _gpu import KIB, MIB, Geometry8B, mid
-from _report import Row, Target, progress, report
+from _report import Given, Result, Row, Target, program, progress
 
 from kvtier.connector import CopyOp, StepPlan, WorkerSide
 from kvtier.tiers.copies import BlockCopies, CopyEvent, CopyStream
@@ -32,7 +31,6 @@ PIECES_KIB: Final = (4, 8, 16, 24, 64, 128, 256, 512, 2048, 8192)
 QUICK_KIB: Final = (4, 24, 512, 2048)
 LAYERED_TO_KIB: Final = 256  # vLLM's pieces of a layer are hardly larger
 DIRECTIONS: Final = (("load",), ("store",), ("load", "store"))
-GRIDS: Final = (8, 12, 16, 24, 32, 48, 64)
 DEPTH: Final = 4  # batches enqueued back to back
 MAX_PIECES: Final = 16384  # of a batch: more only cost time to list
 LARGE_KIB, SMALL_KIB = 512, 24  # the goals' borders
@@ -118,20 +116,6 @@ def measure_pieces(scale: Scale, layout: str, kib: int) -> Iterator[Row]:
                     row |= {"GB/s": pools.gbps(directions, took["ours"])}
                     row |= {"one copy GB/s": pools.gbps(directions, took["one copy"])}
                     yield row | {"of one copy": mid(took["one copy"] / took["ours"])}
-
-
-def sweep_grid(scale: Scale) -> Iterator[Row]:
-    """The kernel's bandwidth by its number of blocks of threads, for small pieces. Only a GPU launches any."""
-    if scale.device.type == "cuda" and "kernel" not in _gpu.ways(scale.device):
-        return
-    with piece_pools(scale, "own", 16) as pools:
-        for grid, direction in itertools.product(GRIDS, ("load", "store")):
-            with _gpu.copying(pools.l1, pools.region, scale.device, "kernel", grid) as stream:
-                took = _gpu.interleaved({"ours": pools.ours(stream, [direction])}, 3)["ours"]
-            row: Row = {"pieces": "own", "KiB": 16, "way": "kernel", "grid": grid, "direction": direction}
-            yield row | {"GB/s": pools.gbps([direction], took)}
-            if scale.device.type == "cpu":  # whose copies have no grid
-                return
 
 
 def measure_steps(scale: Scale) -> Iterator[Row]:
@@ -243,20 +227,15 @@ def goals(rows: Sequence[Row]) -> list[Target]:
     ]
 
 
-def main() -> int:
-    options = _gpu.arguments(__doc__)
-    scale = Scale.of(options.device, options.quick)
+@program(_gpu.DRY)
+def main(options: Given) -> Result:
+    scale = Scale.of(_gpu.device(options), options.quick)
     rows: list[Row] = []
     for layout, kib in itertools.product(("own", "layers"), scale.pieces_kib):
         if layout == "own" or kib <= LAYERED_TO_KIB:
             progress(f"{scale.device}: {layout}, pieces of {kib} KiB")
             rows += _gpu.told(measure_pieces(scale, layout, kib))
-    progress("the kernel's grid; stores of a step; first use of L2")
-    rows += _gpu.told(sweep_grid(scale))
+    progress("stores of a step; first use of L2")
     rows += _gpu.told(measure_steps(scale))
     rows += _gpu.told(first_use(scale))
-    return report("gpu_bandwidth", rows, goals(rows), options.json, options.save, _gpu.setup_of(options))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows, goals(rows), _gpu.setup_of(options)

@@ -8,7 +8,6 @@ the median over rounds of a round's median step by that of the same round alone.
 """
 
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ import _gpu
 import numpy as np
 import torch
 from _gpu import Geometry8B, mid
-from _report import Row, Target, progress, report
+from _report import Given, Result, Row, Target, program, progress
 
 from kvtier.connector import CopyOp, StepPlan, WorkerSide
 
@@ -208,9 +207,10 @@ def goals(rows: Sequence[Row]) -> list[Target]:
     return [Target(f"a decode step beside {kind}: ÷ alone", SLOWDOWN, value) for kind, value in worst.items()]
 
 
-def main() -> int:
-    options = _gpu.arguments(__doc__)
-    load = DecodeLoad.of(options.device, options.quick)
+@program(_gpu.DRY)
+@torch.no_grad()
+def main(options: Given) -> Result:
+    load = DecodeLoad.of(_gpu.device(options), options.quick)
     progress(f"{load.device}: a decode step's weights and graph")
     decode = DecodeStep(load)
     rows: list[Row] = []
@@ -218,9 +218,4 @@ def main() -> int:
     for layout, way in [*((layout, "chosen") for layout in _gpu.LAYOUTS), *others]:
         progress(f"blocks: {layout}, way: {way}")
         rows += _gpu.told(measure(decode, load, layout, way))
-    return report("gpu_decode", rows, goals(rows), options.json, options.save, _gpu.setup_of(options))
-
-
-if __name__ == "__main__":
-    torch.set_grad_enabled(False)
-    sys.exit(main())
+    return rows, goals(rows), _gpu.setup_of(options)

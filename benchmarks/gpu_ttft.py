@@ -7,7 +7,6 @@ Figures are medians over fresh prompts, ratios of one prompt's times. `--save` w
 code on this CPU.
 """
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ from typing import Any, Final, Literal
 import _gpu
 import numpy as np
 import torch
-from _loads import grouped_bars, leave_only, llama, over_slab, random_tokens, scratch, settle
-from _report import RESULTS, Row, progress, report
+from _report import RESULTS, Given, Result, Row, program, progress
+from _rig import grouped_bars, leave_only, llama, over_slab, random_tokens, scratch, settle
 
 from kvtier.connector import LocalConnector
 from kvtier.engine import Engine, EngineConfig, Model, SamplingParams
@@ -133,17 +132,13 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     grouped_bars(path, times, labels, "time to first token, ms", "kvtier's engine on a GPU, a Llama-8B's geometry")
 
 
-def main() -> int:
-    options = _gpu.arguments(__doc__)
-    prompts = AskedPrompts.of(options.device, options.quick)
+@program(_gpu.DRY)
+@torch.no_grad()
+def main(options: Given) -> Result:
+    prompts = AskedPrompts.of(_gpu.device(options), options.quick)
     progress(f"{prompts.device}: a model of random weights")
     model = random_model(prompts)
     rows = [row for loading in LOADINGS for row in _gpu.told(measure(model, prompts, loading))]
     if options.save:
         draw(rows, RESULTS / "gpu_ttft.png")
-    return report("gpu_ttft", rows, [], options.json, options.save, _gpu.setup_of(options))
-
-
-if __name__ == "__main__":
-    torch.set_grad_enabled(False)
-    sys.exit(main())
+    return rows, [], _gpu.setup_of(options)

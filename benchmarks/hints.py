@@ -6,14 +6,13 @@ call that a tool answers, a closed session that it is finished. Of ten hints nin
 "finished" is a "goes_on", and all others are a "finished". A figure is the share of prompt blocks found.
 """
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
 import numpy as np
 from _eviction_traces import agent_sessions, cut, made_up, production_trace, spoiled, without_hints
-from _report import Row, Target, parser, progress, report
+from _report import Given, Result, Row, Target, program, progress
 
 from kvtier.service.simulation import Capacity, TraceReplay, sweep
 from kvtier.service.traces import HINTS, RequestTrace
@@ -66,16 +65,12 @@ def worth(name: str, trace: RequestTrace, size: int) -> Iterator[Row]:
         yield row
 
 
-def main() -> int:
-    chosen = parser(__doc__).parse_args()
+@program()
+def main(chosen: Given) -> Result:
     rows = [row for each in traces(quick=chosen.quick) for row in worth(*each)]
     goals = [
         Target(f"{row['trace']}, {row['said']}: {right} of 10 right, points more than none", MOST_LOST, row[key], False)
         for row in rows
         for right, key in ((right, f"{right} of 10 right, points") for right in RIGHT)
     ]
-    return report("hints", rows, goals, chosen.json, chosen.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows, goals

@@ -14,7 +14,6 @@ import gc
 import hashlib
 import random
 import struct
-import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -28,9 +27,8 @@ from unittest import mock
 
 import numpy as np
 import torch
-from _blocks import AskedRequest, random_names, reserved
-from _races import PYTHON, form, of_pairs, took
-from _report import Row, Target, parser, progress, report
+from _report import PYTHON, Given, Result, Row, Target, form, of_pairs, program, progress, took
+from _rig import AskedRequest, random_names, reserved
 
 from kvtier.connector import LocalConnector, WorkerReport
 from kvtier.connector.vllm import OwnChain
@@ -259,8 +257,8 @@ def short_requests(tokens: list[int], rounds: int) -> Iterator[Row]:
         yield row | parts_of(steps) | {"CPU us behind names": behind}
 
 
-def main() -> int:
-    options = parser(__doc__).parse_args()
+@program()
+def main(options: Given) -> Result:
     num_tokens, rounds = (16_384, 15) if options.quick else (131_072, 101)
     draw = random.Random(0)
     tokens = [draw.randrange(150_000) for _ in range(num_tokens)]
@@ -271,8 +269,4 @@ def main() -> int:
     rows = [*single_steps(tokens, chain, rounds), *whole_ways(tokens, rounds // 3), *short_requests(tokens, rounds)]
     gc.enable()
     targets = [Target("blocks hashed when a sequence grows by one", 1, count_hashed(chain, 7))]
-    return report("lookup_latency", rows, targets, options.json, options.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows, targets

@@ -2,23 +2,19 @@
 
 Blocks are stored as the hierarchy stores them (reserve, describe, seal, release), but of their bytes no page is
 touched. `bytes_a_block` is what the process grew by; tokens are 4 bytes each of that, and stand in a column of their
-own. `gc_pass_ms` is one full collection, of a process that holds nothing else. `gc_objects` and `python_blocks` are
-what the garbage collector and Python's allocator have more of. How fast lookups are: pool_throughput.py.
+own. `gc_pass_ms` is one full collection, of a process that holds nothing else.
 """
 
 import gc
 import mmap
 import os
-import sys
 import time
 from itertools import product
 from typing import Final, NamedTuple
 
 import numpy as np
-from _blocks import random_names, records_of, reserved
-from _process import resident_bytes, spawned
-from _races import took
-from _report import Row, Target, parser, progress, report
+from _report import Given, Result, Row, Target, program, progress, took
+from _rig import random_names, records_of, reserved, resident_bytes, spawned
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.host import HostRegion, HostTier, slot_stride
@@ -33,8 +29,6 @@ GC_MS: Final = 5.0  # that a pass may take longer than of an empty process
 
 class Footprint(NamedTuple):
     resident: int  # bytes
-    tracked: int  # objects the garbage collector goes through
-    allocated: int  # blocks of Python's allocator
     gc_ms: float
 
     @classmethod
@@ -42,7 +36,7 @@ class Footprint(NamedTuple):
         """After a full collection."""
         gc.collect()
         gc_ms = min(took(gc.collect, time.process_time) for _ in range(5)) * 1e3
-        return cls(resident_bytes(), len(gc.get_objects()), sys.getallocatedblocks(), gc_ms)
+        return cls(resident_bytes(), gc_ms)
 
 
 def unbacked_region(num_blocks: int) -> HostRegion:
@@ -80,12 +74,11 @@ def measure(num_blocks: int, block_size: int) -> Row:
     row = {"blocks": num_blocks, "block_tokens": block_size, "bytes_a_block": round(total, 1)}
     row |= {"of_tokens": 4 * block_size, "besides": round(total - 4 * block_size, 1)}
     row |= {"gc_pass_ms": round(after.gc_ms, 2), "gc_pass_ms_empty": round(before.gc_ms, 2)}
-    row |= {"gc_objects": after.tracked - before.tracked, "python_blocks": after.allocated - before.allocated}
     return row | {"fill_us_a_block": round(fill_seconds / num_blocks * 1e6, 2)}
 
 
-def main() -> int:
-    given = parser(__doc__).parse_args()
+@program()
+def main(given: Given) -> Result:
     rows: list[Row] = []
     for num_blocks, block_size in product(COUNTS[:1] if given.quick else COUNTS, BLOCK_SIZES):
         progress(f"{num_blocks:,} blocks of {block_size} tokens")
@@ -95,8 +88,4 @@ def main() -> int:
         name = f"{row['blocks']:,} blocks of {row['block_tokens']} tokens in L2"
         longer = round(row["gc_pass_ms"] - row["gc_pass_ms_empty"], 2)
         targets.append(Target(f"{name}: ms that a gc pass takes longer than of none", GC_MS, longer))
-    return report("memory", rows, targets, given.json, given.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows, targets

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from _architectures import ARCHITECTURES
-from _report import RESULTS, ROOT, Row, Target, keep, parser, progress, report
+from _report import RESULTS, ROOT, Given, Result, Row, Target, keep, option, program, progress
 
 PYTHONS: Final = {
     "kvtier": Path(sys.executable),
@@ -101,11 +101,11 @@ def targets(rows: Sequence[Row]) -> list[Target]:
     ]
 
 
-def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--only", metavar="NAME", nargs="+", choices=[one.name for one in ARCHITECTURES])
-    options.add_argument("--engine", choices=list(PYTHONS), help="one engine instead of all that are here")
-    chosen = options.parse_args()
+@program(
+    option("--only", metavar="NAME", nargs="+", choices=[one.name for one in ARCHITECTURES]),
+    option("--engine", choices=list(PYTHONS), help="one engine instead of all that are here"),
+)
+def main(chosen: Given) -> Result:
     names = chosen.only or [one.name for one in ARCHITECTURES if not chosen.quick or one.name in QUICK]
     engines = [chosen.engine] if chosen.engine else [name for name, python in PYTHONS.items() if python.exists()]
     told = {engine: ", ".join(f"{name} {version}" for name, version in versions(engine).items()) for engine in engines}
@@ -113,12 +113,5 @@ def main() -> int:
     for row in (row for engine in engines for row in trials(engine, names)):
         rows.append(row)
         if chosen.save:  # a run takes long, and may be interrupted
-            keep("models", *merged(rows, told))
-    if not chosen.save:
-        return report("models", rows, targets(rows), chosen.json, setup=told)
-    everything, met, setup = merged(rows, told)
-    return report("models", everything, met, chosen.json, chosen.save, setup)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            keep(chosen, *merged(rows, told))
+    return merged(rows, told) if chosen.save else (rows, targets(rows), told)

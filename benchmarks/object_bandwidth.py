@@ -21,14 +21,12 @@ from statistics import fmean, harmonic_mean
 from typing import Any, Final
 
 import obstore
-from _blocks import OURS, SEALED, Slots, StoreRace, key_file
-from _process import free_port, wait_until
-from _races import Speed, speed_of
-from _report import Row, parser, progress, report
+from _report import Given, Result, Row, Speed, program, progress, speed_of
+from _rig import OURS, SEALED, Slots, StoreRace, free_port, key_file, wait_until
 from object_rig import BUCKET, NO_OBJECTS, object_server
 from obstore.store import S3Store
 
-from kvtier.tiers import BlockRecord
+from kvtier.tiers import BlockRecord, KVTierError
 from kvtier.tiers.config import Config
 from kvtier.tiers.objects import ObjectStore
 
@@ -144,10 +142,10 @@ class ObjectBench(StoreRace):
             yield from self.sealed_rows(what)
 
 
-def main() -> int:
-    given = parser(__doc__).parse_args()
+@program()
+def main(given: Given) -> Result:
     if NO_OBJECTS:
-        sys.exit(f"object_bandwidth: {NO_OBJECTS}")
+        raise KVTierError(NO_OBJECTS)
     sizes, rounds = ([128, 2048], 1) if given.quick else ([128, 512, 2048, 8192], 15)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as directory:
@@ -160,8 +158,4 @@ def main() -> int:
                     bench.run(rounds if running is in_memory else min(rounds, 5))
                     rows += bench.rows(server)
                     bench.close()
-    return report("object_bandwidth", rows, [], given.json, given.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows

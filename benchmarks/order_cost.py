@@ -6,7 +6,6 @@ anything is measured, four times as many blocks as there are slots are asked for
 """
 
 import random
-import sys
 import time
 from collections import deque
 from functools import partial
@@ -14,9 +13,8 @@ from statistics import median
 from typing import Final
 
 import numpy as np
-from _blocks import random_names, reserved
-from _races import took
-from _report import Row, parser, progress, report
+from _report import Given, Result, Row, program, progress, took
+from _rig import random_names, reserved
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.pool import SlotPool
@@ -59,12 +57,8 @@ def measure(size: int, num_slots: int, num_requests: int) -> Row:
     return {"blocks": size, **{name: float(median(each)) for name, each in columns.items()}}
 
 
-def main() -> int:
-    chosen = parser(__doc__).parse_args()
+@program()
+def main(chosen: Given) -> Result:
     num_slots, num_blocks = (4_096, 1 << 15) if chosen.quick else (16_384, 1 << 17)
     rows = [measure(size, num_slots, max(100, num_blocks // size)) for size in SIZES]
-    return report("order_cost", rows, [], chosen.json, chosen.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows

@@ -5,12 +5,10 @@ Each tells its end. `MiB` is what the process grew by, and `MiB over LRU` what i
 process of its own has each row. Two numbers of slots tell what a slot takes, and what is there whatever they are.
 """
 
-import sys
 from typing import Final
 
-from _blocks import reserved
-from _process import spawned
-from _report import Row, Target, parser, progress, report
+from _report import Given, Result, Row, Target, program, progress
+from _rig import reserved, spawned
 from memory import WARM_UP, Footprint, names_of
 
 from kvtier.tiers.pool import EvictionLog, SlotPool
@@ -46,8 +44,8 @@ def measure(num_slots: int, keeps: str) -> float:
     return float(grown)
 
 
-def main() -> int:
-    given = parser(__doc__).parse_args()
+@program()
+def main(given: Given) -> Result:
     counts = (5_000, 20_000) if given.quick else (100_000, 400_000)
     rows: list[Row] = []
     over: dict[str, list[float]] = {LRU: [], LOGGED: [], PREDICTED: []}
@@ -64,8 +62,4 @@ def main() -> int:
     targets = [Target(f"{keeps}: bytes of a slot more", most, each[keeps]) for keeps, most in SLOT_BYTES.items()]
     constant = (over[PREDICTED][0] - counts[0] * each[PREDICTED]) / MIB
     targets.append(Target(f"{PREDICTED}: MiB whatever the slots", TAIL_MIB, constant))
-    return report("order_memory", rows, targets, given.json, given.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows, targets

@@ -8,11 +8,8 @@ hashed as an engine does it. The index's bytes are those of L2's pool and of the
 engine answers prompts that part from a held one inside a block, out of L1, L2 and the slab, with and without partial
 blocks, in turns. The chats are replayed once more over an L2 with room for a part of them: tails are not kept there, go
 before any whole block, or age as blocks do, an eighth of L2 at most (what kvtier does).
-
-The block size that wins is the largest one that computes and copies next to nothing more than the best.
 """
 
-import sys
 import time
 import tracemalloc
 from collections import defaultdict
@@ -26,15 +23,13 @@ from typing import Any, Final
 import numpy as np
 import recovery
 import torch
-from _loads import leave_only, over_slab, picture, random_tokens, scratch, settle
 from _prefix_reuse import Exchange, PrefixReuse, Tails, chats, computed_in, replay, trace_exchanges
-from _races import took
-from _report import RESULTS, SHARED, Row, Target, parser, progress, report
+from _report import RESULTS, SHARED, Given, Result, Row, Target, option, program, progress, took
+from _rig import leave_only, over_slab, picture, random_tokens, scratch, settle
 
 from kvtier.connector import LocalConnector
 from kvtier.engine import Engine, EngineConfig, Model, SamplingParams
 from kvtier.engine.demo import demo_model
-from kvtier.tiers import KVTierError
 from kvtier.tiers.file import slab
 from kvtier.tiers.naming import TokenChain, root_hash
 from kvtier.tiers.pool import SlotPool
@@ -42,7 +37,6 @@ from kvtier.tiers.pool import SlotPool
 BLOCK_SIZES: Final = (16, 32, 64, 128, 256)
 TRACE: Final = SHARED / "traces" / "conversation_trace.jsonl.gz"
 ROOT: Final = root_hash(b"partial blocks".ljust(32, b"."))
-DEAREST: Final = {"computed a request": 1.02, "tokens copied a request": 1.10}  # times the best: next to nothing more
 ROOM: Final = (4, 6, 8, 12, 25, 50)  # % of all that the chats come to, in L2
 SAMPLE: Final = 1 << 14  # blocks that the index's bytes are measured on
 QUESTION: Final = 24  # tokens of an engine's prompt behind what it shares
@@ -173,27 +167,6 @@ def timed(block_sizes: Sequence[int], *, length: int, rounds: int) -> list[Row]:
     return rows
 
 
-def winner(rows: Sequence[Row], reuse: PrefixReuse) -> tuple[int, str]:
-    """The largest block size that is next to the best in every workload, and why it is that one."""
-    at = {(row["workload"], row["block"]): row for row in rows if row["partial"] == reuse.value}
-    workloads = sorted({workload for workload, _ in at})
-
-    def is_able(size: int) -> bool:
-        return all(
-            at[workload, size][column] <= most * min(at[workload, each][column] for each in BLOCK_SIZES)
-            for workload in workloads
-            for column, most in DEAREST.items()
-        )
-
-    size, told = max(filter(is_able, BLOCK_SIZES), default=BLOCK_SIZES[0]), []
-    columns = (*DEAREST, "copies a request", "names hashed", "index MB")
-    for workload in workloads:
-        ours, first = at[workload, size], at[workload, BLOCK_SIZES[0]]
-        figures = [f"{column} {ours[column]:.5g}, at {BLOCK_SIZES[0]} {first[column]:.5g}" for column in columns]
-        told.append(f"{workload}: {'; '.join(figures)}.")
-    return size, f"partial blocks {reuse.value}: blocks of {size} win. {' '.join(told)}"
-
-
 def targets(rows: Sequence[Row], timings: Sequence[Row]) -> list[Target]:
     """Large blocks lose no hits with partial blocks, and no engine is slower with them."""
     share = {(row["workload"], row["block"], row["partial"]): row["cached %"] for row in rows}
@@ -240,16 +213,13 @@ def workloads_of(trace: Path | None, *, quick: bool) -> dict[str, list[Exchange]
     return found | {"trace": trace_exchanges(trace or TRACE, 200 if quick else None)}
 
 
-def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--trace", type=Path, help="JSON lines in Mooncake's form, .gz or not")
-    options.add_argument("--no-engine", action="store_true", help="replay only")
-    args = options.parse_args()
-    try:
-        workloads = workloads_of(args.trace, quick=args.quick)
-    except KVTierError as error:
-        print(f"partial_blocks: {error}", file=sys.stderr)
-        return 2
+@program(
+    option("--trace", type=Path, help="JSON lines in Mooncake's form, .gz or not"),
+    option("--no-engine", action="store_true", help="replay only"),
+)
+@torch.no_grad()
+def main(args: Given) -> Result:
+    workloads = workloads_of(args.trace, quick=args.quick)
     rows = [row for workload, exchanges in workloads.items() for row in replayed(workload, exchanges)]
     held = next(row["blocks named"] * row["block"] for row in rows)  # of the chats, which come first
     tight = bounded(workloads["chat"], held)
@@ -257,16 +227,5 @@ def main() -> int:
     timings: list[Row] = [] if args.no_engine else timed(sizes, length=length, rounds=rounds)
     if args.save:
         plot(rows, RESULTS / "partial_blocks.png")
-    conclusions = {reuse.value: winner(rows, reuse) for reuse in PrefixReuse}
     setup: Row = {f"{workload} requests": len(exchanges) for workload, exchanges in workloads.items()}
-    setup |= {f"winner, partial blocks {name}": size for name, (size, _) in conclusions.items()}
-    setup["why"] = conclusions[PrefixReuse.TAILS.value][1]
-    if not args.json:
-        for _, reason in conclusions.values():
-            progress(reason)
-    return report("partial_blocks", [*rows, *tight, *timings], targets(rows, timings), args.json, args.save, setup)
-
-
-if __name__ == "__main__":
-    torch.set_grad_enabled(False)
-    sys.exit(main())
+    return [*rows, *tight, *timings], targets(rows, timings), setup

@@ -7,14 +7,11 @@ connection a thread, with the same options, and ask for a batch at a time. Where
 store with [peers] transport "nixl": UCX reads the slots out of the other process's memory, with as many checks.
 
 All take turns; ratios are of two passes of one round, and their median counts. CPU seconds are those of both ends,
-which share this machine's cores. The last columns are what one core computes of such blocks; HMAC and Poly1305 are what
-the tag is not.
+which share this machine's cores.
 """
 
-import hmac
 import os
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -25,18 +22,15 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from _blocks import Shape, Slots, key_file, records_of
-from _process import cpu_seconds, forked, wait_until
-from _races import Race, Speed, in_turns, speed_of, took
-from _report import Row, parser, progress, report
-from cryptography.hazmat.primitives.poly1305 import Poly1305
+from _report import Given, Race, Result, Row, Speed, in_turns, program, progress, speed_of
+from _rig import Shape, Slots, cpu_seconds, forked, key_file, records_of, wait_until
 
 from kvtier.service.node import PeerServer
-from kvtier.tiers import BlockRecord, ChainHash, ConfigError, checksum
+from kvtier.tiers import BlockRecord, ChainHash, ConfigError
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import Hierarchy, open_hierarchy
 from kvtier.tiers.host import slot_stride
-from kvtier.tiers.peers import PeersStore, load_nixl, wire
+from kvtier.tiers.peers import PeersStore, load_nixl
 
 FINGERPRINT: Final = b"peers bandwidth".ljust(32, b".")
 IOVECS: Final = 512  # of one call
@@ -156,23 +150,12 @@ class PeersBench(Race):
             bare(self.into[thread], lambda left: self.bare[thread].recvmsg_into(left, 0, socket.MSG_WAITALL)[0])
 
     def row(self) -> Row:
-        lent = wire.LentBlocks(FINGERPRINT, self.slots.block_bytes, 16)
-        session, key = wire.PeerSession(bytes(32), bytes(32), bytes(32), lent), bytes(32)
-        computed: dict[str, Callable[[memoryview], object]] = {
-            "tag": lambda view: session.tag(bytes(session.head_bytes), view),
-            "Poly1305": lambda view: Poly1305.generate_tag(key, view),
-            "HMAC": lambda view: hmac.digest(key, view, "sha256"),
-            "checksum": checksum,
-        }
         row: Row = {"block KiB": self.slots.block_bytes >> 10, "threads": self.num_threads, "GB/s": self.rate("ours")}
         row |= {"bare GB/s": self.rate("bare"), "× bare": self.ratio("ours", "bare")}
         row |= {"CPU s/GB": self.cpu("ours"), "bare CPU s/GB": self.cpu("bare")}
         if "NIXL" in self.stores:
             row |= {"NIXL GB/s": self.rate("NIXL"), "NIXL × bare": self.ratio("NIXL", "bare")}
             row["NIXL CPU s/GB"] = self.cpu("NIXL")
-        for name, compute in computed.items():
-            seconds = min(took(lambda f=compute: list(map(f, self.into[0]))) for _ in range(5))
-            row[f"{name} GB/s"] = self.slots.batch_bytes / 1e9 / seconds
         return row
 
     def close(self) -> None:
@@ -196,8 +179,8 @@ def configured(key: Path, *nodes: str, **options: str) -> Config:
     return Config.model_validate({"peers": peers})
 
 
-def main() -> int:
-    given = parser(__doc__).parse_args()
+@program()
+def main(given: Given) -> Result:
     num_bytes, rounds = (64 << 20, 2) if given.quick else (512 << 20, 9)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as directory:
@@ -212,8 +195,4 @@ def main() -> int:
                     bench = PeersBench(Slots(block_kib << 10), num_threads, num_bytes, reader, int(port), peer_server)
                     rows.append(bench.run(rounds))
                     bench.close()
-    return report("peers_bandwidth", rows, [], given.json, given.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows

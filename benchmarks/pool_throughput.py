@@ -20,9 +20,8 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
-from _blocks import random_names, reserved
-from _races import PYTHON, form, is_built, took
-from _report import Row, parser, progress, report
+from _report import PYTHON, Given, Result, Row, form, is_built, option, program, progress, took
+from _rig import random_names, reserved
 
 from kvtier.tiers import ChainHash
 from kvtier.tiers.copies import BlockPool
@@ -201,10 +200,8 @@ class PoolRace:
             pools.blocks.check()
 
 
-def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM and kvtier: race against it")
-    chosen = options.parse_args()
+@program(option("--vllm", metavar="PYTHON", help="an interpreter that has vLLM and kvtier: race against it"))
+def main(chosen: Given) -> Result:
     if chosen.vllm and not util.find_spec("vllm"):
         os.execv(chosen.vllm, [chosen.vllm, *sys.argv])  # there the option is of no effect
     num_slots, num_blocks = (65_536, 2_000) if chosen.quick else (1_000_000, 150 * CHAIN)
@@ -226,8 +223,4 @@ def main() -> int:
             if way == INTERPRETED and batch in former:
                 row["of the former"] = ours / vllm / former[batch]
         rows.append(row)
-    return report("pool_throughput", rows, [], chosen.json, chosen.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows

@@ -5,12 +5,11 @@ answer, then to the decode server with what that returned. "alone": the decode s
 is from the proxy's first request to the first token of the answer. Inter-token times are those of one more request,
 which the decode server answers all the while: they show what a prefill beside it costs. NIXL moves blocks from vLLM's
 cache to vLLM's cache, and keeps none; kvtier's stay in its tiers. Every way has the same prompts and the same answers,
-one request at a time; ways take turns. Both servers share the cores. Runs in `.venv-vllm` (`.ci/beside-engine vllm`).
+one request at a time. Both servers share the cores. Runs in `.venv-vllm` (`.ci/beside-engine vllm`).
 """
 
 import json
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -20,21 +19,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from _process import beside
+from _rig import beside
 
 beside("vllm")
 
 import httpx  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from _process import free_port, installed  # noqa: E402
-from _report import Row, Target, parser, progress, report  # noqa: E402
+from _report import Given, Result, Row, Target, program, progress  # noqa: E402
+from _rig import free_port, installed, llama  # noqa: E402
 from node_rig import node  # noqa: E402
 from pair_rig import ASKED, Pair, Server  # noqa: E402
 from redis_rig import standalone  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from tokenizers.models import WordLevel  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 NIXL: Final = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # UCX over shared memory; nothing of CUDA's is needed
 BESIDE_TOKENS: Final = 2000  # tokens of the answer that goes on meanwhile
@@ -115,26 +114,31 @@ def trial(way: str, pair: Pair, prompts: Sequence[list[int]], texts: dict[int, l
     return row | {"inter-token p50 ms": float(np.median(gaps)), "inter-token p99 ms": float(np.quantile(gaps, 0.99))}
 
 
-def main() -> int:
-    chosen = parser(__doc__).parse_args()
-    count, length, rounds = (2, 256, 1) if chosen.quick else (6, 2048, 1)
+def targets(rows: Sequence[Row]) -> list[Target]:
+    by_way = {str(row["KV by"]): row for row in rows}
+    nixl = by_way.pop("NIXL")
+    return [
+        Target(f"{way} ÷ NIXL: {name}", 1.1, float(str(row[name])) / float(str(nixl[name])))
+        for way, row in by_way.items()
+        if way != "alone"
+        for name in ("TTFT p50 ms", "inter-token p99 ms")
+    ]
+
+
+@program()
+def main(chosen: Given) -> Result:
+    count, length = (2, 256) if chosen.quick else (6, 2048)
     draw = np.random.default_rng(0)
-    prompts = [draw.integers(3, WORDS, length).tolist() for _ in range(count * rounds)]
+    prompts = [draw.integers(3, WORDS, length).tolist() for _ in range(count)]
     texts: dict[int, list[int]] = {}
-    found: dict[str, list[Row]] = {}
+    rows: list[Row] = []
     packages = installed("benchmark-nixl-1.5.1", *NIXL)
     os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(packages)])
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         home = Path(folder)
         size, layers = (128, 2) if chosen.quick else (512, 8)
-        config = LlamaConfig(
-            **{"vocab_size": WORDS, "hidden_size": size, "intermediate_size": 3 * size, "num_hidden_layers": layers},
-            **{
-                "num_attention_heads": size // 64,
-                "num_key_value_heads": size // 64,
-                "max_position_embeddings": MAX_LEN,
-            },
-        )
+        sizes: Row = {"vocab_size": WORDS, "intermediate_size": 3 * size, "max_position_embeddings": MAX_LEN}
+        config = llama(size, layers, heads=size // 64, kv_heads=size // 64, **sizes)
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(home / "model")
         words = Tokenizer(WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token="w0"))
@@ -148,34 +152,8 @@ def main() -> int:
             "NIXL": of_nixl(),
         }
         blocks = (MAX_LEN + length) // 32 + 16
-        for turn in range(rounds):
-            for way, transfer in transfers.items():
-                progress(f"{way}, {turn + 1} of {rounds}")
-                own = prompts[turn * count : (turn + 1) * count]
-                with servers(transfer, home / "model", home, blocks) as pair:
-                    share = {at: text for at, text in texts.items() if at // count == turn}
-                    shifted = {at % count: text for at, text in share.items()}
-                    found.setdefault(way, []).append(trial(way, pair, own, shifted))
-                    texts |= {turn * count + at: text for at, text in shifted.items()}
-    rows: list[Row] = [
-        {"KV by": way, **{name: median(float(str(row[name])) for row in made) for name in made[0]}}
-        for way, made in found.items()
-    ]
-    return report(
-        "prefill_decode", rows, targets(rows), chosen.json, chosen.save, {"prompts": f"{count} of {length} tokens"}
-    )
-
-
-def targets(rows: Sequence[Row]) -> list[Target]:
-    by_way = {str(row["KV by"]): row for row in rows}
-    nixl = by_way.pop("NIXL")
-    return [
-        Target(f"{way} ÷ NIXL: {name}", 1.1, float(str(row[name])) / float(str(nixl[name])))
-        for way, row in by_way.items()
-        if way != "alone"
-        for name in ("TTFT p50 ms", "inter-token p99 ms")
-    ]
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        for way, transfer in transfers.items():
+            progress(way)
+            with servers(transfer, home / "model", home, blocks) as pair:
+                rows.append({"KV by": way, **trial(way, pair, prompts, texts)})
+    return rows, targets(rows), {"prompts": f"{count} of {length} tokens"}

@@ -11,7 +11,6 @@ tells; times are of a machine that all share, so only their ratios tell somethin
 
 import os
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -23,8 +22,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Final
 
-from _process import beside
-from _report import ROOT, Row, Target, parser, progress, report
+from _report import ROOT, Given, Result, Row, Target, program, progress
+from _rig import beside
 
 POWER_OF_TWO: Final = "power of two choices"
 OURS: Final = "kvtier"
@@ -115,8 +114,8 @@ def model_folder(home: Path, *, quick: bool) -> Path:
     return save_checkpoint(home, config=LlamaConfig(**sizes, **heads, max_position_embeddings=8192))
 
 
-def main() -> int:
-    chosen = parser(__doc__).parse_args()
+@program()
+def main(chosen: Given) -> Result:
     beside("ray")
     if find_spec("ray") is None:
         progress("Ray Serve is not installed: .ci/beside-engine ray")
@@ -144,8 +143,4 @@ def main() -> int:
                     progress(f"{name}: {len(turns)} of {load.talks * load.turns} turns")
                 rows.append(row_of(name, turns, load, time.perf_counter() - began))
     setup = {"replicas": replicas, "conversations": load.talks, "turns": load.turns, "clients": load.clients}
-    return report("ray_routing", rows, targets_of(rows), chosen.json, chosen.save, setup)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows, targets_of(rows), setup

@@ -1,14 +1,10 @@
 """Reopening a slab of 1,000,000 entries: CPU seconds and Python memory, beside reading the same table plainly.
 
-"gc" is what one full collection of Python's garbage takes with the slab open: no object a block means next to nothing.
-
 The payloads are 4 KiB, never written: recovery reads the entry table alone. The table is in the page cache, so the
 figure is CPU, not disk. Each run is a process of its own.
 """
 
-import gc
 import resource
-import sys
 import tempfile
 import time
 import tracemalloc
@@ -18,9 +14,8 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from _process import spawned
-from _races import in_turns, took
-from _report import Row, disk_parser, progress, report
+from _report import DISK, Given, Result, Row, in_turns, program, progress
+from _rig import spawned
 
 from kvtier.tiers.file import PAGE, FileIO, FileStore, open_slab, release, slab, write_all
 
@@ -74,14 +69,11 @@ def measure(directory: Path, num_entries: int, what: str) -> dict[str, float]:
         assert opened(directory, num_entries, mode="buffered").num_recovered == num_entries
     wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    now, peak = tracemalloc.get_traced_memory()
-    resident = (after.ru_maxrss - before.ru_maxrss) * 1024
-    collecting = took(gc.collect, time.process_time)
-    return {"gc": collecting, "cpu": cpu, "wall": wall, "now": now, "peak": peak, "resident": resident}
+    return {"cpu": cpu, "wall": wall, "memory": tracemalloc.get_traced_memory()[0]}
 
 
-def main() -> int:
-    given = disk_parser(__doc__).parse_args()
+@program(DISK)
+def main(given: Given) -> Result:
     num_entries, repeats = (100_000, 3) if given.quick else (1_000_000, 5)
     with tempfile.TemporaryDirectory(prefix=".recovery-", dir=given.directory) as home:
         directory = Path(home)
@@ -95,10 +87,5 @@ def main() -> int:
         {"what": what, "entries": num_entries, "cpu s": each["cpu"], "wall s": each["wall"]}
         for what, each in (("read the table plainly", read), ("FileStore.open", rose))
     ]
-    taken = {"bytes/entry": memory["now"], "peak bytes/entry": memory["peak"], "peak resident/entry": rose["resident"]}
-    rows[1] |= {"gc ms": 1e3 * rose["gc"], **{name: value / num_entries for name, value in taken.items()}}
-    return report("recovery", rows, [], given.json, given.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    rows[1]["bytes/entry"] = memory["memory"] / num_entries
+    return rows

@@ -16,7 +16,6 @@ sealed by [redis] secret or encrypted under [redis] key_file over that of record
 import os
 import select
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -29,14 +28,12 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import redis
-from _blocks import OURS, Slots, StoreRace, key_file
-from _process import installed
-from _races import PYTHON, form, is_built, speed_of
-from _report import Row, parser, progress, report
+from _report import PYTHON, Given, Result, Row, form, is_built, program, progress, speed_of
+from _rig import OURS, Slots, StoreRace, installed, key_file
 from redis._parsers import _RESP2Parser
 from redis_rig import NO_REDIS, RedisServer, cluster, standalone
 
-from kvtier.tiers import BlockRecord
+from kvtier.tiers import BlockRecord, KVTierError
 from kvtier.tiers.config import Config
 from kvtier.tiers.redis import RedisStore
 
@@ -270,10 +267,10 @@ class RedisBench(StoreRace):
         return row | {"× LMCache": theirs}
 
 
-def main() -> int:
-    given = parser(__doc__).parse_args()
+@program()
+def main(given: Given) -> Result:
     if NO_REDIS:
-        sys.exit(f"redis_bandwidth: {NO_REDIS}")
+        raise KVTierError(NO_REDIS)
     num_bytes, rounds, sizes = (64 << 20, 1, [128, 2048]) if given.quick else (256 << 20, 7, [128, 512, 2048, 8192])
     rows: list[Row] = []
     with ExitStack() as stack:
@@ -289,8 +286,4 @@ def main() -> int:
                 bench = RedisBench(servers, Slots(block_kib << 10), num_bytes, key, theirs)
                 rows += bench.run(rounds)
                 bench.close()
-    return report("redis_bandwidth", rows, [], given.json, given.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows

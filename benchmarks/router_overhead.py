@@ -12,7 +12,6 @@ whose every block another replica has in its L1. Memory: how much more a process
 
 import http.client
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +22,8 @@ from statistics import median
 from typing import Any, Final
 
 import numpy as np
-from _process import ServerProcess, free_port, kvtier, resident_bytes, spawned, wait_until
-from _report import ROOT, Row, parser, progress, report
+from _report import ROOT, Given, Result, Row, program, progress
+from _rig import ServerProcess, free_port, kvtier, resident_bytes, spawned, wait_until
 
 from kvtier.engine.demo import train_tokenizer
 from kvtier.service.events import BlockStored, Feeds, PrefixIndex, Publisher, prompt_hashes
@@ -198,8 +197,8 @@ def pieces(server: ServerProcess, ports: list[int], num_pieces: int) -> dict[str
     return {"us": through, "bare relay us": bare, "times a bare relay": through / bare}
 
 
-def main() -> int:
-    given = parser(__doc__).parse_args()
+@program()
+def main(given: Given) -> Result:
     quick, full = (25_600, 5, 80, 100), (1_000_000, 200, 4_000, 1_000)
     num_blocks, rounds, num_requests, num_pieces = quick if given.quick else full
     rows: list[Row] = []
@@ -223,8 +222,4 @@ def main() -> int:
             rows.append({"what": f"request of {length} token ids, answered as a {what}", "ms": took})
             decision = status(ports[0])["decisions"][0]
             assert {each["cached"] for each in decision["scores"]} == {length // BLOCK_SIZE}, decision
-    return report("router_overhead", rows, [], given.json, given.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows

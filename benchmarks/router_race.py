@@ -19,7 +19,6 @@ import asyncio
 import json
 import re
 import shutil
-import sys
 import tempfile
 import time
 import urllib.request
@@ -32,10 +31,9 @@ from statistics import median
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from _process import ServerProcess, free_port, kvtier
 from _race_replica import BLOCK_SIZE, MODEL, WORDS, save_model
-from _races import in_turns
-from _report import Row, Target, parser, progress, report
+from _report import Given, Result, Row, Target, in_turns, option, program, progress
+from _rig import ServerProcess, free_port, kvtier
 
 from kvtier.tiers import KVTierError
 
@@ -53,7 +51,7 @@ STREAMS: Final = 40  # under way when a replica dies
 LATER: Final = 20  # in the second after that
 OURS: Final = "kvtier"
 PERCENTILES: Final = (50, 90, 99)
-# A peer's program is started by way of Python, which sets what `_process.environment` does not.
+# A peer's program is started by way of Python, which sets what `_rig.environment` does not.
 _EXEC: Final = "import os, sys; os.environ['VLLM_ROUTER_TOKENIZER'] = sys.argv[1]; os.execv(sys.argv[2], sys.argv[2:])"
 _CACHED: Final = re.compile(rb'"cached_tokens": ?(\d+)')
 _PROMPT: Final = re.compile(rb'"prompt_tokens": ?(\d+)')
@@ -399,16 +397,12 @@ def died(arm: Arm) -> Row:
     return row | {"refused": sum(count for outcome, count in both.items() if outcome.startswith("error"))}
 
 
-def main() -> int:
-    options = parser(__doc__)
-    for name in PEERS:
-        options.add_argument(f"--{name}", metavar="PATH", help=f"the program {name} (PATH)")
-    given = options.parse_args()
+@program(*(option(f"--{name}", metavar="PATH", help=f"the program {name} (PATH)") for name in PEERS))
+def main(given: Given) -> Result:
     peers = {name: getattr(given, name.replace("-", "_")) for name in PEERS}
     for name, path in peers.items():
         if path is not None and shutil.which(path) is None:
-            print(f"router_race: --{name} {path!r}: no program; give the path of one", file=sys.stderr)
-            return 2
+            raise KVTierError(f"--{name} {path!r}: no program; give the path of one")
     running, missing = arms(peers)
     seconds, rounds = (2.0, 1) if given.quick else (SECONDS, ROUNDS)
     rows, targets, by_name = list[Row](), list[Target](), {arm.name: arm for arm in running}
@@ -428,8 +422,4 @@ def main() -> int:
     ]
     setup: dict[str, Any] = {"replicas": REPLICAS, "chats a second": RATE, "seconds": seconds, "rounds": rounds}
     setup |= {"prefill us a token": TOKEN_US, "blocks": BLOCK_SIZE}
-    return report("router_race", [*rows, *deaths, *missing], targets, given.json, given.save, setup)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return [*rows, *deaths, *missing], targets, setup

@@ -9,35 +9,30 @@ answers, so only prompts are cached. The index learns of blocks a tenth of a sec
 A session is known by the first two blocks of its prompt, which is more than a cookie knows. "session cookie" sends its
 first turn to the replica with the least to do, and all others to the same; "session hash" is `sticky`. The oracle is
 one replica with the memory, the processors and the links of all: its cached share is about what routing can preserve,
-its times are out of reach. The policy's two figures, weight of load and crowd, were tuned on the first third of the
-conversation trace (`--tune`). All figures are of the rest: caches and queues are as the first third left them.
+its times are out of reach. The policy's two figures were tuned on the first third of the conversation trace. All
+figures are of the rest: caches and queues are as the first third left them.
 """
 
 import argparse
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 from _fleet import FINGERPRINT, SMALL, Hardware, SimulatedReplica, SimulatedRequest, TracePrompt, made_up, read_prompts
-from _loads import picture
-from _report import RESULTS, Row, parser, progress, report
+from _report import RESULTS, Given, Result, Row, option, program, progress
+from _rig import picture
 from numpy.typing import NDArray
 
 from kvtier.service.events import AnnouncedBlocks, KVEvent, PrefixIndex
-from kvtier.service.router import CROWD, LOAD_WEIGHT, Candidate, Choice, Reason, choose, sticky
-from kvtier.tiers import TIERS, FormatError, KVTierError
+from kvtier.service.router import Candidate, Choice, Reason, choose, sticky
+from kvtier.tiers import TIERS, FormatError
 
 OURS: Final = "prefix-aware"
 ORACLE: Final = "oracle: one replica"
 RUNNING: Final = 1.0  # blocks of work in an answer that has begun, as the router counts
 NEVER: Final = float("inf")
-# What `--tune` tries: weight of load, and how many requests more than elsewhere are borne.
-TUNED: Final = ((0.02, 16.0), (0.05, 16.0), *((0.1, crowd) for crowd in (8.0, 16.0, 32.0, NEVER)), (0.2, 16.0),
-                (1.0, 16.0), (1.0, NEVER))  # fmt: skip
 QUICK: Final = 300  # requests
 BLOCK_SIZE: Final = 512  # tokens of the trace's blocks
 EVENT_DELAY: Final = 0.1  # seconds until the index knows of a block
@@ -46,10 +41,8 @@ HARDWARE: Final = Hardware()
 Policy = Callable[[Sequence[Candidate], TracePrompt, int], Choice]
 
 
-def prefix_aware(
-    candidates: Sequence[Candidate], prompt: TracePrompt, turn: int, weight: float = LOAD_WEIGHT, crowd: float = CROWD
-) -> Choice:
-    return choose(candidates, len(prompt.blocks), load_weight=weight, crowd=crowd, turn=turn)
+def prefix_aware(candidates: Sequence[Candidate], prompt: TracePrompt, turn: int) -> Choice:
+    return choose(candidates, len(prompt.blocks), turn=turn)
 
 
 def round_robin(candidates: Sequence[Candidate], prompt: TracePrompt, turn: int) -> Choice:
@@ -167,14 +160,6 @@ def run(prompts: Sequence[TracePrompt], name: str, policy: Policy, replicas: int
     return Figures(row, ttft)
 
 
-def tuned(prompts: Sequence[TracePrompt], replicas: int) -> Iterator[Row]:
-    """Our policy by its weight of load and its crowd."""
-    for weight, crowd in TUNED:
-        policy = partial(prefix_aware, weight=weight, crowd=crowd)
-        figures = run(prompts, f"load weight {weight:g}, crowd {crowd:g}", policy, replicas)
-        yield {"load weight": weight, "crowd": f"{crowd:g}", **figures.row}
-
-
 def plot(runs: Mapping[str, Figures], path: Path) -> None:
     with picture(path, 1, 2, figsize=(9.5, 3.6)) as (_, (left, right)):
         for name, each in runs.items():
@@ -202,39 +187,26 @@ def read(trace: Path | None, limit: int | None) -> list[TracePrompt]:
     return prompts
 
 
-def main() -> int:
-    options = parser(__doc__)
-    options.add_argument("--trace", type=Path, help="JSON lines in Mooncake's form, .gz or not; without: made up")
-    options.add_argument("--requests", type=_whole, help="only the first so many")
-    options.add_argument("--tune", action="store_true", help="our policy by its two figures, on the first third")
-    options.add_argument("--replicas", type=_whole, default=4, help="of the engine (4)")
-    args = options.parse_args()
-    try:
-        prompts = read(args.trace, min(args.requests or QUICK, QUICK) if args.quick else args.requests)
-    except KVTierError as error:
-        print(f"routing: {error}", file=sys.stderr)
-        return 2
-    setup: Row = {"trace": args.trace.name if args.trace else "made up", "replicas": args.replicas}
-    setup |= {"measured": f"requests {len(prompts) // 3 + 1} to {len(prompts)}", "event delay s": EVENT_DELAY}
-    setup |= {"L1 blocks": HARDWARE.l1_blocks, "L2 blocks": HARDWARE.l2_blocks}
-    if args.tune:
-        first = prompts[: len(prompts) // 3]
-        setup["measured"] = f"requests {len(first) // 3 + 1} to {len(first)}"
-        return report("routing_tuning", [*tuned(first, args.replicas)], [], args.json, args.save, setup)
-    runs = {name: run(prompts, name, make(), args.replicas) for name, make in POLICIES.items()}
-    runs[ORACLE] = run(prompts, ORACLE, prefix_aware, args.replicas, whole=True)
-    best = runs[ORACLE].row["cached"]
-    rows = [{"policy": name, **each.row, "of oracle": each.row["cached"] / best} for name, each in runs.items()]
-    if args.save:
-        plot(runs, RESULTS / "routing.png")
-    return report("routing", rows, [], args.json, args.save, setup)
-
-
 def _whole(text: str) -> int:
     if not text.isdigit() or not 0 < int(text) < 1 << 31:
         raise argparse.ArgumentTypeError(f"{text!r}: write a whole number from 1 on")
     return int(text)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@program(
+    option("--trace", type=Path, help="JSON lines in Mooncake's form, .gz or not; without: made up"),
+    option("--requests", type=_whole, help="only the first so many"),
+    option("--replicas", type=_whole, default=4, help="of the engine (4)"),
+)
+def main(args: Given) -> Result:
+    prompts = read(args.trace, min(args.requests or QUICK, QUICK) if args.quick else args.requests)
+    setup: Row = {"trace": args.trace.name if args.trace else "made up", "replicas": args.replicas}
+    setup |= {"measured": f"requests {len(prompts) // 3 + 1} to {len(prompts)}", "event delay s": EVENT_DELAY}
+    setup |= {"L1 blocks": HARDWARE.l1_blocks, "L2 blocks": HARDWARE.l2_blocks}
+    runs = {name: run(prompts, name, make(), args.replicas) for name, make in POLICIES.items()}
+    runs[ORACLE] = run(prompts, ORACLE, prefix_aware, args.replicas, whole=True)
+    best = runs[ORACLE].row["cached"]
+    rows = [{"policy": name, **each.row, "of oracle": each.row["cached"] / best} for name, each in runs.items()]
+    if args.save:
+        plot(runs, RESULTS / "routing.png")
+    return rows, [], setup

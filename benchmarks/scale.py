@@ -18,7 +18,6 @@ import json
 import os
 import resource
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,16 +32,15 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import zmq
 from _eviction_traces import PRODUCTION, made_up, production_trace
-from _loads import picture
-from _process import resident_bytes, spawned, wait_until
-from _report import RESULTS, Row, parser, progress, report
+from _report import RESULTS, Given, Result, Row, program, progress
+from _rig import picture, resident_bytes, spawned, wait_until
 
 from kvtier.service import events as feed
 from kvtier.service.events import BlockRemoved, BlockStored, EventConsumer, PrefixIndex, Publisher, prompt_hashes
 from kvtier.service.router import decide, make_scores, weights_by_tier
 from kvtier.service.simulation import Capacity, SimulatedTiers, TraceReplay
 from kvtier.service.traces import RequestTrace
-from kvtier.tiers import TIERS
+from kvtier.tiers import TIERS, KVTierError
 from kvtier.tiers.config import EventsConfig
 from kvtier.tiers.hierarchy import Event, Removed, Stored
 from kvtier.tiers.naming import TokenChain, root_hash, token_array
@@ -209,7 +207,6 @@ class FollowCost(NamedTuple):
     """Of one publisher that says nothing."""
 
     descriptors: float
-    threads: float
     kib: float
     idle_us_a_second: float  # CPU
 
@@ -232,8 +229,8 @@ def follow(address: str, number: int, seconds: float) -> FollowCost:
     for end in (EventConsumer.stop, EventConsumer.close):
         for consumer in (warm, *consumers):
             end(consumer)
-    descriptors, threads, memory = ((now - then) / number for now, then in zip(after, before, strict=True))
-    return FollowCost(descriptors, threads, memory / 1024, idle * 1e6)
+    descriptors, memory = ((now - then) / number for now, then in zip(after, before, strict=True))
+    return FollowCost(descriptors, memory / 1024, idle * 1e6)
 
 
 def measure_follow(number: int, seconds: float) -> FollowCost:
@@ -245,8 +242,8 @@ def measure_follow(number: int, seconds: float) -> FollowCost:
             return spawned(follow, address, number, seconds)
 
 
-def _in_use() -> tuple[int, int, int]:
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident_bytes()
+def _in_use() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), resident_bytes()
 
 
 # the paper
@@ -321,7 +318,6 @@ class PieceCosts:
     change_us: float  # of the index alone; the consumer's are with reading the event
     decision_us: Mapping[int, float]
     follower_descriptors: float
-    follower_threads: float
     follower_kib: float
     follower_idle_us: float
     forward_us: float  # of a request that is forwarded, its decision between two replicas with it
@@ -356,28 +352,12 @@ class PaperFleet:
         applied = self.changes(nodes, block_tokens) * self.measured.consumer_us / 1e6
         return applied + 2 * nodes * self.measured.follower_idle_us / 1e6
 
-    def events(self) -> Iterator[Row]:
-        costs = self.measured
-        for nodes in NODES:
-            row: Row = {"part": "events", "nodes": nodes, "changes/s": round(self.changes(nodes))}
-            row["MB/s on the wire"] = round(self.changes(nodes) * costs.wire_bytes / 1e6, 3)
-            row["cores of a publisher"] = round(self.changes(1) * costs.publisher_us / 1e6, 4)
-            row["cores of a reader"] = round(self.event_cores(nodes), 4)
-            row["descriptors"] = round(2 * nodes * costs.follower_descriptors)
-            yield row | {"threads": round(2 * nodes * costs.follower_threads)}
-
     # the index
 
     def index_gib(self, nodes: float, block_tokens: int | None = None) -> float:
         smaller = self.assumed.block_tokens / (block_tokens or self.assumed.block_tokens)
         names = nodes * self.assumed.names_a_node * smaller
         return (names * self.measured.index_bytes + 2 * nodes * self.measured.follower_kib * 1024) / GIB
-
-    def index(self) -> Iterator[Row]:
-        for nodes in NODES:
-            gib, names = self.index_gib(nodes), nodes * self.assumed.names_a_node
-            row: Row = {"part": "index", "nodes": nodes, "names, M": round(names / 1e6, 2)}
-            yield row | {"index GiB": round(gib, 2), "$ a month": round(gib * self.assumed.gib_price, 1)}
 
     # decisions
 
@@ -386,22 +366,6 @@ class PaperFleet:
         pieces = self.assumed.streamed * self.usual.answer * self.measured.piece_us
         each = self.measured.forward_us + pieces + self.measured.decision(nodes)
         return nodes * self.assumed.rate * each / 1e6
-
-    def routers(self, nodes: float) -> int | None:
-        """Processes that share the requests, while each reads all events. None: events alone fill a core."""
-        left = 1 - self.event_cores(nodes)
-        return None if left <= 0 else _up(self.request_cores(nodes) / left)
-
-    def decisions(self) -> Iterator[Row]:
-        for nodes in NODES:
-            rate, us = nodes * self.assumed.rate, self.measured.decision(nodes)
-            count, gib = self.routers(nodes), self.index_gib(nodes)
-            row: Row = {"part": "decisions", "nodes": nodes, "requests/s": round(rate, 1)}
-            row |= {"decision us": round(us), "cores, decisions": round(rate * us / 1e6, 3)}
-            row |= {"cores, all of a request": round(self.request_cores(nodes), 3), "routers": count}
-            price = self.assumed.core_price + gib * self.assumed.gib_price
-            row["GiB, all routers"] = None if count is None else round(count * gib, 1)
-            yield row | {"router $ a month": None if count is None else round(count * price)}
 
     # Redis
 
@@ -544,7 +508,7 @@ def _run(replay: TraceReplay, capacity: Capacity) -> dict[str, float]:
     return {"l2": l2, "slab": slab, "cold": cold, "stored": stored, "new": stored - slab - cold}
 
 
-def measured(chosen: argparse.Namespace, prompt_tokens: float) -> PieceCosts:
+def measured(chosen: Given, prompt_tokens: float) -> PieceCosts:
     quick = chosen.quick
     progress("KV events: a publisher and a consumer")
     events = measure_events(4 if quick else CHAINS)
@@ -577,7 +541,7 @@ def rows_of(fleet: PaperFleet, limits: Sequence[Limit], sizes: dict[str, float])
     pieces = asdict(fleet.measured)
     decisions = pieces.pop("decision_us")
     pieces |= {f"decision_us of {replicas:,} replicas": value for replicas, value in decisions.items()}
-    rows: list[Row] = [*fleet.events(), *fleet.index(), *fleet.decisions(), *fleet.redis(), *fleet.objects(sizes)]
+    rows: list[Row] = [*fleet.redis(), *fleet.objects(sizes)]
     rows += [{"part": "limits", "of": each.part, "limit": each.what, "holds up to": each.nodes} for each in limits]
     rows += [{"part": "a request moves", **asdict(each)} for each in fleet.moved.values()]
     return rows + [{"part": "a piece costs", "piece": name, "measured": value} for name, value in pieces.items()]
@@ -598,35 +562,31 @@ def plot(limits: Sequence[Limit], path: Path) -> None:
             axes.axvline(nodes, color="grey", linewidth=0.6, linestyle=":")
 
 
-def options() -> argparse.ArgumentParser:
-    given = parser(__doc__)
-    given.add_argument("--requests", type=int, help="only the first so many of the trace")
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, help="only the first so many of the trace")
     for field in fields(Assumptions):
         kind = int if field.type is int else float
         default = None if field.name == "rate" else field.default
         told = "a quarter of the trace's, as four nodes serve it" if default is None else f"{default:,}"
-        name = f"--{field.name.replace('_', '-')}"
-        given.add_argument(name, type=kind, default=default, help=f"({told})")
-    return given
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=default, help=f"({told})")
 
 
-def assumptions(chosen: argparse.Namespace, trace: RequestTrace) -> Assumptions:
-    """Of the command line. Exits with status 2 if a figure cannot be."""
+def assumptions(chosen: Given, trace: RequestTrace) -> Assumptions:
+    """Of the command line. KVTierError if a figure cannot be."""
     named = {field.name: getattr(chosen, field.name) for field in fields(Assumptions)}
     wrong = [f"--{name.replace('_', '-')} {value:g}: give a number above 0" for name, value in named.items()
              if value is not None and not value > 0]  # fmt: skip
     if named["block_tokens"] != BLOCK_SIZE:
         wrong.append(f"--block-tokens {named['block_tokens']}: give {BLOCK_SIZE}: the pieces are measured at that")
     if wrong:
-        print(f"scale: {wrong[0]}", file=sys.stderr)
-        sys.exit(2)
+        raise KVTierError(wrong[0])
     if named["rate"] is None:
         named["rate"] = len(trace) / float(trace.begun[-1] - trace.begun[0]) / SHARE
     return Assumptions(**named)
 
 
-def main() -> int:
-    chosen = options().parse_args()
+@program(options)
+def main(chosen: Given) -> Result:
     limit = chosen.requests or (QUICK if chosen.quick else None)
     trace = production_trace(limit)
     name = PRODUCTION if trace is not None else "made up: chats"
@@ -640,8 +600,4 @@ def main() -> int:
     if chosen.save:
         plot(limits, RESULTS / "scale.png")
     setup = {"trace": name, "requests": len(trace), **asdict(assumed)}
-    return report("scale", rows_of(fleet, limits, sizes), [], chosen.json, chosen.save, setup)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows_of(fleet, limits, sizes), [], setup

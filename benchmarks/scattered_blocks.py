@@ -8,7 +8,6 @@ measured in every round: the extension module's, where it was built, and the Pyt
 """
 
 import random
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -16,9 +15,21 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from _process import drop_caches
-from _races import PYTHON, Speed, form, is_built, of_pairs, speed_of
-from _report import Row, disk_parser, progress
+from _report import (
+    DISK,
+    PYTHON,
+    Given,
+    Result,
+    Row,
+    Speed,
+    form,
+    is_built,
+    of_pairs,
+    program,
+    progress,
+    speed_of,
+)
+from _rig import drop_caches
 from file_bandwidth import DiskBench, FioSpeed, RecordChain, fio, fio_best, on_disk
 
 from kvtier.tiers import BATCH_BYTES, BlockRecord, ChainHash, Outcome
@@ -146,15 +157,11 @@ class ScatteredBench(DiskBench):
         return row
 
 
-def main() -> int:
-    given = disk_parser(__doc__).parse_args()
+@program(DISK)
+def main(given: Given) -> Result:
     size, rounds, seconds = (256 << 20, 1, 0.3) if given.quick else (1 << 30, 5, 1.0)
 
     def measured(folder: Path, limit_file: Path, block_bytes: int) -> list[Row]:
         return ScatteredBench(folder, limit_file, block_bytes, size, rounds).measure(seconds)
 
-    return on_disk("scattered_blocks", given, [64, 128, 512, 2048], size, measured)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return on_disk(given, [64, 128, 512, 2048], size, measured)

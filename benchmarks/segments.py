@@ -13,7 +13,6 @@ Two more figures are of steps of 256 tokens: the longest step of somebody who de
 first token with the check under the load, from a slab throttled so that loading takes about as long as the check.
 """
 
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,8 +23,8 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from _loads import leave_only, llama, over_slab, random_tokens, settle
-from _report import Row, Target, parser, progress, report
+from _report import Given, Result, Row, Target, program, progress
+from _rig import leave_only, llama, over_slab, random_tokens, settle
 from both_ends import SlowTier
 from recall import LENGTH, MODEL, NUM_DOCUMENTS, asked
 
@@ -365,8 +364,8 @@ def forms(num_samples: int) -> tuple[list[Row], list[Target]]:
     return rows, targets
 
 
-def main() -> int:
-    args = parser(__doc__).parse_args()
+@program()
+def main(args: Given) -> Result:
     torch.set_num_threads(1)
     every: list[Arm] = [(rule, SHARE) for rule in RULES]
     rounds, step = 3 if args.quick else 7, 128 if args.quick else 256
@@ -407,8 +406,4 @@ def main() -> int:
         with_repair, without = (right[arm][0] / right[EVERYTHING][0] for arm in (DEFAULT, NOTHING))
         targets.append(Target("recall with 15 % repaired by deviation over full", 0.95, with_repair, at_most=False))
         targets.append(Target("recall without repair over full: the ruler measures", 0.8, without))
-    return report("segments", rows, targets, args.json, args.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows, targets

@@ -27,10 +27,8 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from _blocks import Shape, random_names, records_of
-from _process import ServerProcess, busy_processes, environment, serving
-from _races import in_turns, of_pairs, took
-from _report import Row, Target, parser, progress, report
+from _report import Given, Result, Row, Target, in_turns, of_pairs, program, progress, took
+from _rig import ServerProcess, Shape, busy_processes, environment, random_names, records_of, serving
 
 from kvtier.connector import open_tiers
 from kvtier.tiers import ChainHash, KVTierError, Outcome
@@ -295,8 +293,8 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return {"median": median(seconds) * 1e6, "p99": float(np.percentile(seconds, 99)) * 1e6}
 
 
-def main() -> int:
-    given = parser(__doc__).parse_args()
+@program()
+def main(given: Given) -> Result:
     rounds, size = (300, "128MiB") if given.quick else (5_000, "512MiB")
     with (
         tempfile.TemporaryDirectory(prefix="kv-") as home,
@@ -311,8 +309,4 @@ def main() -> int:
         overhead.clients(path)
         overhead.copies()
         overhead.verified(home, size)
-    return report("service_overhead", overhead.rows, overhead.targets, given.json, given.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return overhead.rows, overhead.targets

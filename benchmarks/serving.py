@@ -23,10 +23,8 @@ from statistics import median
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from _loads import picture, random_tokens, scratch
-from _process import ServerProcess, free_port, kvtier
-from _races import of_pairs
-from _report import RESULTS, Row, parser, progress, report
+from _report import RESULTS, Given, Result, Row, of_pairs, program, progress
+from _rig import ServerProcess, free_port, kvtier, picture, random_tokens, scratch
 
 from kvtier.tiers import KVTierError
 
@@ -178,19 +176,15 @@ def measure(served: Sequence[ServedArm], load: OfferedLoad) -> None:
             served[place].round(prompts, load)
 
 
-def main() -> int:
-    args = parser(__doc__).parse_args()
+@program()
+def main(args: Given) -> Result:
     load = OfferedLoad(2, 8, 128, 16, 4, 8, 1) if args.quick else OfferedLoad(4, 16, 512, 32, 32, 24, 3)
-    try:
-        with ExitStack() as stack:
-            served = Rig(stack, Path(stack.enter_context(scratch("serving"))), load).arms()
-            measure(served, load)
-        rows = [arm.row(served[0]) for arm in served]
-        if any(rows[0][name] for name in TIERS.values()):
-            raise KVTierError("the arm without a cache had cached tokens: its figures are no reference")
-    except KVTierError as error:
-        print(f"serving: {error}", file=sys.stderr)
-        return 1
+    with ExitStack() as stack:
+        served = Rig(stack, Path(stack.enter_context(scratch("serving"))), load).arms()
+        measure(served, load)
+    rows = [arm.row(served[0]) for arm in served]
+    if any(rows[0][name] for name in TIERS.values()):
+        raise KVTierError("the arm without a cache had cached tokens: its figures are no reference")
     if args.save:
         with picture(RESULTS / "serving.png", 1, 3, figsize=(9.5, 2.8)) as (_, axes):
             for axis, column in zip(axes, ("requests/s", "TTFT p50 ms", "TTFT p99 ms"), strict=True):
@@ -198,8 +192,4 @@ def main() -> int:
                 axis.bar_label(bars, fmt="%.3g", fontsize=8)
                 axis.set_title(column, fontsize=10)
     setup = asdict(load) | {"L1 blocks": load.l1_blocks}
-    return report("serving", rows, [], args.json, args.save, setup)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows, [], setup

@@ -6,7 +6,6 @@ is changed on the disk, and a third one answers: who serves it? Answers have to 
 Runs in `.venv-sglang` (`.ci/beside-engine sglang`), on a CPU, with the stand-ins of tests/interop/sglang_on_cpu.py.
 """
 
-import sys
 import tempfile
 from collections.abc import Sequence
 from operator import eq
@@ -14,13 +13,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
-from _process import beside
+from _rig import beside
 
 beside("sglang")
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from _report import Row, Target, parser, progress, report  # noqa: E402
+from _report import Given, Result, Row, Target, program, progress  # noqa: E402
 from sglang_rig import PAGE_SIZE, Sglang, Slab, names_of, wait_until  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
@@ -143,8 +142,8 @@ def targets(rows: Sequence[Row], num_prompts: int) -> list[Target]:
     return [*found, *(Target(name, 1.1, measured) for name, measured in at_most.items())]
 
 
-def main() -> int:
-    chosen = parser(__doc__).parse_args()
+@program()
+def main(chosen: Given) -> Result:
     random = np.random.default_rng(0)
     num_prompts, length, layers = (2, 512, 2) if chosen.quick else (5, 1536, 8)
     prompts, warm_up = (random.integers(3, VOCAB, (count, length)).tolist() for count in (num_prompts, 2))
@@ -154,8 +153,4 @@ def main() -> int:
     if len({str(row.pop("texts")) for row in rows}) > 1:
         raise AssertionError("cold answers differ between storages: nothing here can be compared")
     setup: dict[str, object] = {"prompts": f"{num_prompts} of {length} tokens", "layers": layers, "page": PAGE_SIZE}
-    return report("sglang_files", rows, targets(rows, num_prompts), chosen.json, chosen.save, setup)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows, targets(rows, num_prompts), setup

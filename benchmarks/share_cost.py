@@ -7,7 +7,6 @@ records of vLLM do not depend on the option. A ratio is the median over interlea
 engine's own layout.
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -15,9 +14,8 @@ from typing import Final
 
 import numpy as np
 import torch
-from _blocks import ROOT, Shape, random_names
-from _races import in_turns, of_pairs, took
-from _report import Row, parser, progress, report
+from _report import Given, Result, Row, in_turns, of_pairs, program, progress, took
+from _rig import NO_PARENT, Shape, random_names
 
 from kvtier.connector.sglang import CutPageStore, PageStore
 from kvtier.connector.vllm import GroupLane, SlotPlan, engine_blocks
@@ -92,7 +90,7 @@ def sglang_store(num_pages: int, pieces: int) -> PageStore | CutPageStore:
         config = Config.load(host={"size": 2 * num_pages * size})
         tiers = open_hierarchy(config, bytes([piece, pieces]) * 16, Shape(TOKENS, size))
         tiers.host.region.wait_prefaulted()
-        stores.append(PageStore(tiers, EngineBlocks(parts, size), ROOT, config.cache))
+        stores.append(PageStore(tiers, EngineBlocks(parts, size), NO_PARENT, config.cache))
     return stores[0] if pieces == 1 else CutPageStore(stores)
 
 
@@ -119,12 +117,8 @@ def sglang_rows(num_pages: int, rounds: int) -> list[Row]:
     return rows
 
 
-def main() -> int:
-    chosen = parser(__doc__).parse_args()
+@program()
+def main(chosen: Given) -> Result:
     num_blocks, rounds = (16, 3) if chosen.quick else (128, 21)
     rows = [*vllm_rows(num_blocks, rounds), *sglang_rows(num_blocks // 2, rounds)]
-    return report("share_cost", rows, [], chosen.json, chosen.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows

@@ -7,7 +7,6 @@ exactly the same, so what a piece takes more is another program's. Steps are in 
 """
 
 import json
-import sys
 import tempfile
 import time
 from functools import partial
@@ -16,8 +15,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 from _eviction_traces import PRODUCTION, made_up, production_trace
-from _races import took
-from _report import Row, parser, progress, report
+from _report import Given, Result, Row, program, progress, took
 
 from kvtier.service import simulation
 from kvtier.service.simulation import Capacity, SimulatedRun, SimulatedTiers, TraceReplay, optimum_of
@@ -103,8 +101,8 @@ def measure(path: Path, size: int, rounds: int) -> list[Row]:
     return rows
 
 
-def main() -> int:
-    chosen = parser(__doc__).parse_args()
+@program()
+def main(chosen: Given) -> Result:
     limit, size, rounds = (300, 64, 1) if chosen.quick else (REQUESTS, 1024, ROUNDS)
     trace = production_trace(limit)
     with tempfile.TemporaryDirectory() as directory:
@@ -113,8 +111,4 @@ def main() -> int:
         rows = measure(path, size, rounds)
     name = MADE_UP if trace is None else PRODUCTION
     setup = {"trace": name, "requests": limit, "L2, blocks": size, "slab, times L2": SLAB, "rounds": rounds}
-    return report("simulate_speed", rows, [], chosen.json, chosen.save, setup)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows, [], setup

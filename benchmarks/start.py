@@ -8,9 +8,8 @@ from functools import partial
 from statistics import median
 from typing import Final
 
-from _process import kvtier
-from _races import in_turns
-from _report import parser, progress, report
+from _report import Given, Result, in_turns, program, progress
+from _rig import kvtier
 
 VERBS: Final = ("", "status ", "cluster up ")
 STARTS: Final = {"python -c pass": ["-c", "pass"], "import kvtier": ["-c", "import kvtier"]} | {
@@ -26,15 +25,11 @@ def cpu_seconds(arguments: list[str]) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def main() -> int:
-    options = parser(__doc__).parse_args()
+@program()
+def main(options: Given) -> Result:
     rounds = 3 if options.quick else 15
     progress(f"{rounds} rounds")
     turns = {name: partial(cpu_seconds, arguments) for name, arguments in STARTS.items()}
     took = in_turns(turns, rounds, warm_up=1)  # it fills the page cache
     rows = [{"start": name, "CPU s": median(each), "best": min(each)} for name, each in took.items()]
-    return report("start", rows, [], options.json, options.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows

@@ -9,7 +9,6 @@ Of the prompt, 16,384 tokens in blocks of 16, the scheduler's part alone is meas
 its step starts (`plan`), and what it does when the worker has reported the copies (`seal`).
 """
 
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,9 +19,8 @@ from statistics import median
 from typing import Final
 
 import torch
-from _blocks import AskedRequest
-from _races import PYTHON, form, is_built
-from _report import Row, parser, progress, report
+from _report import PYTHON, Given, Result, Row, form, is_built, program, progress
+from _rig import AskedRequest
 
 from kvtier.connector import LocalConnector
 from kvtier.tiers.config import Config
@@ -129,8 +127,8 @@ def plan_prompt(num_prompts: int, way: str) -> tuple[float, float]:
     return median(plans[2:]), median(seals[2:])
 
 
-def main() -> int:
-    given = parser(__doc__).parse_args()
+@program()
+def main(given: Given) -> Result:
     num_steps, num_prompts = (20, 5) if given.quick else (200, 40)
     rows: list[Row] = []
     for (setting, (admit_after, writes_back)), num_sequences, name in product(SETTINGS.items(), SEQUENCES, WAYS):
@@ -142,8 +140,4 @@ def main() -> int:
         progress(f"a prompt of {PROMPT} blocks{name}")
         plan, seal = plan_prompt(num_prompts, way)
         rows.append({"setting": f"L2, a prompt of {PROMPT} blocks{name}", "plan, CPU ms": plan, "seal, CPU ms": seal})
-    return report("step_stores", rows, [], given.json, given.save)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows

@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from _loads import random_tokens, scratch
-from _process import ServerProcess, forked, free_port, kvtier
-from _races import of_pairs
-from _report import Row, Target, parser, progress, report
+from _report import Given, Result, Row, Target, of_pairs, program, progress
+from _rig import ServerProcess, forked, free_port, kvtier, random_tokens, scratch
 
 from kvtier.tiers import tracing
 
@@ -92,8 +90,8 @@ def spans_alone(url: str, count: int, requests: int) -> float:
     return (time.process_time() - began) / requests
 
 
-def main() -> int:
-    args = parser(__doc__).parse_args()
+@program()
+def main(args: Given) -> Result:
     num_pairs = 6 if args.quick else 300
     times: dict[int, list[float]] = {0: [], 1: []}
     with ExitStack() as stack:
@@ -132,8 +130,4 @@ def main() -> int:
         Target("time of a request with a trace that is recorded, of one without", 1.01, of_pairs(times[1], times[0])),
         Target("CPU time of a request's spans, of the request's", 0.01, alone / cpu),
     ]
-    return report("tracing_cost", rows, targets, args.json, args.save, {"pairs": num_pairs})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows, targets, {"pairs": num_pairs}

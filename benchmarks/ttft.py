@@ -7,16 +7,14 @@ of the whole process, threads included, over interleaved pairs of the same fresh
 """
 
 import statistics
-import sys
 import time
 from collections import defaultdict
 from statistics import median
 
 import numpy as np
 import torch
-from _loads import leave_only, over_slab, random_tokens, scratch
-from _races import of_pairs
-from _report import Row, Target, parser, progress, report
+from _report import Given, Result, Row, Target, of_pairs, program, progress
+from _rig import leave_only, over_slab, random_tokens, scratch
 
 from kvtier.engine import EngineConfig, Model, SamplingParams
 from kvtier.engine.demo import BLOCK_SIZE, DemoEngine, demo_model
@@ -65,8 +63,9 @@ def overhead_pairs(desk: DemoEngine, rng: np.random.Generator, num_pairs: int) -
     return ratios
 
 
-def main() -> int:
-    args = parser(__doc__).parse_args()
+@program()
+@torch.no_grad()
+def main(args: Given) -> Result:
     lengths, rounds, num_pairs = ((1024,), 1, 2) if args.quick else (LENGTHS, ROUNDS, PAIRS)
     rng = np.random.default_rng(1)
     times: dict[int, dict[str, list[float]]] = {length: defaultdict(list) for length in lengths}
@@ -92,9 +91,4 @@ def main() -> int:
     mean, half = statistics.mean(ratios), 1.96 * statistics.stdev(ratios) / len(ratios) ** 0.5
     rows.append({"never-hit CPU with / without": mean, "95 % interval ±": half, "pairs": len(ratios)})
     targets = [Target("never-hit overhead: lower end of the 95 % interval", 1.02, mean - half)]
-    return report("ttft", rows, targets, as_json=args.json, save=args.save)
-
-
-if __name__ == "__main__":
-    torch.set_grad_enabled(False)
-    sys.exit(main())
+    return rows, targets

@@ -6,7 +6,7 @@ from pathlib import Path
 import _report
 import pytest
 from _goals import Target
-from _report import report
+from _report import Given, report
 from serving import OfferedLoad, ServedArm, TimedAnswer
 
 ROWS: list[dict[str, object]] = [
@@ -28,7 +28,7 @@ def test_json_is_one_object_and_what_is_saved(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_report, "RESULTS", tmp_path)
-    assert report("copy", ROWS, TARGETS, as_json=True, save=True) == 0
+    assert report(Given(name="copy", json=True, save=True), ROWS, TARGETS) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["benchmark"] == "copy"
     assert printed["results"] == ROWS
@@ -42,10 +42,10 @@ def test_json_is_one_object_and_what_is_saved(
 
 
 def test_the_setup_is_told_with_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    report("copy", ROWS, TARGETS, as_json=True, setup={"trace": "a.jsonl", "replicas": 4})
-    assert json.loads(capsys.readouterr().out)["setup"] == {"trace": "a.jsonl", "replicas": 4}
-    report("copy", ROWS, TARGETS, as_json=False, setup={"trace": "a.jsonl", "replicas": 4})
-    assert "trace a.jsonl" in capsys.readouterr().out
+    for as_json in (True, False):
+        report(Given(name="copy", json=as_json, save=False), ROWS, TARGETS, {"trace": "a.jsonl", "replicas": 4})
+        told = capsys.readouterr().out
+        assert json.loads(told)["setup"] == {"trace": "a.jsonl", "replicas": 4} if as_json else "trace a.jsonl" in told
 
 
 def test_a_load_is_told_by_ratios_within_a_round() -> None:

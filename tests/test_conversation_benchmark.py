@@ -1,9 +1,7 @@
-"""Stories of benchmarks/engine_conversations.py: what counts as level, what a missing way leaves, bad arguments."""
-
-import sys
+"""Stories of benchmarks/engine_conversations.py: what counts as level, what a missing way leaves."""
 
 import pytest
-from engine_conversations import ARMS, COLUMNS, PHASES, Found, RunFigures, options, rows_of, targets_of
+from engine_conversations import ARMS, COLUMNS, PHASES, Found, RunFigures, rows_of, targets_of
 
 
 def figures(**changed: float) -> RunFigures:
@@ -28,17 +26,3 @@ def test_a_way_that_could_not_run_has_a_row_with_the_reason() -> None:
     rows = rows_of(found, {"lmcache": ["it could not be installed: no network"]})
     assert rows[-1] == {"way": "lmcache", "not run": "it could not be installed: no network"}
     assert not [row for row in rows if row.get("over") == "lmcache"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "fix"),
-    [(["--ways", "kvtier,nobody"], "'nobody': give some of none, native"), (["--repetitions", "0"], "give 1 or more")],
-)
-def test_bad_arguments_name_the_fix(
-    arguments: list[str], fix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["engine_conversations.py", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        options()
-    assert ended.value.code == 2
-    assert fix in capsys.readouterr().err

@@ -1,8 +1,7 @@
-"""Stories of benchmarks/partial_blocks.py: what of a prompt counts as held, and which block size wins."""
+"""Stories of benchmarks/partial_blocks.py: what of a prompt counts as held."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import partial_blocks
 import pytest
@@ -17,7 +16,7 @@ from _prefix_reuse import (
     replay,
     trace_exchanges,
 )
-from partial_blocks import BLOCK_SIZES, winner
+from partial_blocks import BLOCK_SIZES
 
 
 def said(prompt: list[int], answer: int = 1) -> Exchange:
@@ -99,21 +98,6 @@ def test_chats_are_the_same_every_time() -> None:
     for block_size in BLOCK_SIZES:
         off, on, tails = (replay(made, block_size, reuse) for reuse in PrefixReuse)
         assert off.cached_tokens <= on.cached_tokens <= on.ideal_tokens <= tails.ideal_tokens
-
-
-def rows_of(computed: dict[int, float], copied: dict[int, float]) -> list[dict[str, Any]]:
-    return [
-        {"workload": "chat", "block": size, "partial": "on", "computed a request": computed[size],
-         "tokens copied a request": copied[size], "copies a request": 1.0, "names hashed": 1, "index MB": 1.0}
-        for size in BLOCK_SIZES
-    ]  # fmt: skip
-
-
-def test_the_largest_block_size_without_a_price_wins() -> None:
-    even = dict.fromkeys(BLOCK_SIZES, 100.0)
-    assert winner(rows_of(even, even), PrefixReuse.PARTIAL)[0] == 256
-    assert winner(rows_of(even | {256: 103.0}, even), PrefixReuse.PARTIAL)[0] == 128
-    assert winner(rows_of(even, even | {128: 111.0, 256: 125.0}), PrefixReuse.PARTIAL)[0] == 64
 
 
 @pytest.mark.exhaustive  # its parts are shown above

@@ -19,7 +19,6 @@ MEASURED = PieceCosts(
     change_us=0.2,
     decision_us={1: 100, 11: 200},
     follower_descriptors=10,
-    follower_threads=3,
     follower_kib=1024,
     follower_idle_us=100,
     forward_us=1000,
@@ -41,24 +40,14 @@ def test_events_are_what_comes_and_what_it_drives_out(fleet: PaperFleet) -> None
     # 4,000 tokens come and 4,000 go: 500 blocks of 16 a request, 1,000 a second at two requests
     assert fleet.changes(1) == 1000
     assert fleet.changes(3, 64) == 750
-    one = next(fleet.events())
-    assert one["changes/s"] == 1000
-    assert one["MB/s on the wire"] == 0.04
-    assert one["cores of a publisher"] == 0.01
-    assert one["cores of a reader"] == pytest.approx(0.004 + 2 * 100e-6)  # and its two publishers, when silent
-    assert (one["descriptors"], one["threads"]) == (20, 6)
+    assert fleet.event_cores(1) == pytest.approx(0.004 + 2 * 100e-6)  # and its two publishers, when silent
 
 
 def test_a_decision_costs_what_was_measured_at_so_many_replicas(fleet: PaperFleet) -> None:
     assert [MEASURED.decision(n) for n in (1, 6, 11, 21)] == [100, 150, 200, 300]
     # forwarded, decided on, and a hundred pieces
     assert fleet.request_cores(1) == pytest.approx(2 * (1000 + 100 + 100 * 50) / 1e6)
-    assert fleet.routers(1) == 1
-    # 100 nodes: 200 requests of 1,000 + 1,090 + 5,000 us, by routers that each read events for 0.42 of a core
-    assert fleet.event_cores(100) == pytest.approx(0.42)
-    assert fleet.request_cores(100) == pytest.approx(1.418)
-    assert fleet.routers(100) == 3
-    assert fleet.routers(1000) is None  # events alone fill a core: another router would read them as well
+    assert fleet.request_cores(100) == pytest.approx(1.418)  # 200 requests of 1,000 + 1,090 + 5,000 us
 
 
 def test_redis_needs_servers_for_bytes_or_for_room(fleet: PaperFleet) -> None:
@@ -91,7 +80,7 @@ def test_the_short_form_measures_every_piece_and_every_size(tmp_path: Path) -> N
     assert ended.returncode == 0
     document: dict[str, Any] = json.loads(ended.stdout)
     rows = document["results"]
-    for part in ("events", "index", "decisions", "redis", "objects"):
+    for part in ("redis", "objects"):
         assert {row["nodes"] for row in rows if row["part"] == part} == set(NODES)
     pieces = {row["piece"]: row["measured"] for row in rows if row["part"] == "a piece costs"}
     assert all(value > 0 for value in pieces.values()), pieces

@@ -12,7 +12,6 @@ from .operators import explain_request as explain_request
 from .operators import held_open as held_open
 from .operators import hold_open as hold_open
 from .operators import release_hold as release_hold
-from .peer_server import PeerFeeds as PeerFeeds
 from .peer_server import PeerServer as PeerServer
 from .served_tiers import MAX_QUOTAS as MAX_QUOTAS
 from .served_tiers import Quota as Quota

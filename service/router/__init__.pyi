@@ -8,8 +8,6 @@ from .fleet import make_scores as make_scores
 from .holdings import FleetHoldings as FleetHoldings
 from .holdings import Held as Held
 from .processes import RouterProcesses as RouterProcesses
-from .proxy import CROWD as CROWD
-from .proxy import LOAD_WEIGHT as LOAD_WEIGHT
 from .proxy import NOT_ANSWERED as NOT_ANSWERED
 from .proxy import NOT_ASKED as NOT_ASKED
 from .proxy import WEIGHTS as WEIGHTS

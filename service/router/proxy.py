@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # The share of a block's compute that is saved if a tier holds it; benchmarks/ttft.py measures the cost of loading.
 WEIGHTS: Final[Mapping[str, float]] = MappingProxyType({kind.medium: kind.weight for kind in TIERS.values()})
-# Both are tuned by benchmarks/routing.py. A request that waits behind other work loses that time only. A second copy
+# Both were tuned with benchmarks/routing.py. A request that waits behind other work loses that time only. A second copy
 # of a prefix costs compute, and room for its blocks. So waiting work weighs less than work to do.
 LOAD_WEIGHT: Final = 0.1  # weight of a block of waiting work; a block to compute weighs 1
 CROWD: Final = 16.0  # extra requests that a replica may have; each time as many again weigh a whole prompt

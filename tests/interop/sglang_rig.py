@@ -69,9 +69,6 @@ _MISSING: Final[dict[str, dict[str, Any]]] = {
 _ERROR: Final = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
 
 
-popen: Any = subprocess.Popen  # how an engine's process is started
-
-
 class Died(AssertionError):
     """The engine ended, or did not answer in time; its log is in the message."""
 
@@ -112,7 +109,7 @@ class Sglang:
         }
         asked = {name: value for name, value in asked.items() if value is not None}
         with self._log.open("w") as log:
-            self._process = popen(
+            self._process = subprocess.Popen(
                 [sys.executable, str(CHILD), json.dumps(asked)],
                 env={**os.environ, **variables(model), **(environment or {})},
                 stdin=subprocess.PIPE,

@@ -116,11 +116,6 @@ class Browser:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
-    def picture(self) -> str:
-        """The whole page as a PNG, in base 64."""
-        asked = {"format": "png", "captureBeyondViewport": True}
-        return str(self.driver.execute_cdp_cmd("Page.captureScreenshot", asked)["data"])
-
 
 @contextmanager
 def browser() -> Iterator[Browser]:

@@ -24,7 +24,7 @@ def copy_pieces(const int64_t[:] targets, const int64_t[:] sources, const int64_
             memcpy(<void *> targets[i], <const void *> sources[i], <size_t> lengths[i])
 
 
-_GIL_BYTES = 256 << 10  # chosen by benchmarks/copy_bandwidth.py: a thread beside it may keep the GIL for 5 ms
+_GIL_BYTES = 256 << 10  # by measurement: a thread beside it may keep the GIL for 5 ms
 
 
 def copy_blocks(

@@ -32,4 +32,4 @@ from kvtier.tiers.naming.key_schemes import (
     dynamo_sequence_hashes,
     sglang_hashes,
 )
-from kvtier.tiers.naming.kv_probe import PROBE_BYTES, TOLERANCES, KVProbe
+from kvtier.tiers.naming.kv_probe import PROBE_BYTES, KVProbe

@@ -13,8 +13,8 @@ KEY_BYTES: Final = 16
 class BlockTags:
     """Tags under one key. Not thread-safe: it has one state, used for one block after the other. A `BlockMac`.
 
-    A tag costs little beside a block's transfer: some 30 GB/s a core, where Poly1305 has 6 and HMAC-SHA256 1.5
-    (`benchmarks/peers_bandwidth.py` prints them). The GIL is released meanwhile.
+    A tag costs little beside a block's transfer: some 30 GB/s a core, where Poly1305 has 6 and HMAC-SHA256 1.5. The GIL
+    is released meanwhile.
     """
 
     def __init__(self, key: bytes) -> None:
