@@ -32,6 +32,22 @@ def test_version() -> None:
     assert (ended.returncode, ended.stdout) == (Exit.OK, f"kvtier {package.__version__}\n")
 
 
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active"), ({"GOMP_SPINCOUNT": "9"}, None)],
+)
+def test_threads_of_torch_sleep_while_they_wait(
+    given: dict[str, str], policy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that spin made an engine beside busy processes a hundred times slower."""
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert run(monkeypatch, "--version") == Exit.OK
+    assert os.environ.get("OMP_WAIT_POLICY") == policy
+
+
 def test_config_as_json(tmp_path: Path) -> None:
     path = tmp_path / "kvtier.toml"
     path.write_text('[host]\nsize = "2GiB"\n')
