@@ -4,7 +4,8 @@ The pieces are measured here: a publisher and a consumer of KV events in two pro
 decisions at so many replicas, a publisher that is followed. What a request moves comes from the simulator: the
 production trace goes through the pools and extents of one node that has four nodes' memory, as four nodes serve it.
 Other figures are those saved by `router_overhead.py` (forwarding) and `redis_bandwidth.py` (one server). The rest is
-arithmetic over assumptions, each of which is an option.
+arithmetic over assumptions, each of which is an option. Objects are as large as kvtier writes them (`BATCH_BYTES`). A
+read is a GET of the object's table and one of its blocks; each lookup ends with a GET that finds nothing.
 
 Every node serves the same requests, and what a request moves is the same at every size: the router keeps conversations
 where their blocks are (`benchmarks/routing.py` measured how well). So all but a decision grows in proportion.
@@ -40,10 +41,13 @@ from kvtier.service.events import BlockRemoved, BlockStored, EventConsumer, Pref
 from kvtier.service.router import decide, make_scores, weights_by_tier
 from kvtier.service.simulation import Capacity, SimulatedTiers, TraceReplay
 from kvtier.service.traces import RequestTrace
-from kvtier.tiers import TIERS, KVTierError
-from kvtier.tiers.config import EventsConfig
+from kvtier.tiers import BATCH_BYTES, TIERS, KVTierError
+from kvtier.tiers.config import EventsConfig, PeersConfig
 from kvtier.tiers.hierarchy import Event, Removed, Stored
 from kvtier.tiers.naming import TokenChain, root_hash, token_array
+from kvtier.tiers.objects.store import LOOKED_AT
+from kvtier.tiers.peers.following import KEY_BYTES, AnnouncedNames, NamesRoom
+from kvtier.tiers.peers.peer import MAX_PEERS
 
 BLOCK_SIZE: Final = 16  # tokens
 CHAIN: Final = 512  # blocks of a prompt whose blocks are stored and removed: 8,192 tokens
@@ -56,8 +60,7 @@ CHAINS: Final = 200  # of 512 blocks, whose events are measured
 FOLLOWED: Final = 50
 QUICK: Final = 200  # requests
 FOREVER: Final = 1e12  # seconds
-LARGE: Final = 64 << 20  # bytes of a large object
-FOR_PEOPLE: Final = {"events": "KV events", "index": "index", "decisions": "decisions", "redis": "Redis"}
+FOR_PEOPLE: Final = {"events": "KV events", "redis": "Redis"}
 GIB: Final = 1 << 30
 GB: Final = 1e9
 DAY: Final = 86_400.0  # seconds
@@ -242,6 +245,36 @@ def measure_follow(number: int, seconds: float) -> FollowCost:
             return spawned(follow, address, number, seconds)
 
 
+class PeerCost(NamedTuple):
+    """Of a block that another node has, as a daemon knows it by events."""
+
+    name_bytes: float
+    name_us: float  # CPU, for each that comes or goes, beside reading the event
+    lookup_us: float  # of a lookup of `CHAIN` blocks, for each node that has none of them
+
+
+def measure_peers(num_blocks: int) -> PeerCost:
+    """Names of one other node come, and half of them go again. Run it `spawned`: memory is the process's."""
+    draw = np.random.default_rng(11)
+    runs = [draw.bytes(KEY_BYTES * CHAIN) for _ in range(-(-num_blocks // CHAIN))]
+    before, names = resident_bytes(), AnnouncedNames(NamesRoom(num_blocks + CHAIN))
+    began = time.thread_time()
+    for run in runs:
+        names.store([run[at : at + KEY_BYTES] for at in range(0, len(run), KEY_BYTES)])
+    took, used = time.thread_time() - began, resident_bytes() - before
+    began = time.thread_time()
+    for run in runs[::2]:
+        names.remove([run[at : at + KEY_BYTES] for at in range(0, len(run), KEY_BYTES)])
+    took += time.thread_time() - began
+    absent, began = [draw.bytes(32) for _ in range(CHAIN)], time.thread_time()
+    for _ in range(1000):
+        assert names.leading(absent) == 0
+    lookup_us = (time.thread_time() - began) * 1e3
+    names.check()
+    num_names = CHAIN * len(runs)
+    return PeerCost(used / num_names, took / (1.5 * num_names) * 1e6, lookup_us)
+
+
 def _in_use() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), resident_bytes()
 
@@ -265,6 +298,7 @@ class Assumptions:
     router_gib: float = 64.0
     max_descriptors: int = 65_536
     max_blocks: int = 4_000_000  # `[router] max_blocks`
+    peer_blocks: int = PeersConfig().max_blocks  # `[peers] max_blocks`
     loop_ms: float = 10.0  # that one decision may hold up all other requests
     streamed: float = 1.0  # share of the answers that come token by token
     put_price: float = 0.005  # of 1,000 requests that write an object
@@ -324,6 +358,9 @@ class PieceCosts:
     piece_us: float  # of a piece of a stream
     redis_set_gb: float  # a second, of one server
     redis_get_gb: float
+    peer_name_bytes: float
+    peer_name_us: float
+    peer_lookup_us: float
 
     def decision(self, replicas: float) -> float:
         """Microseconds: a straight line between two sizes that were measured, and on from the last two."""
@@ -351,6 +388,24 @@ class PaperFleet:
         """Cores of one process that reads all of them, and follows two publishers a node."""
         applied = self.changes(nodes, block_tokens) * self.measured.consumer_us / 1e6
         return applied + 2 * nodes * self.measured.follower_idle_us / 1e6
+
+    # other nodes' memory: every daemon follows every other
+
+    def peer_names(self, nodes: float, block_tokens: int | None = None) -> float:
+        """Names of other nodes' L2 that a daemon knows."""
+        return (
+            (nodes - 1)
+            * self.assumed.l2_gib
+            * GIB
+            / (self.assumed.token_bytes * (block_tokens or self.assumed.block_tokens))
+        )
+
+    def peer_cores(self, nodes: float, block_tokens: int | None = None) -> float:
+        """Cores of one daemon that reads what all others announce, and looks each prompt up at all of them."""
+        blocks = 2 * self.usual.l2_stored / (block_tokens or self.assumed.block_tokens)
+        read_us = self.measured.consumer_us - self.measured.change_us + self.measured.peer_name_us
+        each = self.assumed.rate * (blocks * read_us + self.measured.peer_lookup_us) + self.measured.follower_idle_us
+        return (nodes - 1) * each / 1e6
 
     # the index
 
@@ -396,9 +451,12 @@ class PaperFleet:
     # an object store
 
     def object_rates(self, nodes: float, admit_after: int, object_bytes: float) -> tuple[float, float]:
-        """Objects a second written and read; what is read is read whole."""
+        """PUTs and GETs a second: objects are read whole, their tables first; each lookup ends with a GET in vain.
+
+        Every node reads the bucket's epoch from time to time.
+        """
         moved, each = self.moved[admit_after], nodes * self.assumed.rate * self.assumed.token_bytes / object_bytes
-        return each * moved.slab_stored, each * moved.cold_read
+        return each * moved.slab_stored, 2 * each * moved.cold_read + nodes * (self.assumed.rate + 1 / LOOKED_AT)
 
     def objects(self, sizes: Mapping[str, float]) -> Iterator[Row]:
         for admit_after, (name, size), nodes in product(sorted(self.moved), sizes.items(), NODES):
@@ -436,11 +494,20 @@ class PaperFleet:
             ("events", "one reader's core, events alone", self.event_cores),
             ("events", wider, lambda n: self.event_cores(n, wide)),
             ("events", f"{descriptors:,} descriptors", lambda n: 2 * n * measured.follower_descriptors / descriptors),
+            ("peers", f"{MAX_PEERS} other nodes a daemon follows", lambda n: (n - 1) / MAX_PEERS),
+            (
+                "peers",
+                f"`max_blocks` of {assumed.peer_blocks / 1e6:g} M",
+                lambda n: self.peer_names(n) / assumed.peer_blocks,
+            ),
+            ("peers", wider, lambda n: self.peer_names(n, wide) / assumed.peer_blocks),
+            ("peers", "a tenth of a core of each daemon", lambda n: 10 * self.peer_cores(n)),
+            ("peers", wider, lambda n: 10 * self.peer_cores(n, wide)),
             ("redis", "one server's bytes", lambda n: self.shards_for_bytes(n, first)),
             ("redis", later, lambda n: self.shards_for_bytes(n, second)),
             ("redis", f"{assumed.shard_gib:g} GiB of one server", self.shards_for_room),
             ("objects", "PUT/s of one prefix, an object a block", puts(block, first)),
-            ("objects", "the same, large objects", puts(large, first)),
+            ("objects", f"the same, objects of {large / (1 << 20):g} MiB, as kvtier writes them", puts(large, first)),
             ("objects", later, puts(large, second)),
         ]
         return [Limit(*each) for each in found]
@@ -525,7 +592,11 @@ def measured(chosen: Given, prompt_tokens: float) -> PieceCosts:
     set_gb, get_gb = (_saved("redis_bandwidth", "redis-benchmark GB/s", verb=v, **server) for v in ("SET", "GET"))
     bytes_a_block, change_us = (max(each[i] for each in indexes) for i in (1, 2))
     decisions = {each.replicas: each.decision_us for each in indexes}
-    return PieceCosts(*events, bytes_a_block, change_us, decisions, *follow, 1e3 * forward, piece, set_gb, get_gb)
+    progress("names of other nodes' blocks")
+    peers = spawned(measure_peers, 10_000 if quick else 1_000_000)
+    return PieceCosts(
+        *events, bytes_a_block, change_us, decisions, *follow, 1e3 * forward, piece, set_gb, get_gb, *peers
+    )
 
 
 def _saved(name: str, column: str, **where: object) -> float:
@@ -595,7 +666,8 @@ def main(chosen: Given) -> Result:
     assumed = assumptions(chosen, trace)
     each = [moved(trace, assumed, admit_after) for admit_after in (1, 2)]
     fleet = PaperFleet(assumed, measured(chosen, each[0].prompt), each)
-    sizes = {f"a block, {assumed.block_bytes >> 20} MiB": float(assumed.block_bytes), "64 MiB": float(LARGE)}
+    sizes = {f"a block, {assumed.block_bytes >> 20} MiB": float(assumed.block_bytes)}
+    sizes[f"{BATCH_BYTES >> 20} MiB, as written"] = float(BATCH_BYTES)
     limits = fleet.limits(sizes)
     if chosen.save:
         plot(limits, RESULTS / "scale.png")

@@ -25,6 +25,9 @@ MEASURED = PieceCosts(
     piece_us=50,
     redis_set_gb=2.0,
     redis_get_gb=4.0,
+    peer_name_bytes=100,
+    peer_name_us=0.2,
+    peer_lookup_us=50,
 )
 MOVED = RequestMoves(1, 1600, 100, l1_stored=1600, l2_stored=1600, slab_stored=800, slab_read=80, cold_read=16,
               redis_stored=1000, redis_read=100)  # fmt: skip
@@ -59,6 +62,19 @@ def test_redis_needs_servers_for_bytes_or_for_room(fleet: PaperFleet) -> None:
     rows = [row for row in fleet.redis() if row["nodes"] == 10]
     assert [row["shards"] for row in rows] == [12, 10]  # by bytes; fewer are stored, so by room
     assert rows[1]["$ a month"] == 10 * (30 + 64 * 3)
+
+
+def test_a_daemon_follows_all_others(fleet: PaperFleet) -> None:
+    assert fleet.peer_names(1) == fleet.peer_cores(1) == 0
+    assert fleet.peer_names(3) == 2 * (2 << 30) / (16 << 20)
+    # two requests a second of each other node: 200 changes of 4 us each and a lookup; and a publisher that is silent
+    assert fleet.peer_cores(3) == pytest.approx(2 * (2 * (200 * 4 + 50) + 100) / 1e6)
+
+
+def test_objects_are_put_once_and_got_twice_and_each_lookup_ends_in_vain(fleet: PaperFleet) -> None:
+    puts, gets = fleet.object_rates(10, 1, 16 << 20)
+    assert puts == 10 * 2 * 800 / 16
+    assert gets == 2 * 10 * 2 * 16 / 16 + 10 * (2 + 0.1)
 
 
 def test_a_limit_is_the_largest_fleet_within_it(fleet: PaperFleet) -> None:
