@@ -41,7 +41,7 @@ class BlockChain(Protocol):
 
 
 class NamedByTokens(Protocol):
-    """A chain that can tell whether equal tokens mean equal KV, such as a `TokenChain`."""
+    """A chain that knows whether equal tokens mean equal KV, such as a `TokenChain`."""
 
     @property
     def hashes(self) -> Sequence[ChainHash]:
@@ -323,7 +323,7 @@ class ConnectedRequest:
 
     @property
     def missed(self) -> Causes:
-        """Why blocks of it were in no tier, as far as this process can tell: (cause, tier) → blocks."""
+        """Why blocks of it were in no tier, as far as this process knows: (cause, tier) → blocks."""
         if self.causes is not None or self.found is None or not self.found.miss:
             return self.causes or {}
         return {(str(Outcome.ABSENT), ""): self.found.miss}

@@ -30,7 +30,7 @@ def checksum_of(num_bytes: int) -> Callable[[memoryview], int]:
 
 
 def hash_without_the_gil() -> None:
-    """Let `checksum_of` release the GIL for large payloads: for a process whose other threads answer somebody."""
+    """Let `checksum_of` release the GIL for large payloads: for a process whose other threads answer requests."""
     _Hashing.lets_go = True
 
 

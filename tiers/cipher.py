@@ -86,12 +86,12 @@ def _parse(content: bytes) -> bytes | None:
 
 
 def key_id(key: bytes) -> bytes:
-    """16 bytes that tell one key from another and tell nobody the key."""
+    """16 bytes that differ from key to key and reveal nothing of it."""
     return blake2b(key=key, person=_KEY_ID, digest_size=16).digest()
 
 
 def derive(key: bytes, context: bytes) -> bytes:
-    """The key of 32 bytes that `context` has under `key`: other contexts' keys tell nothing of it."""
+    """The key of 32 bytes that `context` has under `key`: other contexts' keys reveal nothing of it."""
     return blake2b(context, key=key, person=_CONTEXT, digest_size=KEY_BYTES).digest()
 
 
@@ -187,7 +187,7 @@ class NameCipher:
         self._cipher = Cipher(algorithms.AES(derive(key, context)), modes.ECB())
 
     def hide(self, names: bytes) -> bytes:
-        """Names in a row, a multiple of 16 bytes, as nobody without the key can read them."""
+        """Names in a row, a multiple of 16 bytes, unreadable without the key."""
         return self._cipher.encryptor().update(names)
 
     def show(self, hidden: bytes) -> bytes:

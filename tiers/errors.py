@@ -7,7 +7,7 @@ KVTierError
 │   └── KVMismatch       … or to one of the same weights that computes other KV
 ├── StoreLocked          another process owns the store (names its pid)
 ├── TierUnavailable      a tier could not be opened or reached
-├── RequestError         a request cannot be served as asked
+├── RequestError         a request cannot be served
 └── MissingPackages      what an extra brings is not installed (names the packages)
 """
 
@@ -41,7 +41,7 @@ class TierUnavailable(KVTierError):
 
 
 class RequestError(KVTierError, ValueError):
-    """A request cannot be served as asked. The engine goes on serving the others."""
+    """A request cannot be served. The engine goes on serving the others."""
 
 
 class MissingPackages(KVTierError, ImportError):

@@ -1,4 +1,4 @@
-"""Fp8Codec: a block's numbers as float8 e4m3 with a scale for each few of them. Lossy: only for who asked for it.
+"""Fp8Codec: a block's numbers as float8 e4m3 with a scale for each few of them. Lossy: only if it is configured.
 
 A number keeps its sign, 4 bits of exponent and 3 of mantissa (OCP 8-bit floating point, E4M3). The scale of a group is
 the least power of two that brings its largest number within range. So it costs a byte, nothing but mantissas is
@@ -50,7 +50,7 @@ class Fp8Loops(Protocol):
     def unpack(
         self, codes: NDArray[np.uint8], scales: NDArray[np.uint8], numbers: NDArray[np.generic], group: int, kind: int
     ) -> bool:
-        """False for a code or a scale that nobody packs."""
+        """False for a code or a scale that no packer makes."""
 
 
 class Fp8Codec:
@@ -72,8 +72,8 @@ class Fp8Codec:
     @classmethod
     def of(cls, form: str, num_bytes: int, loops: Fp8Loops | None = None) -> Self:
         """The codec that `fp8_form` names. FormatError for another form, or one that does not fit the block."""
-        name, _, told = form.partition("/")
-        dtype, _, group = told.partition("/")
+        name, _, rest = form.partition("/")
+        dtype, _, group = rest.partition("/")
         if name != _NAME or not group.isdecimal() or len(group) > 3:
             raise FormatError(f"lossy form {form!r:.60}: not known here; run one kvtier everywhere")
         return cls(dtype, int(group), num_bytes, loops)

@@ -151,7 +151,7 @@ def pack(numbers, uint8_t[::1] codes, uint8_t[::1] scales, Py_ssize_t group, int
 
 
 def unpack(const uint8_t[::1] codes, const uint8_t[::1] scales, numbers, Py_ssize_t group, int kind):
-    """False for a code or a scale that nobody packs. ValueError for arrays that do not belong together."""
+    """False for a code or a scale that no packer makes. ValueError for arrays that do not belong together."""
     cdef uint8_t[::1] taken = numbers.view("u1")
     cdef bint is_whole = True
     required(taken.shape[0], codes.shape[0], scales.shape[0], group, kind)

@@ -56,7 +56,7 @@ _ROWS: Final = (
 )
 
 TIERS: Final[dict[str, TierKind]] = {row.name: row for row in _ROWS}
-"""Every tier by name, nearest to the engine first. Who reads it, reads it when it is asked, not when it is imported."""
+"""Every tier by name, nearest to the engine first. Read it at use, not at import."""
 
 
 def lookup_results() -> tuple[str, ...]:
@@ -70,7 +70,7 @@ def lower_tiers() -> list[TierKind]:
 
 
 def tier_captions() -> list[dict[str, str | bool]]:
-    """What a status tells the live page of the tiers, nearest first: the page knows none by itself."""
+    """What a status says to the live page about the tiers, nearest first: the page knows none by itself."""
     return [
         {
             "name": kind.name,

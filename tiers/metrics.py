@@ -90,7 +90,7 @@ class Metrics:
         self._lock = self.losses.lock  # of counters and histograms, too
         self._registry = registry = CollectorRegistry()
         self._families: list[Series] = []
-        self._lookup = self._counter("kvtier_lookup_blocks", "Blocks asked for, by where they were found", "tier")
+        self._lookup = self._counter("kvtier_lookup_blocks", "Blocks looked up, by where they were found", "tier")
         self._miss = self._counter("kvtier_miss", "Blocks not served from the cache, by reason", "reason")
         self._absent = self._counter(
             "kvtier_absent_blocks",
@@ -406,7 +406,7 @@ def _fix_of(tier: str, reason: str) -> str | None:
             return "raise [file] size, or free some of its disk" if tier == "file" else f"give {tier} more room"
         case Outcome.TIMEOUT:
             return f"raise [{'service' if tier == L2 else tier}] deadline"
-    return None  # a quota and an admission are somebody's will; a breaker that opens is reported as such
+    return None  # a quota and an admission are intended; a breaker that opens is reported as such
 
 
 class Losses:
@@ -462,10 +462,10 @@ class Losses:
                 reasons = ", ".join(f"{reason} {num_blocks}" for reason, num_blocks in lost.most_common())
                 fix = _fix_of(tier, lost.most_common(1)[0][0])
                 found[f"{tier} stores"] = f"{_of(all_lost, offered)} were not stored ({reasons}); {fix}"
-        crowded, asked = seen["", Outcome.NO_SLOT], seen["", LOOKED_UP]
-        if crowded > _SHARE * asked:
+        crowded, looked_up = seen["", Outcome.NO_SLOT], seen["", LOOKED_UP]
+        if crowded > _SHARE * looked_up:
             found["l2 slots"] = (
-                f"{_of(crowded, max(crowded, asked))} had no slot to be loaded to (no_slot); {_MORE_ROOM}"
+                f"{_of(crowded, max(crowded, looked_up))} had no slot to be loaded to (no_slot); {_MORE_ROOM}"
             )
         return found
 

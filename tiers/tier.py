@@ -1,4 +1,4 @@
-"""What the hierarchy asks of a tier below host memory: look up, read, write, all in batches, all verified."""
+"""What the hierarchy needs of a tier below host memory: look up, read, write, all in batches, all verified."""
 
 import time
 from abc import ABC, abstractmethod
@@ -27,7 +27,7 @@ class Outcome(StrEnum):
     """What became of one block in a batch. Everything but OK is a miss or a dropped store, counted under this name."""
 
     OK = "ok"
-    ABSENT = "absent"  # nobody holds it
+    ABSENT = "absent"  # no tier has it
     EVICTED = "evicted"  # was there at lookup, gone at read
     KEY_MISMATCH = "key_mismatch"  # the record found is another block's
     CHECKSUM = "checksum"  # the bytes are not those stored
@@ -72,7 +72,7 @@ class BlockRecord:
 class ChildBlock(NamedTuple):
     """A held block by what a partial hit needs: a request may share its leading tokens with it.
 
-    Its name may stand for more (an image, an adapter): who takes its KV asks `is_named_by`.
+    Its name may stand for more (an image, an adapter): a caller that takes its KV checks `is_named_by`.
     """
 
     chain_hash: ChainHash
@@ -147,7 +147,7 @@ TenantBounds = Callable[[ChainHash], TenantBound | None]
 class Tier(ABC):
     """A tier below host memory. Thread-safe. No method raises for a storage failure: failures are outcomes.
 
-    `lookup` and `holds` are index-only, without I/O, and may be asked from the scheduler's thread.
+    `lookup` and `holds` are index-only, without I/O, and may be called on the scheduler's thread.
     `read` and `write` block; the hierarchy calls them from its I/O threads and holds the deadline.
     What is not abstract is a capability: a tier that lacks it inherits what is right then.
     """
@@ -181,7 +181,7 @@ class Tier(ABC):
 
     @abstractmethod
     def probe(self, direction: Direction) -> bool:
-        """One small operation on the storage itself: does it answer, and is it still ours? Asked by an open breaker."""
+        """One small operation on the storage itself: does it answer, and is it still ours? For an open breaker."""
 
     @abstractmethod
     def stats(self) -> Mapping[str, int]:
@@ -202,11 +202,11 @@ class Tier(ABC):
 
     @property
     def knows_all(self) -> bool:
-        """Whether `locate` would tell no more than `lookup` does now. No I/O."""
+        """Whether `locate` would find no more than `lookup` does now. No I/O."""
         return not self.is_shared
 
     def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
-        """Ask the storage how many leading blocks it has; `lookup` knows them then. Blocks. An Outcome: why not."""
+        """Query the storage for how many leading blocks it has; `lookup` knows them then. Blocks. An Outcome: why not."""
         return self.lookup(hashes)
 
     stays_open: ClassVar[bool] = False
@@ -240,7 +240,7 @@ class Tier(ABC):
         return
 
     bounds: "TenantBounds | None" = None
-    """Set by the holder: bounds of tenants here. A tier without quotas does not ask."""
+    """Set by the holder: bounds of tenants here. A tier without quotas ignores them."""
 
     def used_by(self, tenant: ChainHash) -> int:
         """Bytes of the tenant's blocks that were stored under a bound since the tier was opened. No I/O."""
@@ -292,7 +292,7 @@ def require_records(
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredTier:
-    """A tier below host memory as the configuration asks for it, not open yet."""
+    """A tier below host memory as it is configured, not open yet."""
 
     open: Callable[[], Tier]  # raises TierUnavailable or OSError if trying again later is right
     deadline: float  # seconds one operation may take: no less than the tier gives itself for a whole batch

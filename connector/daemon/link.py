@@ -373,7 +373,7 @@ class Attachment:
         self._failed(why)
 
     def reset_owed(self, owed: bool) -> None:
-        """Whether the next hello asks the daemon to forget everything."""
+        """Whether the next hello makes the daemon forget everything."""
         self._owes_reset = owed
         if owed:
             self.epoch += 1

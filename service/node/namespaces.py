@@ -191,7 +191,7 @@ class Namespaces:
     def plan(self, hello: Hello) -> Opening:
         """Reserve memory for a model, from namespaces without users if need be, the longest unused first.
 
-        A model that asks for a share gets half of what is available, which leaves some for the next model.
+        A model without a size gets half of what is available, which leaves some for the next model.
         ConfigError if that is less than eight blocks.
         """
         stride = slot_stride(hello.block_bytes)

@@ -207,7 +207,7 @@ def _lease(hierarchy: Hierarchy, hashes: Sequence[ChainHash], parent: ChainHash,
     """The leading blocks, promoted from lower tiers until no more come. Empty if none is held."""
     best = load_and_lease(hierarchy, hashes, parent, deadline)
     if best is None:
-        raise TierUnavailable("waiting requests hold all the host memory they may; ask again")
+        raise TierUnavailable("waiting requests hold all the host memory they may; try again")
     while 0 < len(best) < len(hashes) and monotonic() < deadline:
         more = load_and_lease(hierarchy, hashes, parent, deadline)
         if more is None or len(more) <= len(best):  # blocks with another lease stay either way

@@ -51,7 +51,7 @@ class Quotas:
     promoted ones, count for it if its chains begin at that root; under vLLM's names they do not. A tenant that would
     pass its quota loses its own least recently stored blocks, last blocks first; leased blocks stay, and if that is
     not enough, stores are refused. Blocks that the pool evicts are noticed late: a tenant never has more than its
-    quota, and may for a while be counted as having more than it has. The slab asks whose a block is while L2 has it
+    quota, and may for a while be counted as having more than it has. The slab looks up whose a block is while L2 has it
     (`of_block`), and keeps the bound itself.
     Lock: `_lock` guards everything; the pool's is taken inside it.
     """

@@ -52,7 +52,7 @@ _SHORTEST_SECRET: Final = 16  # characters: an attacker who reads stored data ca
 class HostConfig(Section):
     size: StorageSize = option("1GiB", "memory for L2")
     shared: bool = option(False, "memfd that other processes can map")
-    huge_pages: bool = option(True, "ask the kernel for huge pages")
+    huge_pages: bool = option(True, "use the kernel's huge pages")
     pin: bool = option(True, "pin the memory for the GPU, piece by piece in the background")
     batch_copies_from: ByteSize | None = option(
         None, "mean size of pieces from which the driver copies, not a kernel; none = measured"

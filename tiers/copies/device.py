@@ -79,7 +79,7 @@ class BlockPool:
         ValueError, and nothing changes, if `n` is negative.
         """
         if n < 0:
-            raise ValueError(f"allocate: {n} blocks; ask for 0 or more")
+            raise ValueError(f"allocate: {n} blocks; give 0 or more")
         with self._lock:
             core = self._core
             return None if n + leaving > core.num_free + core.num_ready - core.num_leased else core.allocate(n)

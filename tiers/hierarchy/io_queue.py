@@ -21,7 +21,7 @@ _MOMENT: Final = 0.25  # seconds: most storage has its own deadline, slightly la
 def begun(name: str, work: Callable[[], T]) -> "Future[T]":
     """Run `work` on a daemon thread: if it hangs, the process can still exit."""
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # whoever waits may leave
+    future.set_running_or_notify_cancel()  # its waiters may leave
 
     def run() -> None:
         try:

@@ -49,7 +49,7 @@ for _call in (_process_vm_readv, _process_vm_writev):
 
 
 def advise_huge_pages(address: int, num_bytes: int) -> bool:
-    """Ask for huge pages before the first touch: scattered copies gain a half. False: the kernel has none."""
+    """Request huge pages before the first touch: scattered copies gain a half. False: the kernel has none."""
     start = -(-address // PAGE) * PAGE
     length = (address + num_bytes - start) // PAGE * PAGE
     return length > 0 and _madvise(start, length, _MADV_HUGEPAGE) == 0

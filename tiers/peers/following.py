@@ -202,7 +202,7 @@ class Following:
     """The events of all peers of one model. `tend` belongs to one thread; other methods are thread-safe.
 
     A peer's events are believed while they are live: nothing is missing, and the publisher answers. Other peers, and
-    those that hold more than they announce, are asked by names.
+    those that hold more than they announce, are queried by name.
     """
 
     def __init__(self, config: PeersConfig, fingerprint: bytes) -> None:
@@ -214,7 +214,7 @@ class Following:
         self._lock = Lock()
         self._counts: Counter[str] = Counter()  # reads because of events: hints_{right, wrong}
 
-    # Which peers to ask: no I/O.
+    # Which peers to query: no I/O.
 
     def believed(self, peers: Mapping[PeerAddress, OtherNode]) -> dict[PeerAddress, AnnouncedNames]:
         """Names by those peers that answer and whose events are believed."""
@@ -225,7 +225,7 @@ class Following:
         }
 
     def is_sure_of(self, peer: OtherNode) -> bool:
-        """Whether the peer need not be asked."""
+        """Whether the peer need not be queried."""
         followed = self._followed.get(peer.address)
         return followed is not None and followed.is_sure
 
@@ -238,7 +238,7 @@ class Following:
             followed.names.doubt(wrong)
 
     def stats(self) -> dict[str, int]:
-        """Its counts, `told`: names known by events now, and `sure`: peers that need not be asked."""
+        """Its counts, `told`: names known by events now, and `sure`: peers that need not be queried."""
         followed = list(self._followed.values())
         names = sum(len(each.names) for each in followed)
         return {**self._counts, "told": names, "sure": sum(each.is_sure for each in followed)}

@@ -45,16 +45,16 @@ def _knowledge(config: Config) -> Iterator[str]:
     """How this node knows which blocks others hold, and others which it holds."""
     if config.peers.nodes:
         yield (
-            "knows what others hold by their KV events if they publish them, else it asks"
+            "knows what others hold by their KV events if they publish them, else by queries"
             if config.peers.events
-            else "asks others what they hold"
+            else "queries others for what they hold"
         )
     if config.peers.listen is not None:
         is_announced = all(each and each.startswith("tcp://") for each in (config.events.publish, config.events.replay))
         yield (
             "its KV events show others what it holds"
             if is_announced
-            else "others have to ask it: [events] publish and replay are not both tcp:// addresses"
+            else "others have to query it: [events] publish and replay are not both tcp:// addresses"
         )
 
 

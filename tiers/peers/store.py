@@ -138,7 +138,7 @@ class PeersStore(Tier):
         ]
 
     def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
-        """Ask every peer that answers, unless its events are complete. Of several holders, the longest run counts."""
+        """Query every peer that answers, unless its events are complete. Of several holders, the longest run counts."""
         if self._is_off:
             return 0
         deadline = time.monotonic() + self._config.deadline
@@ -271,7 +271,7 @@ class PeersStore(Tier):
         held: Mapping[PeerAddress, Sequence[bool]],
         announced: Mapping[PeerAddress, Sequence[bool]],
     ) -> int:
-        """Store which peer to ask for each block that events do not name; returns how many are held."""
+        """Store which peer to query for each block that events do not name; returns how many are held."""
         at = 0
         while at < len(names):
             ends = {
@@ -291,9 +291,9 @@ class PeersStore(Tier):
         return {} if self._is_off else self._following.believed(self._peers)
 
     def _whom(self, hashes: Sequence[ChainHash]) -> tuple[list[PeerAddress | None], set[int]]:
-        """Which peer to ask for each block, in few requests, and which blocks are requested because events name them.
+        """Which peer to query for each block, in few requests, and which blocks are requested because events name them.
 
-        Of several peers with equally long runs, one by the block's name, so that not all nodes ask the same.
+        Of several peers with equally long runs, one by the block's name, so that not all nodes query the same.
         """
         whom, hinted, at = self._holders.of(hashes), set[int](), 0
         announced = self._announced() if None in whom else {}

@@ -14,8 +14,8 @@ KV_PROBE compares models: the borrower's packed KV probe in place of names, fill
 computes otherwise, the number is 1, and it sends no blocks on this connection. Releases without it hang up.
 
 MEMORY is for [peers] transport "nixl": behind the number, NIXL's metadata of the lender's memory, filled up with zeros;
-the number is its length, or 0: none. Then PLACES is asked in place of LEND: of each block come head, address (u64) and
-tag. The lender keeps the blocks until the next question, which may be DONE: it has no answer.
+the number is its length, or 0: none. Then PLACES replaces LEND: of each block come head, address (u64) and tag. The
+lender keeps the blocks until the next question, which may be DONE: it has no answer.
 
 A proof is HMAC-SHA256 under a key of the connection alone, over its message and the number of the question. A tag is
 a MAC over head and payload, under a key made from the shared one and the fingerprint (`BlockTags`). A block that is

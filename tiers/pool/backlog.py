@@ -1,4 +1,4 @@
-"""Backlog: blocks of a pool that are still to be given to somebody, oldest first. It holds none of them back."""
+"""Backlog: blocks of a pool that are still to be handed on, oldest first. It holds none of them back."""
 
 from collections.abc import Sequence
 from threading import Lock
@@ -24,7 +24,7 @@ class Backlog:
         self._core = core
         self._lock = lock
         self._line: Line | None = None
-        self.is_used = False  # whether any block was ever in line: before that nobody has to look
+        self.is_used = False  # whether any block was ever in line: before that no look is needed
         self._num_lost = 0
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class Backlog:
                 self._line.remove([slot for slot in self._core.find(list(names)) if slot >= 0])
 
     def take_lost(self, *, look: bool = False) -> int:
-        """Blocks that left the pool while in line, since last asked; with `look` all, in O(slots), by pieces."""
+        """Blocks that left the pool while in line, since the last call; with `look` all, in O(slots), by pieces."""
         if look and len(self) and self._line is not None:
             for first in range(0, self._core.num_slots, _PIECE):
                 with self._lock:

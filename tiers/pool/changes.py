@@ -73,7 +73,7 @@ class ChangeLog:
         self._ticket[slots] = -1
 
     def cleared(self, words_of: Callable[[Slots], Words]) -> None:
-        """No block is found any more; `words_of` tells the names that slots had."""
+        """No block is found any more; `words_of` has the names that slots had."""
         known = np.flatnonzero(self._known)
         self.removed(known, words_of(known))
         self._ticket[:] = -1

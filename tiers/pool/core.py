@@ -4,7 +4,7 @@
 Cython compiles this very file (pure Python mode), so both forms decide alike, slot by slot. Nothing here takes a lock.
 Slots come from outside as lists; each is compared with the table's bounds before it is used.
 
-Rows: slot s is row s of every array. Row `num_slots` is nobody: always free, the parent of blocks without one.
+Rows: slot s is row s of every array. Row `num_slots` is the sentinel: always free, the parent of blocks without one.
 """
 
 import os
@@ -68,7 +68,7 @@ def _require_equal(count: cython.Py_ssize_t, other: cython.Py_ssize_t) -> cython
 
 
 def _slots_of(rows):
-    """An array of rows without nobody's."""
+    """An array of rows without the sentinel's."""
     array = np.asarray(rows)
     return array[: len(array) - 1]
 
@@ -402,7 +402,7 @@ class ChildIndex:
 
 @cython.cclass
 class SlotLists:
-    """Doubly linked lists of slots, one each at most, heads behind nobody's row. Stamps grow along a list."""
+    """Doubly linked lists of slots, one each at most, heads behind the sentinel's row. Stamps grow along a list."""
 
     where = cython.declare(cython.uchar[::1], visibility="readonly")  # each slot's list
     stamps = cython.declare(cython.longlong[::1], visibility="readonly")
@@ -525,7 +525,7 @@ class LRU:
 
     @cython.cfunc
     def enter(self, slot: cython.longlong) -> cython.void:
-        """Nobody uses the slot any more: it can be a victim."""
+        """The slot is unused: it can be a victim."""
         self.lists.append(FIRST, slot)
 
     @cython.cfunc
@@ -704,7 +704,7 @@ class Learned(LRU):
     clock = cython.declare(object, visibility="public")
     num_requests = cython.declare(cython.longlong, visibility="readonly")
     no_class = cython.declare(cython.longlong, visibility="readonly")  # the class of blocks without a request's end
-    num_rows = cython.declare(cython.longlong, visibility="readonly")  # those there is room for; row 0 is nobody's
+    num_rows = cython.declare(cython.longlong, visibility="readonly")  # those there is room for; row 0 is no request's
     _is_lru: cython.bint
     _now: cython.double
     _num_slots: cython.longlong
@@ -1605,7 +1605,7 @@ class SlotCore:
             self._link(self._checked(slots[i]), self.num_slots if parents[i] < 0 else self._checked(parents[i]))
 
     def retire(self, slots: list):
-        """Unfinished last blocks that nobody uses are the next victims, the first of them first."""
+        """Unused partial blocks are the next victims, the first of them first."""
         slot: cython.longlong
         for slot in reversed(slots):
             if self.is_partial[self._checked(slot)] and self.refs[slot] == 0:
@@ -1614,7 +1614,7 @@ class SlotCore:
 
     # --- parents and children -----------------------------------------------------------------------------------
     # A link carries the parent's generation: a parent dropped by force while it had children leaves stale links behind.
-    # The count of nobody's children means nothing.
+    # The count of the sentinel's children means nothing.
 
     @cython.cfunc
     @cython.inline
@@ -1722,7 +1722,7 @@ class SlotCore:
             if len(chosen) >= count:
                 break
             branch: list = []
-            while slot not in chosen and self.dirty[slot]:  # nobody's row is clean: that ends a chain
+            while slot not in chosen and self.dirty[slot]:  # the sentinel's row is clean: that ends a chain
                 branch.append(slot)
                 slot = self.parent_of(slot)
             for slot in reversed(branch):
@@ -1793,7 +1793,7 @@ class SlotCore:
         resident = np.flatnonzero(ready | filling)
         links = np.bincount(self._parents()[resident], minlength=self.num_slots + 1)
         assert (links[resident] == np.asarray(self.children)[resident]).all(), "counts of children"
-        assert self.state[self.num_slots] == FREE, "nobody's row is taken"
+        assert self.state[self.num_slots] == FREE, "the sentinel's row is taken"
         if self.changes is not None:
             self.changes.check(np.flatnonzero(ready & (_slots_of(partial) == 0)))
         assert sorted(self.partial) == np.flatnonzero(np.asarray(partial)).tolist(), "unfinished blocks"
@@ -1944,7 +1944,7 @@ class Lease:
     hashes = cython.declare(list, visibility="readonly")
     slots = cython.declare(list, visibility="readonly")
     generations = cython.declare(list, visibility="readonly")  # how often each slot had been taken by then
-    # (itself, whether it was dropped). Whoever made the lease sets this to None, under a lock: then it is released.
+    # (itself, whether it was dropped). Its maker sets this to None, under a lock: then it is released.
     on_release = cython.declare(object, visibility="public")
 
     def __init__(self, hashes: list, slots: list, generations: list, on_release):

@@ -1,7 +1,7 @@
 """EvictionLog: which blocks left a tier lately, when and why; and how long blocks lived there. It takes no lock.
 
-A miss asks it what became of the block. It is bounded: one word an entry, and a name that left later may take the place
-of one that left before. Of as many eviction_log as there are entries some two thirds are remembered, of a tenth as many
+A miss looks up here what became of its block. It is bounded: one word an entry, and a name that left later may take the
+place of one that left before. Of as many eviction_log as there are entries some two thirds are remembered, of a tenth as many
 nearly all.
 """
 
@@ -19,7 +19,7 @@ from kvtier.tiers.pool.changes import NAME_MIX, Slots, Words, to_words
 EVICTED: Final = str(Outcome.EVICTED)  # made room for other blocks
 REMOVED: Final = "removed"  # an operator had it dropped by name or tenant
 RESET: Final = "reset"  # everything was forgotten
-LOST: Final = "lost"  # it was stored in a tier that tells nobody what it drops, and is not there now
+LOST: Final = "lost"  # it was stored in a tier that does not report what it drops, and is not there now
 NEVER_SEEN: Final = "never_seen"  # nothing is remembered: it was never stored here, or left too long ago
 
 AGE_BOUNDS: Final = tuple(1 << power for power in range(21))  # seconds, of the histogram's buckets

@@ -23,7 +23,7 @@ class PoolCounts:
     free: int
     filling: int
     ready: int
-    leased: int  # of the ready ones: those somebody holds a lease on
+    leased: int  # of the ready ones: those with a lease
     quarantined: int
     dirty: int  # of the ready ones: those no lower tier holds
     tails: int  # of the ready ones: partial blocks
@@ -45,11 +45,11 @@ class Reservation:
     """Slots taken for blocks that are not held yet, invisible until `SlotPool.seal`.
 
     All lists run parallel, in chain order. As a context manager, and when it is dropped, it abandons what was neither
-    sealed nor quarantined. It is empty if every block asked for was held already.
+    sealed nor quarantined. It is empty if every block was there already.
     """
 
     hashes: list[ChainHash]
-    indices: list[int]  # positions in the hashes `reserve` was asked for
+    indices: list[int]  # positions in the hashes given to `reserve`
     slots: list[int]
     generations: list[int]  # how often each slot had been taken by then
     parents: list[ChainHash | None]
@@ -58,7 +58,7 @@ class Reservation:
     on_end: "Callable[[Reservation, bool], None]" = field(repr=False)  # (itself, whether it was dropped)
     num_refused: int = field(default=0, init=False)  # last blocks of those hashes that are not worth a slot
     is_partial: bool = field(default=False, init=False)  # of one block that is a chain's unfinished last one
-    is_given: bool = field(default=False, init=False, repr=False)  # to be sealed: whoever filled it has no say any more
+    is_given: bool = field(default=False, init=False, repr=False)  # to be sealed: it cannot be abandoned any more
 
     @property
     def is_whole(self) -> bool:

@@ -19,7 +19,9 @@ logger = logging.getLogger(__name__)
 
 POLICIES: Final = ("lru", "s3fifo", "predicted")
 MAX_CHILDREN: Final = 8  # slots that a `ChildIndex` finds of one parent at most
-_UNTRIED: Final = 3.2  # slots asked for so often: before, what was learned of a few requests keeps less than LRU
+_UNTRIED: Final = (
+    3.2  # lookups, in multiples of the slots: before, what was learned of a few requests keeps less than LRU
+)
 
 
 def form() -> Any:

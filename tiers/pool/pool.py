@@ -133,10 +133,10 @@ class SlotPool:
         """Take a slot for every block that is neither ready nor filling, evicting by policy; all or nothing.
 
         `hashes` are consecutive blocks of one chain and `parent` names the block before them. None means that leased,
-        filling and quarantined slots leave too little room: the caller drops the store, nobody waits. Reserved slots
+        filling and quarantined slots leave too little room: the caller drops the store and never waits. Reserved slots
         stay invisible until `seal`. ValueError if a hash is given twice.
 
-        `if_worth`: the learned order may refuse a chain's last blocks, if others' are likelier to be asked for again.
+        `if_worth`: the learned order may refuse a chain's last blocks, if others' are likelier to be looked up again.
         """
         return self.reserve_each([(hashes, parent)], if_worth=if_worth)[0]
 
@@ -240,7 +240,7 @@ class SlotPool:
             return self._lease(list(hashes[: len(slots)]), slots, times, self._on_release)
 
     def ended(self, end: RequestEnd) -> ClassifiedEnd | None:
-        """A request has ended: a policy that learns how requests return hears of it. Returns what tiers below hear."""
+        """A request has ended: the learned order applies it. Returns what tiers below apply."""
         if self._learned is None:
             return None
         with self._lock:
@@ -278,7 +278,7 @@ class SlotPool:
     def mark_dirty(self, blocks: Sequence[ChainHash] | Lease) -> None:
         """No lower tier has these blocks: among the next 4,096 in line clean ones are evicted first."""
         with self._lock:
-            # A leased block that was dropped meanwhile is not ready, and its slot nobody else's.
+            # A leased block that was dropped meanwhile is not ready, and its slot no other block's.
             self._core.mark_dirty(self._ready(blocks) if isinstance(blocks, Sequence) else blocks.slots)
 
     @property

@@ -233,7 +233,7 @@ def _explanation(config: RedisConfig, servers: Servers, error: Exception) -> KVT
     where = servers.label
     if any(isinstance(cause, redis.AuthenticationError) for cause in causes) or "NOAUTH" in text:
         given = config.password is not None or "password" in servers.login
-        why = f"{where} refuses it; set the right one" if given else f"{where} asks for one; set it"
+        why = f"{where} refuses it; set the right one" if given else f"{where} requires one; set it"
         return ConfigError(f"[redis] password (not shown): {why}, and username if the server has users")
     if any(isinstance(cause, redis.exceptions.NoPermissionError) for cause in causes):
         return _denied(servers, text)
