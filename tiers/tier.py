@@ -206,7 +206,7 @@ class Tier(ABC):
         return not self.is_shared
 
     def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
-        """Query the storage for how many leading blocks it has; `lookup` knows them then. Blocks. An Outcome: why not."""
+        """Query the storage for how many leading blocks it has; `lookup` knows them then. An Outcome: why not."""
         return self.lookup(hashes)
 
     stays_open: ClassVar[bool] = False

@@ -1,7 +1,7 @@
 """EvictionLog: which blocks left a tier lately, when and why; and how long blocks lived there. It takes no lock.
 
 A miss looks up here what became of its block. It is bounded: one word an entry, and a name that left later may take the
-place of one that left before. Of as many eviction_log as there are entries some two thirds are remembered, of a tenth as many
+place of one that left before. Of as many names as there are entries some two thirds are remembered, of a tenth as many
 nearly all.
 """
 

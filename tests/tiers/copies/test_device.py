@@ -48,7 +48,7 @@ def test_the_tensor_is_block_first_and_clean() -> None:
 
 def test_fewer_than_no_blocks_are_a_mistake_and_nothing_changes(pool_of: PoolOf) -> None:
     pool = pool_of(4)
-    with pytest.raises(ValueError, match="allocate: -1 blocks; ask for 0 or more"):
+    with pytest.raises(ValueError, match="allocate: -1 blocks; give 0 or more"):
         pool.allocate(-1)
     assert pool.num_free_blocks == 4
     # No block is handed out twice, and asking for none is fine.

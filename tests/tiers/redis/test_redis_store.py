@@ -331,9 +331,9 @@ def refused(url: str, **more: Any) -> str:
 def test_a_wrong_password_is_one_line_that_does_not_show_it() -> None:
     with standalone(password=SECRET) as server:
         host = f"127.0.0.1:{server.port}"
-        asks = f"[redis] password (not shown): {host} asks for one; set it, and username if the server has users"
-        refuses = asks.replace("asks for one; set it,", "refuses it; set the right one,")
-        assert refused(server.url) == asks
+        lacks = f"[redis] password (not shown): {host} requires one; set it, and username if the server has users"
+        refuses = lacks.replace("requires one; set it,", "refuses it; set the right one,")
+        assert refused(server.url) == lacks
         assert refused(server.url, password="wrong") == refuses
         assert refused(f"redis://:wrong{SECRET[:0]}@{host}") == refuses
         assert refused(server.url, password=SECRET, username="nobody") == refuses
