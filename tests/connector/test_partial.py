@@ -7,20 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 from connector_rig import Bench
-from doubles import BLOCK_SIZE, FakeClock, MemoryTier, payload_of, record_of, store, wait_until
+from doubles import BLOCK_SIZE, FakeClock, MemoryTier, chain_over, payload_of, record_of, store, wait_until
 
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim
-from kvtier.tiers.naming.chain import TokenChain, root_hash
+from kvtier.tiers.naming.chain import root_hash
 from kvtier.tiers.tier import ChainHash, ChildBlock, Outcome
 
 ROOT = root_hash(b"f" * 32)
 PREFIX = list(range(100, 100 + 2 * BLOCK_SIZE))  # two blocks that all share
-
-
-def chain_over(tokens: list[int]) -> TokenChain:
-    chain = TokenChain(ROOT, BLOCK_SIZE)
-    chain.extend(tokens)
-    return chain
 
 
 @dataclass
@@ -244,16 +238,13 @@ def test_an_abort_leaks_nothing(bench: PartialBench, point: str) -> None:
 
 
 def test_a_name_that_tokens_alone_do_not_explain_is_nobodys_child(bench: PartialBench) -> None:
-    pictured = TokenChain(ROOT, BLOCK_SIZE, extra_keys={2: [("image", b"cat")]})
-    pictured.extend([*PREFIX, 1, 2, 3, 9])
-    store(bench.hierarchy, pictured)
+    store(bench.hierarchy, chain_over([*PREFIX, 1, 2, 3, 9], extra_keys={2: [("image", b"cat")]}))
     prompt = Prompt("a", [*PREFIX, 1, 2, 3, 4, 5])
     assert bench.scheduler.lookup(prompt, 0) == 2 * BLOCK_SIZE
     held(bench, [*PREFIX, 1, 9, 9, 9])
     plain, image = Prompt("b", [*PREFIX, 1, 2, 3, 4, 5]), Prompt("c", [*PREFIX, 1, 2, 3, 4, 5])
     assert bench.scheduler.lookup(plain, 0) == 2 * BLOCK_SIZE + 1  # the worse one, but its tokens explain it
-    image.chain = TokenChain(ROOT, BLOCK_SIZE, extra_keys={2: [("image", b"dog")]})
-    image.chain.extend(image.tokens)
+    image.chain = chain_over(image.tokens, extra_keys={2: [("image", b"dog")]})
     assert bench.scheduler.lookup(image, 0) == 2 * BLOCK_SIZE
 
 

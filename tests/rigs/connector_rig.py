@@ -61,7 +61,8 @@ class Bench:
     def load(self, request: Request, blocks: list[int], *, layerwise: bool = False) -> None:
         """Store a request's chain in L2, and plan to load all of it into these L1 blocks."""
         store(self.hierarchy, request.chain)
-        assert (promised := self.scheduler.lookup(request, 0)) == len(request.chain.hashes) * BLOCK_SIZE
+        promised = len(request.chain.hashes) * BLOCK_SIZE
+        assert self.scheduler.lookup(request, 0) == promised
         assert self.scheduler.allocated(request.request_id, blocks, promised, layerwise=layerwise) == promised
 
     def keep(self, request: Request, blocks: list[int]) -> None:

@@ -11,9 +11,10 @@ from typing import Any, cast
 import msgpack
 import pytest
 import zmq
+from doubles import chain_over, records_of
 from event_rig import until
 from extent import brief
-from node_rig import free_port
+from node_rig import event_ports
 
 from kvtier.service.events.consumer import END, EventConsumer, NumberedBatch
 from kvtier.service.events.prefix_index import PrefixIndex, prompt_hashes
@@ -32,8 +33,7 @@ from kvtier.service.events.wire import (
 from kvtier.tiers.config.sections import EventsConfig
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy.hierarchy import Removed, Stored
-from kvtier.tiers.naming.chain import TokenChain, root_hash
-from kvtier.tiers.tier import BlockRecord
+from kvtier.tiers.naming.chain import TokenChain
 
 MODEL, OTHER, THIRD = (name.ljust(32, b".") for name in (b"one model", b"and another", b"and a third"))
 SIZE = 4
@@ -41,21 +41,15 @@ DEADLINE = 30.0
 
 
 def chain_of(number: int, blocks: int = 4, model: bytes = MODEL) -> TokenChain:
-    chain = TokenChain(root_hash(model), SIZE)
-    chain.extend(range(1000 * number, 1000 * number + blocks * SIZE))
-    return chain
+    return chain_over(range(1000 * number, 1000 * number + blocks * SIZE), fingerprint=model)
 
 
 def stored(chain: TokenChain, tier: str = "l2", first: int = 0, last: int | None = None) -> Stored:
-    blocks = range(len(chain.hashes))[first:last]
-    return Stored(tier, tuple(BlockRecord(chain.hashes[i], chain.parent(i), chain.block_tokens(i), 0) for i in blocks))
+    return Stored(tier, records_of(chain, first, last))
 
 
 def addresses(**options: object) -> EventsConfig:
-    ports = [free_port(), free_port()]
-    return EventsConfig.model_validate(
-        {"publish": f"tcp://127.0.0.1:{ports[0]}", "replay": f"tcp://127.0.0.1:{ports[1]}", **options}
-    )
+    return EventsConfig.model_validate({**event_ports(), **options})
 
 
 def found(index: PrefixIndex, chain: TokenChain, worker: str = "w") -> dict[str, int]:

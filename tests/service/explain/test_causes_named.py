@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from doubles import SLOT_BYTES, MemoryTier, hierarchy_of, store
+from doubles import SLOT_BYTES, MemoryTier, chain_over, hierarchy_of, store
 
 from kvtier.connector.daemon.wire import MAX_HELLO, Hello, pack_handshake
 from kvtier.connector.local import open_tiers
@@ -34,8 +34,7 @@ def opened(fingerprint: bytes = FINGERPRINT, block_size: int = BLOCK) -> Namespa
 
 def hold(model: Namespace, tokens: Sequence[int], salt: str | None = None) -> TokenChain:
     """Have the prompt stored, as an engine of this tenant does."""
-    chain = TokenChain(root_hash(model.fingerprint, cache_salt=salt), model.blocks.block_size)
-    chain.extend(tokens)
+    chain = chain_over(tokens, salt, model.fingerprint, model.blocks.block_size)
     model.tiers.tenants.record([Wanted(chain.hashes, chain.root, chain.tenant)])
     store(model.hierarchy, chain)
     return chain
@@ -230,8 +229,7 @@ def test_a_prompt_is_compared_with_nothing_that_shares_nothing() -> None:
     assert nothing not in lines
     assert "another model holds the same tokens" in lines[-2]
     # nothing was compared: the prompt is known by its blocks' names
-    names = TokenChain(root_hash(FINGERPRINT), 16)
-    names.extend([*map(ord, "Nobody has ever asked for this before.")])
+    names = chain_over([*map(ord, "Nobody has ever asked for this before.")], None, FINGERPRINT, 16)
     assert nothing not in explained(explain(model, (), BlockSelection(names.hashes), 1.0))
 
 
@@ -330,9 +328,7 @@ def test_an_engine_says_what_its_fingerprint_is_made_from(monkeypatch: pytest.Mo
 )
 def test_a_block_that_was_not_stored(reason: Outcome, line: str, advice: str) -> None:
     model = opened()
-    chain = TokenChain(root_hash(FINGERPRINT), BLOCK)
-    chain.extend(TEXT)
-    model.hierarchy.host.pool.not_stored(chain.hashes, reason)
+    model.hierarchy.host.pool.not_stored(chain_over(TEXT, fingerprint=FINGERPRINT).hashes, reason)
     lines = told(model, TEXT)
     assert lines[1] == f"block 0 is missing: {line}"
     assert lines[-1].startswith(advice)
