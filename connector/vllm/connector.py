@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import torch
 from prometheus_client import Counter, Gauge
@@ -45,21 +45,22 @@ from kvtier.tiers import Metrics, Series, tracing
 from kvtier.tiers.config import otlp_target
 from kvtier.tiers.copies import CopyWays
 
+_STATS_EVERY: Final = 1.0  # seconds between two reports to vLLM's metrics
+
 
 @dataclass
 class KVTierStats(KVConnectorStats):
     """Samples by series: `data[name][labels joined by NUL]`, counters as differences, gauges as they are."""
 
     data: dict[str, dict[str, float]] = field(default_factory=dict)
-    period: float = 0.0  # seconds between two reports of `since_last`
     before: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
     due: float = 0.0
 
     def since_last(self, metrics: Metrics) -> "KVTierStats | None":
-        """The differences since the last reading; None if none is due, or nothing changed."""
+        """The differences since the last reading; None within a second of it, or if nothing changed."""
         if (now := time.monotonic()) < self.due:
             return None
-        self.due = now + self.period
+        self.due = now + _STATS_EVERY
         data: dict[str, dict[str, float]] = {}
         for sample in metrics.samples():
             series = sample.name, sample.labels
@@ -127,12 +128,42 @@ class KVTierProm(KVConnectorPromMetrics):
                     child.set(value)
 
 
+S = TypeVar("S")
+W = TypeVar("W")
+
+
+class Halves(Generic[S, W]):
+    """The scheduler's half or a worker's, whichever vLLM made here, and what it says to vLLM's metrics."""
+
+    PROM: ClassVar[type[KVTierProm]] = KVTierProm
+    _scheduler_half: S | None = None
+    _worker_half: W | None = None
+
+    @property
+    def _scheduler(self) -> S:
+        assert self._scheduler_half is not None, "only for the scheduler's half"
+        return self._scheduler_half
+
+    @property
+    def _worker(self) -> W:
+        assert self._worker_half is not None, "only for a worker's half"
+        return self._worker_half
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: Mapping[int, list[object]],
+    ) -> KVTierProm:
+        return cls.PROM(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
 _log = logging.getLogger(__name__)
 
-_STATS_EVERY: Final = 1.0  # seconds between two reports to vLLM's metrics
 
-
-class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
+class KVTierConnector(Halves[SchedulerHalf, WorkerHalf], KVConnectorBase_V1, SupportsHMA):
     """One half of the connector: the scheduler's or a worker's.
 
     The blocks of a finished request are free at once. If a store has not read a block yet, vLLM waits for that store
@@ -149,11 +180,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         order = slot_order(options.order, vllm_config, kv_cache_config)
         plan = replace(slot_plan(vllm_config, kv_cache_config, canonical=options.keys == "kvtier"), order=order)
         plan = divided(plan, options.config.cache.share_across_tp, vllm_config, kv_cache_config)
-        self._worker_half: WorkerHalf | None = None
-        self._scheduler_half: SchedulerHalf | None = None
         self._drops = options.on_reset == "drop"
         self._metrics = Metrics()  # a worker's: of its copies. The scheduler's half counts in its tiers
-        self._stats = KVTierStats(period=_STATS_EVERY)
+        self._stats = KVTierStats()
         if role == KVConnectorRole.WORKER:
             sleeps = vllm_config.model_config.enable_sleep_mode
             settles = sleeps and not hasattr(KVConnectorBase_V1, "unregister_kv_caches")  # vLLM 0.32 has no hook for it
@@ -205,19 +234,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         _log.info("kvtier keeps blocks of %d tokens, %d bytes each", plan.block_size, plan.block_bytes)
 
     @property
-    def _scheduler(self) -> SchedulerHalf:
-        assert self._scheduler_half is not None, "only for the scheduler's half"
-        return self._scheduler_half
-
-    @property
     def served_adapters(self) -> ServedAdapters | None:
         """vLLM's loaded adapters, for `watch_engine_core`; None in a worker's half."""
         return None if self._scheduler_half is None else self._scheduler_half.names.adapters
-
-    @property
-    def _worker(self) -> WorkerHalf:
-        assert self._worker_half is not None, "only for a worker's half"
-        return self._worker_half
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -273,16 +292,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:
         return KVTierStats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: Mapping[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: Mapping[int, list[object]],
-    ) -> KVTierProm:
-        return KVTierProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # a worker's half
 

@@ -8,7 +8,6 @@ its scheduler's process. Each is one half that only translates.
 """
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ except ImportError as error:
     raise ImportError(f"kvtier.connector.vllm needs vLLM from 0.32 on ({error}); pip install vllm") from error
 
 from kvtier.connector import open_tiers
-from kvtier.connector.vllm.connector import KVTierProm, KVTierStats
+from kvtier.connector.vllm.connector import Halves, KVTierProm, KVTierStats
 from kvtier.connector.vllm.encoder import EncoderReport, EncoderScheduler, EncoderShape, EncoderStep, EncoderWorker
 from kvtier.connector.vllm.identity import encoder_identity
 from kvtier.connector.vllm.interface import require_supported_version
@@ -33,8 +32,6 @@ from kvtier.connector.vllm.options import VllmOptions
 from kvtier.connector.vllm.slot_plan import why_unnamed
 
 _log = logging.getLogger(__name__)
-
-_STATS_EVERY = 1.0  # seconds between two reports to vLLM's metrics
 
 
 class _Message(EncoderStep, ECConnectorMetadata):
@@ -55,23 +52,20 @@ class EncoderProm(KVTierProm):
     PREFIX = "vllm:encoder_"
 
 
-class KVTierECConnector(ECConnectorBase):
+class KVTierECConnector(Halves[EncoderScheduler, EncoderWorker], ECConnectorBase):
     """One half of the connector: the scheduler's or a worker's. Raises ConfigError for options that cannot be meant."""
+
+    PROM = EncoderProm
 
     def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
         require_supported_version(KVTierECConnector)
-        self._stats = KVTierStats(period=_STATS_EVERY)
-        self._scheduler_half: EncoderScheduler | None = None
-        self._worker_half: EncoderWorker | None = None
+        self._stats = KVTierStats()
         if role == ECConnectorRole.WORKER:
             self._worker_half = EncoderWorker(torch.device(vllm_config.device_config.device))
             return
-        transfer, model, parallel = (
-            vllm_config.ec_transfer_config,
-            vllm_config.model_config,
-            vllm_config.parallel_config,
-        )
+        transfer, model = vllm_config.ec_transfer_config, vllm_config.model_config
+        parallel = vllm_config.parallel_config
         options = VllmOptions.of(transfer.ec_connector_extra_config)
         self._width: int = model.get_inputs_embeds_size()
         self._widths: dict[str, int] = transfer.mm_encoder_output_widths  # measured where outputs are stored
@@ -89,16 +83,6 @@ class KVTierECConnector(ECConnectorBase):
         _log.info(
             "kvtier keeps encoder outputs in pieces of %d rows, %d bytes each", shape.block_size, shape.block_bytes
         )
-
-    @property
-    def _scheduler(self) -> EncoderScheduler:
-        assert self._scheduler_half is not None, "only for the scheduler's half"
-        return self._scheduler_half
-
-    @property
-    def _worker(self) -> EncoderWorker:
-        assert self._worker_half is not None, "only for a worker's half"
-        return self._worker_half
 
     def shutdown(self) -> None:
         """End the half. Idempotent."""
@@ -146,16 +130,6 @@ class KVTierECConnector(ECConnectorBase):
     @classmethod
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
         return KVTierStats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: Mapping[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: Mapping[int, list[object]],
-    ) -> Any:
-        return EncoderProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # a worker's half
 

@@ -6,7 +6,7 @@ when it begins; what it finds of earlier ones is on the slab.
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -14,9 +14,9 @@ from typing import Any, Final
 from kvtier.connector import LocalConnector
 from kvtier.connector.segments import Repair, Segment
 from kvtier.engine import Completion, Engine, EngineConfig, Model, SamplingParams
-from kvtier.engine.demo.rag_questions import FULL, RECALL, SEGMENTS, TIMED, TIMED_BLOCK
+from kvtier.engine.demo.rag import COUNTED, FULL, RECALL, SEGMENTS, TIMED, TIMED_BLOCK
 from kvtier.engine.demo.recall import RECALL_MODEL
-from kvtier.engine.demo.worker import demo_model, serve
+from kvtier.engine.demo.worker import Verb, demo_model, serve
 from kvtier.tiers.config import Config
 
 _RECALL_BLOCK: Final = 8
@@ -24,7 +24,6 @@ _L1_BLOCKS: Final = {RECALL: 1000, TIMED: 400}
 _LEAST_BYTES: Final = 64 << 20  # of L2, and of the slab
 _DEADLINE: Final = 60.0  # seconds for background writes to reach the disk
 _ONE: Final = SamplingParams(max_tokens=1, ignore_eos=True)
-_COUNTED: Final = ("segments_held", "segments_loaded", "segments_computed", "blends_in_full")
 
 Done = Callable[[int], object]
 
@@ -48,13 +47,16 @@ class RagEngines:
                 done(number + 1)
             return {"settled": _settled(engine)}
 
-    def answer(self, kind: str, way: str, repair: Repair, asked: list[list[list[int]]], done: Done) -> dict[str, Any]:
+    def answer(
+        self, kind: str, way: str, repair: dict[str, Any], asked: list[list[list[int]]], done: Done
+    ) -> dict[str, Any]:
         """Answer each prompt, given as its documents and its question, with one token."""
+        repaired = Repair(**repair) if way == SEGMENTS else None
         with self._engine(kind, way) as engine:
             engine.generate([[1, 2, 3]], _ONE, cache_salt="warm-up")  # the first forward of an engine is slow
             found = []
             for number, texts in enumerate(asked):
-                found.append(_completed(engine, texts, repair if way == SEGMENTS else None))
+                found.append(_completed(engine, texts, repaired))
                 done(number + 1)
             behind = 0
             if way == SEGMENTS:
@@ -65,7 +67,7 @@ class RagEngines:
                 "ttft_ms": [1000 * each.ttft for each in found if each.ttft is not None],
                 "sources": sources_of(found),
                 "named_behind": behind,
-                **{name: engine.stats.get(name, 0) for name in _COUNTED},
+                **{name: engine.stats.get(name, 0) for name in COUNTED},
             }
 
     @contextmanager
@@ -131,21 +133,13 @@ def _named_behind(engine: Engine, texts: list[list[int]], found: Completion) -> 
 
 
 def main(home: Path, model_dir: Path | None) -> None:
-    opened: list[RagEngines] = []
+    def open_() -> tuple[dict[str, Any], Mapping[str, Verb]]:
+        engines = RagEngines(home, model_dir)
+        timed = engines.models[TIMED]
+        sizes = {"max_model_len": timed.max_model_len, "vocab_size": timed.vocab_size}
+        return sizes, {"precompute": engines.precompute, "answer": engines.answer}
 
-    def open_(request: dict[str, Any], done: Done) -> dict[str, Any]:
-        opened.append(RagEngines(home, model_dir))
-        timed = opened[0].models[TIMED]
-        return {"max_model_len": timed.max_model_len, "vocab_size": timed.vocab_size}
-
-    def precompute(request: dict[str, Any], done: Done) -> dict[str, Any]:
-        return opened[0].precompute(request["kind"], request["documents"], done)
-
-    def answer(request: dict[str, Any], done: Done) -> dict[str, Any]:
-        repair = Repair(request["rule"], request["share"], max_deviation=request["bound"])
-        return opened[0].answer(request["kind"], request["way"], repair, request["asked"], done)
-
-    serve({"open": open_, "precompute": precompute, "answer": answer})
+    serve(open_)
 
 
 if __name__ == "__main__":

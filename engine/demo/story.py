@@ -134,11 +134,11 @@ class _Story:
         question = self._tokenizer.encode(f"\n\nQuestion: {stage.question}\nAnswer:").ids
         before = self._conversations[stage.after] if stage.after else self._documents[stage.document]
         prompt = [*before, *question]
-        reply = child.call("ask", {"prompt": prompt, "max_tokens": _ANSWER_TOKENS}, stage.name, len(prompt))
+        asked: dict[str, object] = {"prompt": prompt, "max_tokens": _ANSWER_TOKENS}
+        reply = child.call("ask", asked, stage.name, len(prompt))
         reference = self._references.get(tuple(prompt))
         if reference is None:
-            arguments: dict[str, object] = {"prompt": prompt, "max_tokens": _ANSWER_TOKENS}
-            reference = child.call("ask_without_kvtier", arguments, "  the same without kvtier", len(prompt))
+            reference = child.call("ask", {**asked, "bare": True}, "  the same without kvtier", len(prompt))
             self._references[tuple(prompt)] = reference
         self._conversations[stage.name] = [*prompt, *reply["tokens"]]
         self._progress.advance(self._total)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -103,35 +104,38 @@ def _bytes_moved(before: Mapping[str, float], after: Mapping[str, float]) -> dic
     return moved
 
 
-Verb = Callable[[dict[str, Any], Callable[[int], None]], dict[str, Any]]
+Verb = Callable[..., dict[str, Any]]
+"""Gets `done`, which reports its progress in tokens or questions, and the other fields of its request."""
 
 
-def serve(verbs: Mapping[str, Verb]) -> None:
-    """Answer the JSON lines on stdin until it ends. A verb gets its request, and what reports its progress."""
+def serve(open_engines: Callable[[], tuple[dict[str, Any], Mapping[str, Verb]]]) -> None:
+    """Answer the JSON lines on stdin until it ends. The first is `open`, whose reply comes with the other verbs."""
+    verbs: Mapping[str, Verb] = {}
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            reply = verbs[request["verb"]](request, lambda done: _reply({"done": done}))
+            if (verb := request.pop("verb")) == "open":
+                reply, verbs = open_engines()
+            else:
+                reply = verbs[verb](done=lambda number: _reply({"done": number}), **request)
         except KVTierError as error:
             reply = {"error": str(error), "is_usage": isinstance(error, ConfigError)}
         _reply(reply)
 
 
 def main(home: Path, model_dir: Path | None) -> None:
-    opened: list[DemoEngine] = []
+    with ExitStack() as opened:
 
-    def open_(request: dict[str, Any], done: Callable[[int], None]) -> dict[str, Any]:
-        opened.append(_open(home, model_dir))
-        return {"max_model_len": opened[0].engine.max_model_len}
+        def open_() -> tuple[dict[str, Any], Mapping[str, Verb]]:
+            engines = _open(home, model_dir)
+            opened.callback(engines.engine.close)
+            verbs: dict[str, Verb] = {
+                "settle": lambda done: {"settled": engines.settle()},
+                "ask": lambda done, **given: asdict(engines.ask(**given, progress=done)),
+            }
+            return {"max_model_len": engines.engine.max_model_len}, verbs
 
-    def ask(request: dict[str, Any], done: Callable[[int], None]) -> dict[str, Any]:
-        bare = request["verb"] == "ask_without_kvtier"
-        return asdict(opened[0].ask(request["prompt"], request["max_tokens"], bare=bare, progress=done))
-
-    settle: Verb = lambda request, done: {"settled": opened[0].settle()}  # noqa: E731
-    serve({"open": open_, "settle": settle, "ask": ask, "ask_without_kvtier": ask})
-    for engines in opened:
-        engines.engine.close()
+        serve(open_)
 
 
 def _open(home: Path, model_dir: Path | None) -> DemoEngine:

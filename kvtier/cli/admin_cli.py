@@ -5,14 +5,14 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from kvtier.cli.options import ConfigOption, JsonOption, given, parsed, progress_bar, show
+from kvtier.cli.options import ConfigOption, JsonOption, begin, given, parsed, progress_bar, show
 from kvtier.service import Exit, Json, harmless, observe
 from kvtier.service import explain as explanations
 from kvtier.tiers import ConfigError, FormatError, KVTierError
@@ -30,25 +30,64 @@ app = typer.Typer()
 _STATUS_FIELDS: Final = ("clients", "replicas", "steps")  # of a daemon's status, a router's, an engine's
 _SIZES: Final = ("bytes", "size", "used", "slab", "slab_used")  # columns of tables
 
-BlocksOption = Annotated[
-    str | None,
-    typer.Option("--blocks", metavar="FILE", help="JSON list of a prompt's token ids, or of block names; - is stdin."),
-]
-SaltOption = Annotated[
-    str | None, typer.Option("--cache-salt", metavar="SALT", help="The tenant whose prompt the tokens are.")
-]
 ModelOption = Annotated[
     str | None, typer.Option(metavar="FINGERPRINT", help="The first digits of its fingerprint, if several are open.")
-]
-TextOption = Annotated[
-    str | None, typer.Option("--text", metavar="FILE", help="The prompt's text instead; - is stdin.")
-]
-TokenizerOption = Annotated[
-    Path | None, typer.Option("--tokenizer", metavar="DIR", help="The model's folder, which cuts --text into tokens.")
 ]
 UrlOption = Annotated[
     str | None, typer.Option("--url", metavar="URL", help="An engine or a router to ask, instead of the daemon.")
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt that an operator names, of one tenant and model: the options of a command that takes one."""
+
+    blocks: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="JSON list of a prompt's token ids, or of block names; - is stdin."),
+    ] = None
+    text: Annotated[str | None, typer.Option(metavar="FILE", help="The prompt's text instead; - is stdin.")] = None
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The model's folder, which cuts --text into tokens.")
+    ] = None
+    cache_salt: Annotated[str | None, typer.Option(metavar="SALT", help="The tenant whose prompt it is.")] = None
+    model: ModelOption = None
+
+    def is_given(self) -> bool:
+        """ConfigError if one of its options is given without it."""
+        if self.blocks is not None or self.text is not None:
+            return True
+        for name, value in (("--tokenizer", self.tokenizer), ("--cache-salt", self.cache_salt)):
+            if value is not None:
+                raise ConfigError(f'{name} "{value}": it belongs to a prompt; give one by --blocks or --text')
+        return False
+
+    def selection(self) -> Json:
+        """The daemon's selection: a prompt's blocks by names or by tokens, with model and tenant."""
+        body = given(model=self.model, cache_salt=self.cache_salt)
+        if self.blocks is not None and self.text is not None:
+            raise ConfigError(f'--text "{self.text}": --blocks names the prompt, too; give one of them')
+        if self.text is None and self.tokenizer is not None:
+            why = "it cuts --text, which is not given; give that, or leave it out"
+            raise ConfigError(f'--tokenizer "{self.tokenizer}": {why}')
+        if self.blocks is not None:
+            values = read_list(self.blocks)
+            body["hashes" if values and isinstance(values[0], str) else "tokens"] = values
+        if self.text is not None:
+            body["tokens"] = list(self.require(self.cutter()).encode(read(self.text, "--text")).ids)
+        return body
+
+    def cutter(self) -> "Tokenizer | None":
+        if self.tokenizer is None:
+            return None
+        from kvtier.connector.models import load_tokenizer
+
+        return load_tokenizer(self.tokenizer, "--tokenizer")
+
+    def require(self, cutter: "Tokenizer | None") -> "Tokenizer":
+        if cutter is None:
+            raise ConfigError(f'--text "{self.text}": it takes the model\'s tokenizer; name its folder by --tokenizer')
+        return cutter
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +103,20 @@ class CommandContext:
 
 
 def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function of a `CommandContext` and options a command with the daemon's options."""
+    """Make a function of a `CommandContext`, maybe a `Prompt`, and options a command with the daemon's options."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         def run(**options: Any) -> None:
             with _connected(**{name: options.pop(name) for name in common}) as context:
+                if prompt:
+                    options["prompt"] = Prompt(**{name: options.pop(name) for name in prompt})
                 function(context, **options)
 
         common = inspect.signature(_connected).parameters
-        parameters = [*list(inspect.signature(function).parameters.values())[1:], *common.values()]
+        _, *own = inspect.signature(function).parameters.values()
+        prompt = inspect.signature(Prompt).parameters if own and own[0].annotation is Prompt else {}
+        declared = [*prompt.values(), *own[bool(prompt) :], *common.values()]
+        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in declared]
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         app.command(name)(run)
@@ -149,32 +193,30 @@ def show_top(
 @command("explain")
 def explain(
     context: CommandContext,
-    blocks: BlocksOption = None,
-    text: TextOption = None,
-    tokenizer: TokenizerOption = None,
+    prompt: Prompt,
     request: Annotated[
         str | None, typer.Option("--request", metavar="ID", help="A request that ended lately, by its id.")
     ] = None,
     url: UrlOption = None,
-    cache_salt: SaltOption = None,
-    model: ModelOption = None,
 ) -> None:
+    blocks, text = prompt.blocks, prompt.text
     if sum(each is not None for each in (blocks, text, request)) != 1:
         raise ConfigError("explain: give the prompt by one of --blocks FILE, --text FILE and --request ID")
-    cutter = tokenizer_of(tokenizer)
+    cutter = prompt.cutter()
     if text is not None and url is None:
-        require_cutter(text, cutter)
+        prompt.require(cutter)
     words = None if text is None else read(text, "--text")
     cut = None if cutter is None or words is None else list(cutter.encode(words).ids)
     if url is not None:
-        prompt = words if blocks is None else read_list(blocks)
-        if blocks is not None and not all(isinstance(token, int) for token in prompt or ()):
+        asked = words if blocks is None else read_list(blocks)
+        if blocks is not None and not all(isinstance(token, int) for token in asked or ()):
             raise ConfigError(f'--blocks "{blocks}": not token ids, which is what --url takes; write a list of numbers')
-        body = given(prompt=prompt, request=request, cache_salt=cache_salt, model=model, tokens=cut)
+        named = given(cache_salt=prompt.cache_salt, model=prompt.model)
+        body = given(prompt=asked, request=request, tokens=cut) | named
         answer = _server_of(context, url).post("/explain", body, "lines")
         context.show(answer, _joined(answer["lines"]))
         return
-    selection: dict[str, Any] = which_blocks(blocks, None, None, cache_salt, model) | given(tokens=cut, request=request)
+    selection = replace(prompt, text=None, tokenizer=None).selection() | given(tokens=cut, request=request)
     answer = context.client.post("/admin/explain", selection, "runs", "cause")
     decode = None if cutter is None else partial(cutter.decode, skip_special_tokens=False)
     special = () if cutter is None else [at for at, each in cutter.get_added_tokens_decoder().items() if each.special]
@@ -192,19 +234,14 @@ def _joined(lines: Iterable[str]) -> str:
 @command("pin")
 def pin(
     context: CommandContext,
-    blocks: BlocksOption = None,
-    text: TextOption = None,
-    tokenizer: TokenizerOption = None,
-    cache_salt: SaltOption = None,
-    model: ModelOption = None,
+    prompt: Prompt,
     ttl: Annotated[str, typer.Option(metavar="TIME", help='How long they stay, as in "1h".')] = "1h",
 ) -> None:
-    if blocks is None and text is None:
-        require_prompt(tokenizer, cache_salt)
+    if not prompt.is_given():
         pins = context.client.get("/admin/pins", "pins")
         _show_table(context, pins, pins["pins"], ("pin", "model", "blocks", "bytes", "seconds_left"))
         return
-    body = which_blocks(blocks, text, tokenizer, cache_salt, model) | {"ttl": parsed("--ttl", ttl, parse_duration)}
+    body = prompt.selection() | {"ttl": parsed("--ttl", ttl, parse_duration)}
     answer = context.client.post("/admin/pin", body, "pin", "blocks", "seconds_left")
     context.show(answer, f"pin {answer['pin']}: {answer['blocks']} blocks stay for {answer['seconds_left']:g} s")
 
@@ -245,43 +282,32 @@ def quota(
 @command("purge")
 def purge(
     context: CommandContext,
-    blocks: BlocksOption = None,
-    text: TextOption = None,
-    tokenizer: TokenizerOption = None,
-    cache_salt: SaltOption = None,
-    model: ModelOption = None,
+    prompt: Prompt,
     everything: Annotated[bool, typer.Option("--all", help="All blocks of all models.")] = False,
 ) -> None:
-    if everything and not (blocks is text is model is None):
+    if everything and not (prompt.blocks is prompt.text is prompt.model is None):
         raise ConfigError("purge --all: it removes every block; leave it out, or --blocks, --text and --model")
-    if blocks is not None or text is not None:
-        which = which_blocks(blocks, text, tokenizer, cache_salt, model)
-        answer = context.client.post("/admin/evict", which, "evicted", "unpinned")
+    if prompt.is_given():
+        answer = context.client.post("/admin/evict", prompt.selection(), "evicted", "unpinned")
         evicted = ", ".join(f"{count} from {tier}" for tier, count in answer["evicted"].items())
         context.show(answer, f"evicted {evicted}; {answer['unpinned']} pins removed")
         return
-    require_prompt(tokenizer, cache_salt)
-    if everything == (model is not None):
+    if everything == (prompt.model is not None):
         raise ConfigError(
             "purge: select what is to be removed, by --blocks FILE, --text FILE, --model FINGERPRINT or --all"
         )
-    answer = context.client.post("/admin/reset", {"all": True} if everything else {"model": model}, "reset")
+    answer = context.client.post("/admin/reset", {"all": True} if everything else {"model": prompt.model}, "reset")
     context.show(answer, f"forgot everything of {', '.join(answer['reset']) or 'no model: none is open'}")
 
 
 @command("export")
 def export_file(
     context: CommandContext,
+    prompt: Prompt,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Below the daemon's [service] archives.")],
-    blocks: BlocksOption = None,
-    text: TextOption = None,
-    tokenizer: TokenizerOption = None,
-    cache_salt: SaltOption = None,
-    model: ModelOption = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
-    body = which_blocks(blocks, text, tokenizer, cache_salt, model) | {"file": str(file), "force": force}
-    _transfer(context, "/admin/export", body, "exported")
+    _transfer(context, "/admin/export", prompt.selection() | {"file": str(file), "force": force}, "exported")
 
 
 @command("import")
@@ -326,15 +352,12 @@ def _server_of(context: CommandContext, url: str | None) -> "HttpClient":
 
 
 def _transfer(context: CommandContext, path: str, body: Json, done: str) -> None:
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-
     last: Json = {}
-    done_of_all = TextColumn("{task.completed:.0f}/{task.total:.0f} blocks")
-    with progress_bar(TextColumn("{task.description}"), BarColumn(), done_of_all, TimeElapsedColumn()) as bar:
-        task = bar.add_task(done, total=1)
+    with progress_bar() as bar:
+        advance = begin(bar, f"blocks {done}")
         for last in _steps(context.client, path, body):
             if "planned" in last:
-                bar.update(task, completed=last["blocks"], total=max(1, last["planned"]))
+                advance(last["blocks"], max(1, last["planned"]))
     lost = "".join(f", {count} lost ({reason})" for reason, count in last["lost"].items())
     size = show_size(last["bytes"])
     context.show(last, f"{done} {last['blocks']} of {last['planned']} blocks of {last['model']}, {size}{lost}")
@@ -365,47 +388,9 @@ def _cell(column: str, value: Any) -> str:
     return "-" if value is None else show_size(value) if column in _SIZES else str(value)
 
 
-# --- prompts that an operator names ----------------------------------------------------------------------------------
+# --- what is read for options ----------------------------------------------------------------------------------------
 
 _MAX_INPUT: Final = 64 << 20  # characters of a file of tokens or of text
-
-
-def require_prompt(tokenizer: Path | None, cache_salt: str | None) -> None:
-    """ConfigError if one of a prompt's options is given without a prompt."""
-    for name, value in (("--tokenizer", tokenizer), ("--cache-salt", cache_salt)):
-        if value is not None:
-            raise ConfigError(f'{name} "{value}": it belongs to a prompt; give one by --blocks or --text')
-
-
-def which_blocks(
-    file: str | None, text: str | None, tokenizer: Path | None, cache_salt: str | None, model: str | None
-) -> Json:
-    """The daemon's selection: a prompt's blocks by names or by tokens, with model and tenant."""
-    body = given(model=model, cache_salt=cache_salt)
-    if file is not None and text is not None:
-        raise ConfigError(f'--text "{text}": --blocks names the prompt, too; give one of them')
-    if text is None and tokenizer is not None:
-        raise ConfigError(f'--tokenizer "{tokenizer}": it cuts --text, which is not given; give that, or leave it out')
-    if file is not None:
-        values = read_list(file)
-        body["hashes" if values and isinstance(values[0], str) else "tokens"] = values
-    if text is not None:
-        body["tokens"] = list(require_cutter(text, tokenizer_of(tokenizer)).encode(read(text, "--text")).ids)
-    return body
-
-
-def tokenizer_of(directory: Path | None) -> "Tokenizer | None":
-    if directory is None:
-        return None
-    from kvtier.connector.models import load_tokenizer
-
-    return load_tokenizer(directory, "--tokenizer")
-
-
-def require_cutter(text: str, cutter: "Tokenizer | None") -> "Tokenizer":
-    if cutter is None:
-        raise ConfigError(f'--text "{text}": it takes the model\'s tokenizer; name its folder by --tokenizer')
-    return cutter
 
 
 def read(file: str, option: str) -> str:

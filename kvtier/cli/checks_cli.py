@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvtier.cli.options import ConfigOption, JsonOption, progress_bar, show
+from kvtier.cli.options import ConfigOption, JsonOption, begin, progress_bar, show
 from kvtier.service import Exit, router
 from kvtier.service import doctor as checks
 from kvtier.tiers import Finding, Status, load_key
 from kvtier.tiers import config as configuration
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
     from rich.table import Table
 
     from kvtier.service.doctor import Verdict
@@ -89,18 +88,8 @@ def verify(
 
 
 def _verify_all(slabs: Sequence[Path], repair: bool, key: bytes | None = None) -> "list[Verdict]":
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with progress_bar(*columns, TimeRemainingColumn()) as bar:
-        return [
-            checks.verify_slab(slab, repair=repair, key=key, progress=_advance(bar, _short(slab))) for slab in slabs
-        ]
-
-
-def _advance(bar: "Progress", name: str) -> Callable[[int, int], None]:
-    task = bar.add_task(name, total=None)
-    return lambda done, total: bar.update(task, completed=done, total=total)
+    with progress_bar(in_bytes=True) as bar:
+        return [checks.verify_slab(slab, repair=repair, key=key, progress=begin(bar, _short(slab))) for slab in slabs]
 
 
 def _verdict_table(verdicts: "Sequence[Verdict]") -> "Table":

@@ -15,6 +15,7 @@ from kvtier.cli.options import (
     HtmlOption,
     JsonOption,
     PngOption,
+    begin,
     check_figure,
     parsed,
     progress_bar,
@@ -130,10 +131,7 @@ def run_worth(
 def _measure(
     model: Path, config: "configuration.Config", tokens: list[int], device: str, deadline: float, gpu_hour: float | None
 ) -> "Breakeven":
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with progress_bar(*columns) as bar:
+    with progress_bar() as bar:
         task = bar.add_task("loading torch", total=None)
         require_extra("kvtier worth", "engine")
         from kvtier.engine import REPEATS, measure_prompts
@@ -203,9 +201,7 @@ def run_bench(
     urls = (url,) if compare is None else (url, compare)
     shape = Shape(pattern, requests, prompt_tokens, turn_tokens, answer_tokens, turns, seed)
     options = BenchOptions(urls, shape, LoadPace(concurrency, rate), api, model, token, deadline, trace, speed)
-    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
-
-    with progress_bar(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
+    with progress_bar() as bar:
 
         def begins(total: int) -> Callable[[], None]:
             task = bar.add_task("", total=total)
@@ -326,30 +322,17 @@ def _assumed(rates: "simulation.LoadRates", token_bytes: int, measured: Path | N
 
 
 def _load(path: Path, block_size: int | None, limit: int | None) -> "RequestTrace":
-    from rich.progress import BarColumn, DownloadColumn, TextColumn
-
-    with progress_bar(TextColumn("{task.description}"), BarColumn(), DownloadColumn()) as bar:
-        task = bar.add_task(f"reading {path.name}", total=None)
-        return traces.load_trace(
-            path,
-            block_size=block_size,
-            limit=limit,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with progress_bar(in_bytes=True) as bar:
+        progress = begin(bar, f"reading {path.name}")
+        return traces.load_trace(path, block_size=block_size, limit=limit, progress=progress)
 
 
 def _run(
     requests: "RequestTrace", block_bytes: int, capacities: "Sequence[Capacity]", processes: int
 ) -> "list[SimulatedRun]":
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with progress_bar(*columns) as bar:
-        task = bar.add_task("simulating", total=len(capacities))
-        replay = simulation.TraceReplay(requests, block_bytes)
-        return simulation.sweep(
-            replay, capacities, lambda done, total: bar.update(task, completed=done, total=total), processes
-        )
+    with progress_bar() as bar:
+        progress = begin(bar, "simulating", len(capacities))
+        return simulation.sweep(simulation.TraceReplay(requests, block_bytes), capacities, progress, processes)
 
 
 def _policies(text: str) -> list[str]:

@@ -19,7 +19,7 @@ from kvtier.tiers import ConfigError, require_extra
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.progress import Progress, ProgressColumn
+    from rich.progress import Progress
 
     from kvtier.service import Table
 
@@ -119,13 +119,23 @@ def table_of(table: "Table") -> "RenderableType":
     return made
 
 
-def progress_bar(*columns: "ProgressColumn") -> "Progress":
+def progress_bar(*, in_bytes: bool = False) -> "Progress":
     """A bar on stderr while something runs; none if stderr is no terminal."""
+    from rich import progress
     from rich.console import Console
-    from rich.progress import Progress
 
     console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    counts = (
+        [progress.DownloadColumn(), progress.TransferSpeedColumn()] if in_bytes else [progress.MofNCompleteColumn()]
+    )
+    columns = ("{task.description}", progress.BarColumn(), *counts, progress.TimeRemainingColumn())
+    return progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def begin(bar: "Progress", name: str, total: int | None = None) -> Callable[[int, int], None]:
+    """Show one more thing that is under way. Returns what tells how much of how much is done."""
+    task = bar.add_task(name, total=total)
+    return lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def on_signal(stop: Callable[[], None], *, once: bool = False) -> None:

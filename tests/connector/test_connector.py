@@ -46,7 +46,6 @@ def test_what_one_request_computed_the_next_one_loads(bench: Bench) -> None:
     assert bench.update().loaded == ("b",)
     for i, block in enumerate([7, 8, 9]):
         assert bench.l1[block].tobytes() == payload_of(second.chain.hashes[i])
-    bench.scheduler.finished("b")
 
 
 def test_a_traced_request_that_ends_before_its_lookup_leaves_nothing(bench: Bench) -> None:
@@ -61,7 +60,6 @@ def test_at_least_the_last_token_is_computed(bench: Bench) -> None:
     store(bench.hierarchy, chain)
     exact = Request("a", chain, 3 * BLOCK_SIZE)  # the prompt ends with block 2: its last token lies in it
     assert bench.scheduler.lookup(exact, 0) == 2 * BLOCK_SIZE
-    bench.scheduler.finished("a")
 
 
 def test_lookup_is_idempotent_counted_once_and_relative_to_l1(bench: Bench) -> None:
@@ -78,7 +76,6 @@ def test_lookup_is_idempotent_counted_once_and_relative_to_l1(bench: Bench) -> N
     assert [op.device_blocks for op in bench.step().loads] == [(5, 6, 7, 8)]
     bench.stream.complete_all()
     bench.update()
-    bench.scheduler.finished("a")
 
 
 def test_pending_until_the_blocks_arrive_or_the_deadline_passes() -> None:
@@ -111,7 +108,6 @@ def test_a_failed_load_is_named_with_its_first_block_and_counted(bench: Bench) -
     bench.stream.fail_next()
     assert bench.update().failed == (("a", 1),)
     assert bench.hierarchy.stats()['kvtier_miss_total{reason="copy_failed"}'] == 3
-    bench.scheduler.finished("a")
 
 
 def test_behind_a_lost_copy_nothing_is_loaded_or_stored_and_its_slots_stay_out_of_use() -> None:
@@ -153,10 +149,7 @@ def test_behind_a_lost_copy_nothing_is_loaded_or_stored_and_its_slots_stay_out_o
 
 
 def test_a_failed_load_is_final_for_its_request_and_for_no_other(bench: Bench) -> None:
-    request = request_of(3)
-    store(bench.hierarchy, request.chain)
-    bench.scheduler.lookup(request, 0)
-    bench.scheduler.allocated("a", [0, 1, 2, 3], 3 * BLOCK_SIZE)
+    bench.load(request := request_of(3), [0, 1, 2, 3])
     bench.step()
     bench.stream.fail_next()
     assert bench.update().failed == (("a", 0),)
@@ -164,7 +157,6 @@ def test_a_failed_load_is_final_for_its_request_and_for_no_other(bench: Bench) -
     bench.scheduler.finished("a")
     other = request_of(3, "b")
     assert bench.scheduler.lookup(other, 0) == 3 * BLOCK_SIZE
-    bench.scheduler.finished("b")
 
 
 def test_a_steps_copies_are_one_for_the_device_each_way(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,10 +171,7 @@ def test_a_steps_copies_are_one_for_the_device_each_way(bench: Bench, monkeypatc
     monkeypatch.setattr(bench.stream, "store", counted)
     requests = [request_of(1, f"r{number}", first_token=100 * number) for number in range(4)]
     for block, request in enumerate(requests):
-        bench.scheduler.lookup(request, 0)
-        bench.scheduler.allocated(request.request_id, [block], 0)
-        bench.compute(request, 0, [block])
-        bench.scheduler.store(request.request_id, 0, [block])
+        bench.keep(request, [block])
     assert len(bench.step().stores) == 4
     assert given == [4]
     bench.stream.complete_all()
@@ -195,10 +184,7 @@ def test_a_store_is_fenced_before_its_blocks_are_written_again(bench: Bench) -> 
     first, second = request_of(1), request_of(1, "b", first_token=100)
     ops: list[CopyOp] = []
     for request, block in ((first, 0), (second, 1)):
-        bench.scheduler.lookup(request, 0)
-        bench.scheduler.allocated(request.request_id, [block], 0)
-        bench.compute(request, 0, [block])
-        bench.scheduler.store(request.request_id, 0, [block])
+        bench.keep(request, [block])
         ops += bench.step().stores
     bench.stream.complete_next()  # the first one has read its block
     bench.worker.fence([op.op_id for op in ops])  # the second one is late: by now its block holds something else
@@ -208,36 +194,26 @@ def test_a_store_is_fenced_before_its_blocks_are_written_again(bench: Bench) -> 
     assert bench.hierarchy.drain(60)
     assert bench.hierarchy.lookup(first.chain.hashes)["l2"] == 1
     assert bench.hierarchy.lookup(second.chain.hashes)["l2"] == 0
-    for request in (first, second):
-        bench.scheduler.finished(request.request_id)
 
 
 def test_a_failed_store_leaves_nothing_visible(bench: Bench) -> None:
     request = request_of(2)
-    bench.scheduler.lookup(request, 0)
-    bench.scheduler.allocated("a", [0, 1, 2], 0)
-    bench.compute(request, 0, [0, 1])
-    bench.scheduler.store("a", 0, [0, 1])
+    bench.keep(request, [0, 1])
     bench.step()
     bench.stream.fail_next()
     assert bench.update().released == (0, 1)
     assert bench.hierarchy.drain(60)
     assert bench.hierarchy.lookup(request.chain.hashes).miss == 2
-    bench.scheduler.finished("a")
 
 
 def test_blocks_already_stored_are_released_without_a_copy(bench: Bench) -> None:
     request = request_of(4)
     store(bench.hierarchy, request.chain, 0, 2)
-    bench.scheduler.lookup(request, 0)
-    bench.scheduler.allocated("a", [0, 1, 2, 3, 4], 0)
-    bench.compute(request, 0, [0, 1, 2, 3])
-    bench.scheduler.store("a", 0, [0, 1, 2, 3])
+    bench.keep(request, [0, 1, 2, 3])
     assert [op.device_blocks for op in bench.step().stores] == [(2, 3)]
     assert bench.update().released == (0, 1)
     bench.stream.complete_all()
     assert bench.update().released == (2, 3)
-    bench.scheduler.finished("a")
 
 
 @pytest.mark.parametrize("ends", ["in time", "too late", "its step failed"])
@@ -251,9 +227,7 @@ def test_a_store_that_got_no_slot_in_time_is_offered_again(ends: str, monkeypatc
 
     monkeypatch.setattr(tiers, "reserve", late)
     request = request_of(3)
-    bench.scheduler.admit(request)
-    bench.compute(request, 0, [0, 1, 2])
-    bench.scheduler.store("a", 0, [0, 1, 2])
+    bench.keep(request, [0, 1, 2])
     bench.scheduler.finished("a")
     assert not bench.step().stores
     assert not bench.scheduler.idle  # and L1 keeps the blocks
@@ -283,7 +257,6 @@ def test_a_request_from_before_a_reset_never_stores_again(bench: Bench) -> None:
     bench.scheduler.store("a", 0, [0, 1])
     assert not bench.step().stores
     assert bench.update().released == (0, 1)
-    bench.scheduler.finished("a")
 
 
 def test_an_expired_promise_is_not_loaded() -> None:
@@ -296,16 +269,12 @@ def test_an_expired_promise_is_not_loaded() -> None:
     bench.hierarchy.tick()
     assert bench.scheduler.allocated("a", [0, 1, 2], 2 * BLOCK_SIZE) == 0  # compute all of it
     assert not bench.step()
-    bench.scheduler.finished("a")
     bench.close()
 
 
 def test_layerwise_each_layer_is_waited_for_by_itself(bench: Bench) -> None:
-    request = request_of(2)
-    store(bench.hierarchy, request.chain)
     bench.worker._groups = lambda num_blocks: [(0, 1), (1, 4)]  # type: ignore[method-assign]
-    bench.scheduler.lookup(request, 0)
-    bench.scheduler.allocated("a", [0, 1, 2], 2 * BLOCK_SIZE, layerwise=True)
+    bench.load(request_of(2), [0, 1, 2], layerwise=True)
     bench.step()
     assert not bench.worker.wait_layer(0)  # nothing has arrived: late
     bench.stream.complete_next()
@@ -314,41 +283,29 @@ def test_layerwise_each_layer_is_waited_for_by_itself(bench: Bench) -> None:
     bench.stream.complete_next()
     assert bench.worker.wait_layer(3)
     assert bench.update().loaded == ("a",)
-    bench.scheduler.finished("a")
 
 
 def test_a_drafter_computes_after_the_poll_that_reported_the_load(bench: Bench) -> None:
     """vLLM polls between the model and its drafter, and stores behind both."""
-    request = request_of(2)
-    store(bench.hierarchy, request.chain)
-    bench.scheduler.lookup(request, 0)
-    bench.scheduler.allocated("a", [0, 1, 2], 2 * BLOCK_SIZE, layerwise=True)
+    bench.load(request_of(2), [0, 1, 2], layerwise=True)
     bench.step()
     bench.stream.complete_all()
     assert bench.update().loaded == ("a",)
     assert bench.worker.wait_layer(NUM_LAYERS - 1)  # the drafter's layer
     assert bench.worker.arrived()
-    bench.scheduler.finished("a")
 
 
 def test_compute_never_waits_for_another_requests_asynchronous_load(bench: Bench) -> None:
-    request = request_of(2)
-    store(bench.hierarchy, request.chain)
-    bench.scheduler.lookup(request, 0)
-    bench.scheduler.allocated("a", [0, 1, 2], 2 * BLOCK_SIZE)
+    bench.load(request_of(2), [0, 1, 2])
     bench.step()
     assert bench.worker.wait_layer(0)
     bench.stream.complete_all()
     bench.update()
-    bench.scheduler.finished("a")
 
 
 def test_a_dead_copy_costs_one_deadline_however_many_layers_wait(bench: Bench) -> None:
     for number in range(4):
-        request = request_of(1, str(number), first_token=100 * number)
-        store(bench.hierarchy, request.chain)
-        bench.scheduler.lookup(request, 0)
-        bench.scheduler.allocated(str(number), [2 * number, 2 * number + 1], BLOCK_SIZE, layerwise=True)
+        bench.load(request_of(1, str(number), 100 * number), [2 * number, 2 * number + 1], layerwise=True)
     waited: list[float] = []
     fence = bench.stream.fence
 
@@ -375,7 +332,6 @@ def test_recomputing_is_decided_once_for_a_request() -> None:
     bench.hierarchy.rates.computed(10**6, 1.0)
     assert {bench.scheduler.lookup(request, 0) for _ in range(100)} == {0}
     assert bench.hierarchy.stats()['kvtier_miss_total{reason="recompute"}'] == 6
-    bench.scheduler.finished("a")
     bench.close()
 
 
@@ -389,9 +345,7 @@ def step_of_many(bench: Bench) -> list[Request]:
     """Each request fills a block of L1; all of them are to be stored."""
     requests = [request_of(1, f"r{n}", first_token=100 * n) for n in range(MANY)]
     for block, request in enumerate(requests):
-        bench.scheduler.admit(request)
-        bench.compute(request, 0, [block])
-        bench.scheduler.store(request.request_id, 0, [block])
+        bench.keep(request, [block])
     bench.step()
     return requests
 

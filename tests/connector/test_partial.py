@@ -1,26 +1,20 @@
 """Stories of promises that end inside a block: of which block, what is loaded, and what becomes of it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 from connector_rig import Bench
-from doubles import BLOCK_SIZE, FakeClock, MemoryTier, payload_of, record_of, store, wait_until
+from doubles import BLOCK_SIZE, FakeClock, MemoryTier, chain_over, payload_of, record_of, store, wait_until
 
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim
-from kvtier.tiers.naming.chain import TokenChain, root_hash
+from kvtier.tiers.naming.chain import root_hash
 from kvtier.tiers.tier import ChainHash, ChildBlock, Outcome
 
 ROOT = root_hash(b"f" * 32)
 PREFIX = list(range(100, 100 + 2 * BLOCK_SIZE))  # two blocks that all share
-
-
-def chain_over(tokens: list[int]) -> TokenChain:
-    chain = TokenChain(ROOT, BLOCK_SIZE)
-    chain.extend(tokens)
-    return chain
 
 
 @dataclass
@@ -67,6 +61,13 @@ class PartialBench(Bench):
         return [self.l1[block].tobytes() for block in op.device_blocks]
 
 
+@pytest.fixture
+def bench() -> Iterator[PartialBench]:
+    bench = PartialBench()
+    yield bench
+    bench.close()
+
+
 def held(bench: Bench, *tokens: list[int]) -> list[ChainHash]:
     """Store prompts; the names of their last blocks."""
     for each in tokens:
@@ -74,8 +75,7 @@ def held(bench: Bench, *tokens: list[int]) -> list[ChainHash]:
     return [chain_over(each).hashes[-1] for each in tokens]
 
 
-def test_the_child_that_shares_most_is_loaded_after_the_own_blocks() -> None:
-    bench = PartialBench()
+def test_the_child_that_shares_most_is_loaded_after_the_own_blocks(bench: PartialBench) -> None:
     _, best, _ = held(bench, [*PREFIX, 1, 9, 9, 9], [*PREFIX, 1, 2, 3, 9], [*PREFIX, 1, 2, 9, 9])
     prompt = Prompt("a", [*PREFIX, 1, 2, 3, 4, 5])
     assert bench.scheduler.lookup(prompt, 0) == 2 * BLOCK_SIZE + 3
@@ -88,31 +88,24 @@ def test_the_child_that_shares_most_is_loaded_after_the_own_blocks() -> None:
     stats = bench.hierarchy.stats()
     assert stats['kvtier_lookup_blocks_total{tier="l2"}'] == 2  # the blocks of the request alone are counted
     assert stats['kvtier_lookup_blocks_total{tier="miss"}'] == 1
-    bench.close()
 
 
-def test_a_prompt_inside_one_stored_block_computes_only_its_last_token() -> None:
-    bench = PartialBench()
+def test_a_prompt_inside_one_stored_block_computes_only_its_last_token(bench: PartialBench) -> None:
     [name] = held(bench, [1, 2, 3, 4])
     short, whole = Prompt("a", [1, 2, 3]), Prompt("b", [1, 2, 3, 4])  # the second ends where its own block does
     assert bench.scheduler.lookup(short, 0) == 2
     assert bench.scheduler.lookup(whole, 0) == 3
     assert bench.loaded(0, 3, "b") == [payload_of(name)]
-    bench.scheduler.finished("a")
-    bench.scheduler.finished("b")
-    bench.close()
 
 
 def test_an_engine_that_did_not_ask_for_it_gets_whole_blocks() -> None:
     bench = Bench()
     held(bench, [*PREFIX, 1, 2, 3, 9])
     assert bench.scheduler.lookup(Prompt("a", [*PREFIX, 1, 2, 3, 4, 5]), 0) == 2 * BLOCK_SIZE
-    bench.scheduler.finished("a")
     bench.close()
 
 
-def test_no_view_for_what_l1_has_in_part() -> None:
-    bench = PartialBench()
+def test_no_view_for_what_l1_has_in_part(bench: PartialBench) -> None:
     held(bench, [*PREFIX, 1, 2, 9, 9])
     prompt = Prompt("a", [*PREFIX, 1, 2, 3, 4, 5])
     assert bench.scheduler.lookup(prompt, 2 * BLOCK_SIZE, 2) == 0
@@ -120,12 +113,9 @@ def test_no_view_for_what_l1_has_in_part() -> None:
     assert bench.scheduler.lookup(prompt, 2 * BLOCK_SIZE, 1) == 2  # L1 lost the better one
     assert bench.scheduler.lookup(prompt, 2 * BLOCK_SIZE, 2) == 0  # and has it again
     assert bench.scheduler.allocated("a", [0, 1, 2], 0) == 0
-    bench.scheduler.finished("a")
-    bench.close()
 
 
-def test_a_child_evicted_between_question_and_claim_leaves_the_own_blocks() -> None:
-    bench = PartialBench()
+def test_a_child_evicted_between_question_and_claim_leaves_the_own_blocks(bench: PartialBench) -> None:
     [child] = held(bench, [*PREFIX, 1, 2, 3, 9])
     ask = bench.hierarchy.submit
 
@@ -139,12 +129,9 @@ def test_a_child_evicted_between_question_and_claim_leaves_the_own_blocks() -> N
     assert bench.scheduler.lookup(prompt, 0) == 2 * BLOCK_SIZE
     assert bench.loaded(0, 2 * BLOCK_SIZE) == [payload_of(name) for name in prompt.chain.hashes[:2]]
     assert bench.scheduler.found_in_part("a") is None
-    bench.scheduler.finished("a")
-    bench.close()
 
 
-def test_a_view_goes_on_when_l1_grows_and_is_asked_anew_when_l1_shrinks_or_passes_it() -> None:
-    bench = PartialBench()
+def test_a_view_goes_on_when_l1_grows_and_is_asked_anew_when_l1_shrinks_or_passes_it(bench: PartialBench) -> None:
     [child] = held(bench, [*PREFIX, 1, 2, 3, 9])
     prompt = Prompt("a", [*PREFIX, 1, 2, 3, 4, 5])
     assert bench.scheduler.lookup(prompt, BLOCK_SIZE) == BLOCK_SIZE + 3
@@ -155,19 +142,14 @@ def test_a_view_goes_on_when_l1_grows_and_is_asked_anew_when_l1_shrinks_or_passe
     assert bench.scheduler.lookup(prompt, 3 * BLOCK_SIZE) == 0  # L1 has the very block
     assert bench.scheduler.lookup(prompt, 2 * BLOCK_SIZE) == 3
     assert bench.loaded(2, 3) == [payload_of(child)]
-    bench.scheduler.finished("a")
-    bench.close()
 
 
-def test_room_for_the_own_blocks_alone_loads_those() -> None:
-    bench = PartialBench()
+def test_room_for_the_own_blocks_alone_loads_those(bench: PartialBench) -> None:
     held(bench, [*PREFIX, 1, 2, 3, 9])
     prompt = Prompt("a", [*PREFIX, 1, 2, 3, 4, 5])
     assert bench.scheduler.lookup(prompt, 0) == 2 * BLOCK_SIZE + 3
     assert len(bench.loaded(0, BLOCK_SIZE)) == 1
     assert bench.scheduler.found_in_part("a") is None
-    bench.scheduler.finished("a")
-    bench.close()
 
 
 def test_a_pending_view_is_of_the_view() -> None:
@@ -201,12 +183,10 @@ def test_a_child_that_cannot_be_read_leaves_the_own_blocks(outcome: Outcome) -> 
     wait_until(lambda: bench.scheduler.lookup(prompt, 0) is not PENDING)
     assert bench.scheduler.lookup(prompt, 0) == 2 * BLOCK_SIZE
     assert bench.loaded(0, 2 * BLOCK_SIZE) == [payload_of(name) for name in prompt.chain.hashes[:2]]
-    bench.scheduler.finished("a")
     bench.close()
 
 
-def test_a_refused_view_falls_back_to_the_own_blocks_for_good() -> None:
-    bench = PartialBench()
+def test_a_refused_view_falls_back_to_the_own_blocks_for_good(bench: PartialBench) -> None:
     held(bench, [*PREFIX, 1, 2, 3, 9])
     prompt = Prompt("a", [*PREFIX, 1, 2, 3, 4, 5])
     start, lease_whole = bench.hierarchy.promoter.start, bench.hierarchy.promoter.lease_whole
@@ -223,8 +203,6 @@ def test_a_refused_view_falls_back_to_the_own_blocks_for_good() -> None:
     for _ in range(3):
         assert bench.scheduler.lookup(prompt, 0) == 2 * BLOCK_SIZE
     assert len(bench.asked) == 3  # own, view, own
-    bench.scheduler.finished("a")
-    bench.close()
 
 
 def test_a_promise_that_lapsed_and_a_load_that_failed() -> None:
@@ -241,14 +219,11 @@ def test_a_promise_that_lapsed_and_a_load_that_failed() -> None:
     bench.stream.fail_next()
     assert bench.update().failed == (("b", 1),)
     assert bench.scheduler.lookup(failed, 0) == 0  # final for this request
-    for name in ("a", "b"):
-        bench.scheduler.finished(name)
     bench.close()
 
 
 @pytest.mark.parametrize("point", ["looked up", "allocated", "copied"])
-def test_an_abort_leaks_nothing(point: str) -> None:
-    bench = PartialBench()
+def test_an_abort_leaks_nothing(bench: PartialBench, point: str) -> None:
     held(bench, [*PREFIX, 1, 2, 3, 9])
     bench.scheduler.lookup(Prompt("a", [*PREFIX, 1, 2, 3, 4, 5]), 0)
     if point != "looked up":
@@ -260,25 +235,17 @@ def test_an_abort_leaks_nothing(point: str) -> None:
     bench.step()
     bench.stream.complete_all()
     bench.update()
-    bench.close()
 
 
-def test_a_name_that_tokens_alone_do_not_explain_is_nobodys_child() -> None:
-    bench = PartialBench()
-    pictured = TokenChain(ROOT, BLOCK_SIZE, extra_keys={2: [("image", b"cat")]})
-    pictured.extend([*PREFIX, 1, 2, 3, 9])
-    store(bench.hierarchy, pictured)
+def test_a_name_that_tokens_alone_do_not_explain_is_nobodys_child(bench: PartialBench) -> None:
+    store(bench.hierarchy, chain_over([*PREFIX, 1, 2, 3, 9], extra_keys={2: [("image", b"cat")]}))
     prompt = Prompt("a", [*PREFIX, 1, 2, 3, 4, 5])
     assert bench.scheduler.lookup(prompt, 0) == 2 * BLOCK_SIZE
     held(bench, [*PREFIX, 1, 9, 9, 9])
     plain, image = Prompt("b", [*PREFIX, 1, 2, 3, 4, 5]), Prompt("c", [*PREFIX, 1, 2, 3, 4, 5])
     assert bench.scheduler.lookup(plain, 0) == 2 * BLOCK_SIZE + 1  # the worse one, but its tokens explain it
-    image.chain = TokenChain(ROOT, BLOCK_SIZE, extra_keys={2: [("image", b"dog")]})
-    image.chain.extend(image.tokens)
+    image.chain = chain_over(image.tokens, extra_keys={2: [("image", b"dog")]})
     assert bench.scheduler.lookup(image, 0) == 2 * BLOCK_SIZE
-    for name in "abc":
-        bench.scheduler.finished(name)
-    bench.close()
 
 
 def test_tails_are_named_by_their_tokens() -> None:

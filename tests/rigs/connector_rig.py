@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-from doubles import BLOCK_SIZE, SLOT_BYTES, FakeClock, MemoryTier, chain_of, hierarchy_of, payload_of
+from doubles import BLOCK_SIZE, SLOT_BYTES, FakeClock, MemoryTier, chain_of, hierarchy_of, payload_of, store
 from manual_copies import ManualCopyStream
 
 from kvtier.connector.plan import StepPlan
@@ -57,6 +57,19 @@ class Bench:
 
     def update(self) -> ConnectorUpdate:
         return self.scheduler.update(self.worker.poll())
+
+    def load(self, request: Request, blocks: list[int], *, layerwise: bool = False) -> None:
+        """Store a request's chain in L2, and plan to load all of it into these L1 blocks."""
+        store(self.hierarchy, request.chain)
+        promised = len(request.chain.hashes) * BLOCK_SIZE
+        assert self.scheduler.lookup(request, 0) == promised
+        assert self.scheduler.allocated(request.request_id, blocks, promised, layerwise=layerwise) == promised
+
+    def keep(self, request: Request, blocks: list[int]) -> None:
+        """Compute a request from its start into these L1 blocks, and have them stored."""
+        self.scheduler.admit(request)
+        self.compute(request, 0, blocks)
+        self.scheduler.store(request.request_id, 0, blocks)
 
     def compute(self, request: Request, first: int, block_ids: list[int]) -> None:
         """What the engine's forward does: fill L1 blocks with the KV of their tokens."""

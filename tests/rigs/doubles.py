@@ -4,6 +4,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from threading import Event, Lock
+from typing import Any
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.hierarchy.cache_tiers import Wanted
@@ -32,16 +33,33 @@ class FakeClock:
         self.now += seconds
 
 
-def chain_of(num_blocks: int, first_token: int = 0, salt: str | None = None) -> TokenChain:
-    """A chain of `num_blocks` blocks of consecutive token ids."""
-    chain = TokenChain(root_hash(b"f" * 32, cache_salt=salt), BLOCK_SIZE)
-    chain.extend(list(range(first_token, first_token + num_blocks * BLOCK_SIZE)))
+def chain_over(
+    tokens: Sequence[int],
+    salt: str | None = None,
+    fingerprint: bytes = b"f" * 32,
+    block_size: int = BLOCK_SIZE,
+    **naming: Any,
+) -> TokenChain:
+    """The chain of a prompt, as a model's engine names it for a tenant."""
+    chain = TokenChain(root_hash(fingerprint, cache_salt=salt), block_size, **naming)
+    chain.extend(tokens)
     return chain
+
+
+def chain_of(num_blocks: int, first_token: int = 0, salt: str | None = None, **naming: Any) -> TokenChain:
+    """A chain of `num_blocks` blocks of consecutive token ids."""
+    return chain_over(range(first_token, first_token + num_blocks * BLOCK_SIZE), salt, **naming)
 
 
 def payload_of(chain_hash: ChainHash, num_bytes: int = SLOT_BYTES) -> bytes:
     """The bytes of a block, derived from its key: any mix-up shows."""
     return hashlib.shake_128(chain_hash).digest(num_bytes)
+
+
+def records_of(chain: TokenChain, first: int = 0, last: int | None = None) -> tuple[BlockRecord, ...]:
+    """The records of a chain's blocks, for whoever reads no bytes of them."""
+    blocks = range(len(chain.hashes))[first:last]
+    return tuple(BlockRecord(chain.hashes[i], chain.parent(i), chain.block_tokens(i), 0) for i in blocks)
 
 
 def record_of(chain: TokenChain, i: int) -> BlockRecord:

@@ -117,6 +117,11 @@ def node(**options: str) -> Iterator[Node]:
             made.close()
 
 
+def event_ports() -> dict[str, str]:
+    """Addresses of a publisher of KV events."""
+    return {name: f"tcp://127.0.0.1:{free_port()}" for name in ("publish", "replay")}
+
+
 def free_port() -> int:
     """A loopback port nobody listens on: below those the kernel hands out, and no other test's as long as we live."""
     while True:

@@ -3,7 +3,6 @@
 import hashlib
 import http.client
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of, record_of
 from node_rig import free_port
-from redis_rig import _DIE_WITH_US
+from redis_rig import DIE_WITH_US, ServerChild
 from redis_stories import judged, protection
 
 from kvtier.tiers.config.config import Config
@@ -40,8 +39,8 @@ _PATIENCE: Final = 60.0  # seconds for the server to start
 __all__ = ["protection"]  # of records: the same options as [redis] has
 
 
-class ObjectServer:
-    """One process on one port, which it keeps when it is killed and started again. Nothing is persistent."""
+class ObjectServer(ServerChild):
+    """moto's S3."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -57,7 +56,7 @@ class ObjectServer:
         serve = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{self.port}'])"
         with (self.directory / "log").open("wb") as log:
             self.process = subprocess.Popen(
-                [*_DIE_WITH_US, sys.executable, "-c", serve],
+                [*DIE_WITH_US, sys.executable, "-c", serve],
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(1 << 30)},
@@ -70,22 +69,6 @@ class ObjectServer:
             if time.monotonic() > deadline or self.process.poll() is not None:
                 raise RuntimeError(f"moto did not start: {(self.directory / 'log').read_text()[-2000:]}")
             time.sleep(0.05)
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
-
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Stopped: the kernel still accepts connections, nobody answers."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self.process.send_signal(signal.SIGCONT)
 
     def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> bytes:
         """What it answers; OSError if nobody does."""

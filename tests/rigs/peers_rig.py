@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from doubles import BLOCK_SIZE, SLOT_BYTES, hierarchy_of, payload_of, store, wait_until
-from node_rig import free_port
+from node_rig import event_ports, free_port
 from service_rig import DaemonProcess, end_child
 
 from kvtier.service.events.publisher import Publisher
@@ -196,7 +196,7 @@ class Fleet:
     @staticmethod
     def tells() -> dict[str, str]:
         """Options with which other nodes can follow a daemon's KV events."""
-        publish, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+        publish, replay = event_ports().values()
         events = {"publish": publish, "replay": replay, "allow_remote": "true"}
         return {f"events__{name}": value for name, value in events.items()}
 
@@ -229,7 +229,7 @@ class TellingNode(Node):
     ) -> None:
         """Chains begin where `chain` does."""
         super().__init__(key, **options)
-        ports = {"publish": f"tcp://127.0.0.1:{free_port()}", "replay": f"tcp://127.0.0.1:{free_port()}"}
+        ports = event_ports()
         self.publisher = Publisher(EventsConfig.model_validate({**ports, **(events or {})}), has_peers=True)
         self.feed = self.publisher.feed(FINGERPRINT, EventSource(self.hierarchy))
         self.feed.begin_at(chain.root)

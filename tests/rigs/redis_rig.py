@@ -24,9 +24,32 @@ _PATIENCE: Final = 60.0  # seconds for anything to start or to agree
 _NUM_SLOTS: Final = 16384
 
 
+class ServerChild:
+    """One process on one port, which it keeps when it is killed and started again. Nothing is persistent."""
+
+    process: "subprocess.Popen[bytes] | None"
+
+    def kill(self) -> None:
+        """kill -9."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Stopped: the kernel still accepts connections, nobody answers."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+
 @dataclass
-class RedisServer:
-    """One process on one port, which it keeps when it is killed and started again. Nothing is persistent.
+class RedisServer(ServerChild):
+    """A redis-server.
 
     `options` go to redis-server as they stand; `directory` is its own.
     """
@@ -43,20 +66,13 @@ class RedisServer:
         for port in [self.port] if self.port else (free_port() for _ in range(20)):
             with (self.directory / "log").open("wb") as log:
                 self.process = subprocess.Popen(
-                    [*_DIE_WITH_US, "redis-server", *self._arguments(port)], stdout=log, stderr=log, cwd=self.directory
+                    [*DIE_WITH_US, "redis-server", *self._arguments(port)], stdout=log, stderr=log, cwd=self.directory
                 )
             if self._answers(port):
                 self.port = port
                 return
             self.kill()
         raise RuntimeError(f"redis-server did not start: {(self.directory / 'log').read_text()[-2000:]}")
-
-    def kill(self) -> None:
-        """kill -9."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
 
     def renew(self) -> None:
         """As it was started: killed or not, without data, limits and clients."""
@@ -65,16 +81,6 @@ class RedisServer:
         self.cli("CONFIG", "SET", "maxmemory", "0", "maxmemory-policy", "noeviction")
         self.cli("FLUSHALL")
         self.cli("CLIENT", "KILL", "TYPE", "normal")
-
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Stopped: the kernel still accepts connections, nobody answers."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self.process.send_signal(signal.SIGCONT)
 
     @property
     def url(self) -> str:
@@ -308,4 +314,4 @@ def _directory() -> Iterator[Path]:
 
 
 # A killed test run leaves no servers behind.
-_DIE_WITH_US: Final = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
+DIE_WITH_US: Final = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()

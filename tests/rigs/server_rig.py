@@ -12,7 +12,7 @@ import httpx2
 from doubles import wait_until as wait_for
 from fork_rig import ENGINE, Forked
 from openai import OpenAI
-from service_rig import environment, patient, patient_options, take_last
+from service_rig import ReadProcess, environment, patient, patient_options
 from tiny_models import SIZES
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, set_seed
@@ -111,7 +111,7 @@ class ServerThread:
         assert self.loop.num_live == 0
 
 
-class ServerProcess:
+class ServerProcess(ReadProcess):
     """`kvtier engine` as a process of its own, by its command line."""
 
     def __init__(self, model: Path, *arguments: str, **options: str) -> None:
@@ -120,17 +120,9 @@ class ServerProcess:
         own = {"server__http": "127.0.0.1:0", "host__size": "8MiB", "l1__num_blocks": "128"}
         own["cache__block_size"] = str(BLOCK)
         options = {**patient_options(), **own, "cache__load_or_recompute": "load", **options}
-        self.process = Forked(
-            [*command, *arguments],
-            ENGINE,
-            env={"OMP_NUM_THREADS": "1", **environment(**options)},
-            stderr=subprocess.PIPE,
-        )
-        assert self.process.stderr is not None
-        self.lines: list[str] = []
+        variables = {"OMP_NUM_THREADS": "1", **environment(**options)}
         self._ready = threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        super().__init__(Forked([*command, *arguments], ENGINE, env=variables, stderr=subprocess.PIPE))
         if not self._ready.wait(_START):
             self.process.kill()
             raise AssertionError(f"not ready: {''.join(self.lines)}")
@@ -140,15 +132,8 @@ class ServerProcess:
         self.client = client(self.url)
 
     def end(self, signal: int, timeout: float = 60.0) -> int:
-        """Send the signal; the exit status. What it says of its end is `last_line`."""
         self.client.close()
-        self.process.send_signal(signal)
-        status = self.process.wait(timeout)
-        self._reader.join(timeout)
-        self.last_line = take_last(self.lines)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
-        return status
+        return super().end(signal, timeout)
 
     def _read(self) -> None:
         assert self.process.stderr is not None

@@ -70,35 +70,14 @@ def take_last(lines: list[str]) -> str:
     return lines.pop() if lines and " kvtier: stopped after " in lines[-1] else ""
 
 
-class DaemonProcess:
-    """`kvtier serve` as a process of its own."""
+class ReadProcess:
+    """A server as a process of its own, whose lines on stderr are read as they come."""
 
-    def __init__(self, socket: Path, **options: str) -> None:
-        """Start it and wait until it says that it is ready."""
-        command = ["-m", "kvtier.cli", "serve", "--socket", str(socket)]
-        options = {"service__archives": str(socket.parent), **options}
-        options = {**patient_options(), "service__http": "127.0.0.1:0", **options}
-        self._token_file = Path(f"{socket.absolute()}.token")
-        self.process = Forked(command, SERVICES, env=environment(**options), stderr=subprocess.PIPE)
-        assert self.process.stderr is not None
-        self.first_line = self.process.stderr.readline()
+    def __init__(self, process: Forked) -> None:
+        self.process = process
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-
-    @property
-    def http(self) -> str:
-        """HOST:PORT of its pages."""
-        return self.first_line.rpartition(" ")[2].strip()
-
-    @property
-    def operator(self) -> dict[str, str]:
-        """What a verb over HTTP must carry, if no token is configured."""
-        return {"authorization": f"Bearer {json.loads(self._token_file.read_text())['token']}"}
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        self.lines += self.process.stderr
 
     def end(self, signal: int, timeout: float = PATIENCE) -> int:
         """Send the signal; the exit status. What it says of its end is `last_line`."""
@@ -109,6 +88,35 @@ class DaemonProcess:
         assert self.process.stderr is not None
         self.process.stderr.close()
         return status
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.lines += self.process.stderr
+
+
+class DaemonProcess(ReadProcess):
+    """`kvtier serve` as a process of its own."""
+
+    def __init__(self, socket: Path, **options: str) -> None:
+        """Start it and wait until it says that it is ready."""
+        command = ["-m", "kvtier.cli", "serve", "--socket", str(socket)]
+        options = {"service__archives": str(socket.parent), **options}
+        options = {**patient_options(), "service__http": "127.0.0.1:0", **options}
+        self._token_file = Path(f"{socket.absolute()}.token")
+        process = Forked(command, SERVICES, env=environment(**options), stderr=subprocess.PIPE)
+        assert process.stderr is not None
+        self.first_line = process.stderr.readline()
+        super().__init__(process)
+
+    @property
+    def http(self) -> str:
+        """HOST:PORT of its pages."""
+        return self.first_line.rpartition(" ")[2].strip()
+
+    @property
+    def operator(self) -> dict[str, str]:
+        """What a verb over HTTP must carry, if no token is configured."""
+        return {"authorization": f"Bearer {json.loads(self._token_file.read_text())['token']}"}
 
 
 class DaemonThread:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 import service_rig
@@ -16,20 +16,26 @@ if TYPE_CHECKING:
     from kvtier.connector.daemon.client import RemoteTiers
 
 
-@pytest.fixture
-def serve(home: Path) -> Iterator[Callable[..., service_rig.DaemonThread]]:
-    """Daemons of this process at `home / "s"`. At the end every client is gone, and the laws hold: I3."""
-    daemons: list[service_rig.DaemonThread] = []
+D = TypeVar("D", bound=service_rig.DaemonThread)
 
-    def start(**options: Any) -> service_rig.DaemonThread:
-        all_options: dict[str, Any] = {"host": {"size": 1 << 20}, **options}
-        daemons.append(service_rig.DaemonThread(home / "s", **all_options))
+
+def started(home: Path, kind: Callable[..., D]) -> Iterator[Callable[..., D]]:
+    """Daemons of this process at `home / "s"`. At the end every client is gone, and the laws hold: I3."""
+    daemons: list[D] = []
+
+    def start(**options: Any) -> D:
+        daemons.append(kind(home / "s", **{"host": {"size": 1 << 20}, **options}))
         return daemons[-1]
 
     yield start
     for daemon in daemons:
         daemon.check()
         daemon.close()
+
+
+@pytest.fixture
+def serve(home: Path) -> Iterator[Callable[..., service_rig.DaemonThread]]:
+    yield from started(home, service_rig.DaemonThread)
 
 
 @pytest.fixture
@@ -51,17 +57,7 @@ def serve_pages(home: Path) -> "Iterator[Callable[..., ServedDaemon]]":
     """The same with their pages."""
     from http_rig import ServedDaemon
 
-    daemons: list[ServedDaemon] = []
-
-    def start(**options: Any) -> "ServedDaemon":
-        all_options: dict[str, Any] = {"host": {"size": 1 << 20}, **options}
-        daemons.append(ServedDaemon(home / "s", **all_options))
-        return daemons[-1]
-
-    yield start
-    for daemon in daemons:
-        daemon.check()
-        daemon.close()
+    yield from started(home, ServedDaemon)
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
 """Where texts without marks are cut: by what is near alone, within bounds, whatever a caller sends."""
 
 import tracemalloc
+from functools import partial
 
 import numpy as np
 import pytest
+from doubles import chain_over
 from extent import brief
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,8 +13,8 @@ from hypothesis import strategies as st
 from kvtier.connector.segments.progress import chosen_share
 from kvtier.connector.segments.segment import Segment
 from kvtier.connector.segments.unmarked import SeenNames, UnmarkedSegments, borders, segments_in
-from kvtier.tiers.naming.chain import TokenChain, root_hash
 
+chain_of = partial(chain_over, block_size=16)
 WINDOW = 8
 SHORTEST = (8, 16, 64)
 TEXT = st.one_of(
@@ -25,12 +27,6 @@ TEXT = st.one_of(
 def text_of(seed: int, length: int) -> list[int]:
     tokens: list[int] = np.random.default_rng(seed).integers(0, 30_000, length).tolist()
     return tokens
-
-
-def chain_of(tokens: list[int], salt: str | None = None, size: int = 16) -> TokenChain:
-    chain = TokenChain(root_hash(bytes(32), cache_salt=salt), size)
-    chain.extend(tokens)
-    return chain
 
 
 # borders

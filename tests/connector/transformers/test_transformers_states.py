@@ -113,13 +113,18 @@ def test_rows_of_a_batch_go_on_from_one_border(open_tier: Open, kind: str) -> No
     assert hits(kv, mixed, options=GREEDY) == 0
 
 
-@pytest.mark.parametrize("kind", ["falcon-h1", *brief([], ["mamba2", "qwen3.5"])])
-def test_a_lost_state_costs_hits_and_nothing_else(open_tier: Open, kind: str) -> None:
-    model = model_of(kind)
-    tokens = prompt(1, 1200)
+def computed(open_tier: Open, kind: str) -> tuple[KVTier, list[int], torch.Tensor]:
+    """A tier that a long prompt was computed over: the tier, the prompt, and what its model says to it."""
+    model, tokens = model_of(kind), prompt(1, 1200)
     expected = model.generate(ids(tokens), **GREEDY)
     kv = open_tier(model)
     kv.generate(ids(tokens), **GREEDY)
+    return kv, tokens, expected
+
+
+@pytest.mark.parametrize("kind", ["falcon-h1", *brief([], ["mamba2", "qwen3.5"])])
+def test_a_lost_state_costs_hits_and_nothing_else(open_tier: Open, kind: str) -> None:
+    kv, tokens, expected = computed(open_tier, kind)
     assert kv.drain()
     hierarchy: Any = kv._opened
     # One record of the last border's state is gone, and its blocks are there: the border before serves.
@@ -137,11 +142,7 @@ def test_a_lost_state_costs_hits_and_nothing_else(open_tier: Open, kind: str) ->
 
 @pytest.mark.parametrize("kind", ["qwen3.5", *brief([], ["falcon-h1"])])
 def test_a_state_whose_blocks_are_lost_is_not_used(open_tier: Open, kind: str) -> None:
-    model = model_of(kind)
-    tokens = prompt(1, 1200)
-    expected = model.generate(ids(tokens), **GREEDY)
-    kv = open_tier(model)
-    kv.generate(ids(tokens), **GREEDY)
+    kv, tokens, expected = computed(open_tier, kind)
     assert kv.drain()
     lost = kv._blocks.row(tokens).chain.hashes[70]
     hierarchy: Any = kv._opened
@@ -152,11 +153,7 @@ def test_a_state_whose_blocks_are_lost_is_not_used(open_tier: Open, kind: str) -
 
 @pytest.mark.parametrize("kind", [*brief([], ["mamba2"]), "qwen3.5"])
 def test_a_corrupt_state_in_the_slab_is_a_miss(open_tier: Open, kind: str) -> None:
-    model = model_of(kind)
-    tokens = prompt(1, 1200)
-    expected = model.generate(ids(tokens), **GREEDY)
-    kv = open_tier(model)
-    kv.generate(ids(tokens), **GREEDY)
+    kv, tokens, expected = computed(open_tier, kind)
     again = restarted(kv, open_tier)
     [port] = again._opened.ports  # type: ignore[union-attr]
     slab: Any = port.tier

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,11 @@ class Node:
         keys: Any = SimpleNamespace(current=lambda: chain)
         return TrackedRequest(request, "r", keys)
 
+    def admitted(self, params: Any, num_requests: int = 1) -> TrackedRequest:
+        row = self.row(params)
+        self.handovers.admit(row, num_requests)
+        return row
+
     def close(self) -> None:
         self.hierarchy.drain(5)
         self.hierarchy.check()
@@ -57,6 +63,13 @@ class Node:
 @pytest.fixture
 def tier() -> MemoryTier:
     return SharedTier()
+
+
+@pytest.fixture
+def node(tier: MemoryTier) -> Iterator[Node]:
+    node = Node(tier)
+    yield node
+    node.close()
 
 
 def prefilled(tier: MemoryTier, **more: Any) -> dict[str, Any]:
@@ -80,8 +93,7 @@ def test_it_names_the_prompts_blocks_or_the_last_border_with_states(tier: Memory
     "params",
     [None, {}, [], ["kvtier"], "do_remote_decode", 7, {"do_remote_decode": False}, {"do_remote_prefill": True}],
 )
-def test_an_answer_without_a_hand_over_request_has_no_parameters(params: Any, tier: MemoryTier) -> None:
-    node = Node(tier)
+def test_an_answer_without_a_hand_over_request_has_no_parameters(params: Any, node: Node) -> None:
     row = node.row(params)
     row.stored = 4
     node.handovers.admit(row)
@@ -89,7 +101,6 @@ def test_an_answer_without_a_hand_over_request_has_no_parameters(params: Any, ti
     assert node.handovers.offer(row) is None
     row = node.row(ASKED)  # and nothing of what was not stored
     assert node.handovers.offer(row) is None
-    node.close()
 
 
 @pytest.mark.parametrize(
@@ -107,67 +118,56 @@ def test_an_answer_without_a_hand_over_request_has_no_parameters(params: Any, ti
     ],
 )
 def test_a_bound_is_a_number_of_tokens_or_none(
-    value: object, bound: int | None, tier: MemoryTier, caplog: pytest.LogCaptureFixture
+    value: object, bound: int | None, node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    node = Node(tier)
     row = node.row({"max_load_tokens": value, "max_offload_tokens": value})
     assert (row.most_loaded, row.most_stored) == (bound, bound)
     assert ("use a number of tokens from 0 on" in caplog.text) == (bound is None)
     node.row({"max_load_tokens": "7" * 1_000_000})
     assert len(caplog.text) < 2000  # a client writes no log
-    node.close()
 
 
-def test_it_waits_until_all_is_there_and_looks_now_and_then(tier: MemoryTier) -> None:
+def test_it_waits_until_all_is_there_and_looks_now_and_then(node: Node, tier: MemoryTier) -> None:
     said = prefilled(tier)
-    node = Node(tier)
-    row = node.row(said)
-    node.handovers.admit(row)
+    row = node.admitted(said)
     now = time.monotonic()
     assert node.handovers.is_coming(row, now)
     tier.fill(chain_of(4))
     assert node.handovers.is_coming(row, now + 0.001)  # it does not look at every step
     assert not node.handovers.is_coming(row, now + 0.1)
     assert not node.handovers.is_coming(row, now + 0.2)
-    node.close()
 
 
 def test_a_tier_that_stays_away_is_given_up_after_its_first_probe(
-    tier: MemoryTier, caplog: pytest.LogCaptureFixture
+    node: Node, tier: MemoryTier, caplog: pytest.LogCaptureFixture
 ) -> None:
     said = prefilled(tier)
-    node = Node(tier)
-    row = node.row(said)
-    node.handovers.admit(row)
+    row = node.admitted(said)
     now = time.monotonic()
     node.hierarchy.ports[0].breakers["read"].trip()
     assert node.handovers.is_coming(row, now)
     assert node.handovers.is_coming(row, now + 1.4)
     assert not node.handovers.is_coming(row, now + 1.6)
     assert "answers" in caplog.text
-    node.close()
 
 
-def test_it_does_not_wait_for_ever_nor_for_what_l1_has(tier: MemoryTier, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_does_not_wait_for_ever_nor_for_what_l1_has(
+    node: Node, tier: MemoryTier, caplog: pytest.LogCaptureFixture
+) -> None:
     said = prefilled(tier)
-    node = Node(tier)
-    late, known = node.row(said), node.row(said)
-    node.handovers.admit(late)
-    node.handovers.admit(known)
+    late, known = node.admitted(said), node.admitted(said)
     known.num_l1_tokens = 4 * BLOCK_SIZE
     assert not node.handovers.is_coming(known, time.monotonic())
     assert node.handovers.is_coming(late, time.monotonic())
     assert not node.handovers.is_coming(late, time.monotonic() + 61)
     assert "prefetch_deadline" in caplog.text
-    node.close()
 
 
 def test_with_no_tier_that_nodes_share_nothing_can_come(tier: MemoryTier, caplog: pytest.LogCaptureFixture) -> None:
     said = prefilled(tier)
     node = Node(MemoryTier())
     for _ in range(2):
-        row = node.row(said)
-        node.handovers.admit(row)
+        row = node.admitted(said)
         assert not node.handovers.is_coming(row, time.monotonic())
     assert caplog.text.count("answers") == 1
     node.close()
@@ -178,38 +178,32 @@ def test_with_no_tier_that_nodes_share_nothing_can_come(tier: MemoryTier, caplog
     [{"blocks": 0}, {"blocks": 5}, {"blocks": "4"}, {"blocks": None}, {"store": "00"}, {"last": "00"}, {"last": 7}],
 )
 def test_what_does_not_fit_is_not_waited_for(
-    change: dict[str, Any], tier: MemoryTier, caplog: pytest.LogCaptureFixture
+    change: dict[str, Any], node: Node, tier: MemoryTier, caplog: pytest.LogCaptureFixture
 ) -> None:
     said = prefilled(tier)
-    node = Node(tier)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            row = node.row({"kvtier": said["kvtier"] | change})
-            node.handovers.admit(row)
+            row = node.admitted({"kvtier": said["kvtier"] | change})
             assert not node.handovers.is_coming(row, time.monotonic())
     assert len(caplog.records) == (0 if "blocks" in change else 1)
-    node.close()
 
 
 @pytest.mark.parametrize("more", [{"do_remote_prefill": True}, {"do_remote_decode": True}])
-def test_kv_that_another_connector_delivers_is_not_waited_for(more: dict[str, Any], tier: MemoryTier) -> None:
-    node = Node(tier)
-    row = node.row(prefilled(tier) | more)
-    node.handovers.admit(row)
+def test_kv_that_another_connector_delivers_is_not_waited_for(
+    more: dict[str, Any], node: Node, tier: MemoryTier
+) -> None:
+    row = node.admitted(prefilled(tier) | more)
     assert not node.handovers.is_coming(row, time.monotonic())
-    node.close()
 
 
-def test_it_waits_no_longer_than_computing_would_delay_all_requests(tier: MemoryTier) -> None:
-    node = Node(tier)
+def test_it_waits_no_longer_than_computing_would_delay_all_requests(node: Node, tier: MemoryTier) -> None:
     said = prefilled(tier)
     waits = {}
     for speed in (None, 1.0, 100.0):
         if speed is not None:
             node.step(64 / speed, 64)
         for num_requests in (1, 3, 100):
-            row = node.row(said)
-            node.handovers.admit(row, num_requests)
+            row = node.admitted(said, num_requests)
             assert row.awaited is not None
             waits[speed, num_requests] = row.awaited.patience
         node.prefill = node.handovers._prefill = PrefillClock(lambda: node.time)
@@ -218,50 +212,41 @@ def test_it_waits_no_longer_than_computing_would_delay_all_requests(tier: Memory
     assert [waits[1.0, n] for n in (1, 3, 100)] == [min(60.0, tokens), min(60.0, 3 * tokens), 60.0]
     assert waits[100.0, 1] == 0.5  # computed in less, but every store takes a while
     assert waits[100.0, 100] == pytest.approx(min(60.0, tokens))
-    node.close()
 
 
 @pytest.mark.parametrize(("policy", "wait"), [("load", 60.0), ("recompute", None)])
 def test_a_configured_choice_is_not_weighed(policy: str, wait: float | None, tier: MemoryTier) -> None:
     node = Node(tier, policy=policy)
     node.step(0.001, 64)
-    row = node.row(prefilled(tier))
-    node.handovers.admit(row)
+    row = node.admitted(prefilled(tier))
     assert (row.awaited and row.awaited.patience) == wait
     assert node.handovers.is_coming(row, time.monotonic()) == (wait is not None)
     node.close()
 
 
-def test_a_tier_that_goes_away_while_a_request_waits_may_be_back_in_time(tier: MemoryTier) -> None:
+def test_a_tier_that_goes_away_while_a_request_waits_may_be_back_in_time(node: Node, tier: MemoryTier) -> None:
     said = prefilled(tier)
-    node = Node(tier)
-    row = node.row(said)
-    node.handovers.admit(row)
+    row = node.admitted(said)
     now = time.monotonic()
     [port] = node.hierarchy.ports
     port.breakers["read"].trip()
     assert node.handovers.is_coming(row, now)
-    later = node.row(said)  # but one that comes now does not wait
-    node.handovers.admit(later)
+    later = node.admitted(said)  # but one that comes now does not wait
     assert not node.handovers.is_coming(later, time.monotonic())
     tier.fill(chain_of(4))
     assert node.handovers.is_coming(row, now + 0.1)
     assert port.breakers["read"].take_probe(at_once=True)
     port.breakers["read"].probed(True)
     assert not node.handovers.is_coming(row, now + 0.2)
-    node.close()
 
 
-def test_it_does_not_wait_for_what_is_slower_to_load_than_to_compute(tier: MemoryTier) -> None:
-    node = Node(tier)
+def test_it_does_not_wait_for_what_is_slower_to_load_than_to_compute(node: Node, tier: MemoryTier) -> None:
     node.hierarchy.rates.policy = "auto"
     node.hierarchy.rates.loaded(tier.name, 1, 1.0)
     for seconds in (1e-3, 1e9):
         node.hierarchy.rates.computed(64, seconds)
-        row = node.row(prefilled(tier))
-        node.handovers.admit(row)
+        row = node.admitted(prefilled(tier))
         assert node.handovers.is_coming(row, time.monotonic()) == (seconds > 1)
-    node.close()
 
 
 def test_prefill_is_measured_from_one_steps_results_to_the_next_ones(tier: MemoryTier) -> None:

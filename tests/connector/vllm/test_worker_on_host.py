@@ -47,6 +47,13 @@ class Rank:
         handle = RegionHandle.of(self.region)
         return WorkerStep(handle, plan.encode(), final_stores.encode(), is_idle=False, touches=touches)
 
+    def ended(self) -> tuple[int, ...]:
+        """The step's compute is issued, and its loads have ended: their ops."""
+        self.drained()
+        self.half.collect()
+        assert self.half.take_received() == ({"asked"}, set())
+        return self.half.take_reports().finished
+
     def holds(self, block: int, value: int) -> bool:
         return all(bool((tensor[block].numpy().view(np.uint8) == value).all()) for tensor in self.tensors.values())
 
@@ -74,10 +81,7 @@ def test_a_load_that_the_compute_does_not_wait_for_runs_beside_it(rank: Rank) ->
     rank.tensors[NAMES[0]][3] = 0  # a second copy would show
     rank.half.start_load(message)
     rank.half.start_store(message)
-    rank.drained()
-    rank.half.collect()
-    assert rank.half.take_received() == ({"asked"}, set())
-    assert rank.half.take_reports().finished == (7,)
+    assert rank.ended() == (7,)
     assert not rank.holds(3, 2)
 
 
@@ -90,8 +94,7 @@ def test_blocks_that_the_step_zeroes_first_are_loaded_after_its_compute(rank: Ra
     rank.drained()
     assert rank.holds(3, 2)
     rank.half.start_store(message)
-    rank.half.collect()
-    assert rank.half.take_received() == ({"asked"}, set())
+    assert rank.ended() == (7,)
 
 
 def test_a_load_that_the_compute_needs_has_come_when_it_starts(rank: Rank) -> None:
@@ -103,18 +106,12 @@ def test_a_load_that_the_compute_needs_has_come_when_it_starts(rank: Rank) -> No
     rank.half.start_load(message)
     assert rank.holds(5, 2)
     rank.half.start_store(message)
-    rank.drained()
-    rank.half.collect()
-    assert rank.half.take_received() == ({"asked"}, set())
-    assert set(rank.half.take_reports().finished) == {7, 8}
+    assert set(rank.ended()) == {7, 8}
 
 
 def test_a_runner_without_a_hook_before_the_step_starts_loads_once_too(rank: Rank) -> None:
     message = rank.message(LOAD)
     rank.half.start_load(message)
     rank.half.start_store(message)
-    rank.drained()
-    rank.half.collect()
+    assert rank.ended() == (7,)
     assert rank.holds(3, 2)
-    assert rank.half.take_received() == ({"asked"}, set())
-    assert rank.half.take_reports().finished == (7,)

@@ -15,16 +15,20 @@ from extent import brief
 from tiny_models import config_of
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from kvtier.engine.demo.rag_questions import RagQuestion, documents_of, example, recall_questions, timed_questions
-from kvtier.engine.demo.rag_report import (
+from kvtier.engine.demo.rag import (
     AS_IT_IS,
     FULL_PREFILL,
     NAMES_SHOWN,
     PREFIX_ONLY,
     REPAIRED,
+    RagQuestion,
     RagReport,
     RagResult,
+    documents_of,
     draw,
+    example,
+    recall_questions,
+    timed_questions,
 )
 from kvtier.engine.demo.recall import RECALL_MODEL, make_documents
 from kvtier.tiers.errors import ConfigError, MissingPackages

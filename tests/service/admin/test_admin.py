@@ -22,7 +22,7 @@ from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.service.observe import DaemonStatus, statuses
 from kvtier.service.observe.top import daemon_row, hit_share
 from kvtier.service.traces import read_trace
-from kvtier.tiers.naming.chain import TokenChain, root_hash
+from kvtier.tiers.naming.chain import TokenChain
 
 pytestmark = pytest.mark.timeout(300)  # every command is a process that imports everything anew
 
@@ -65,9 +65,7 @@ def post(daemon: DaemonProcess, path: str, **body: object) -> httpx2.Response:
 
 
 def prompt(num_blocks: int, first_token: int = 0, salt: str | None = None) -> TokenChain:
-    chain = TokenChain(root_hash(FINGERPRINT, cache_salt=salt), 4)
-    chain.extend(range(first_token, first_token + 4 * num_blocks))
-    return chain
+    return chain_of(num_blocks, first_token, salt, fingerprint=FINGERPRINT)
 
 
 def says(daemon: DaemonProcess, *arguments: str, stdin: str = "") -> str:
@@ -185,9 +183,7 @@ def test_quotas_by_command_hold_for_models_to_come(
     assert store(tiers, chain) == 2
     assert store(tiers, prompt(6, salt="bob")) == 6
     later = client_of(fingerprint=OTHER, size=16 * SLOT_BYTES)
-    theirs = TokenChain(root_hash(OTHER, cache_salt="alice"), 4)
-    theirs.extend(range(24))
-    assert store(later, theirs) == 2
+    assert store(later, chain_of(6, salt="alice", fingerprint=OTHER)) == 2
     [listed] = json.loads(says(daemon, "quota", "--json"))["quotas"]
     assert (listed["cache_salt"], listed["size"], listed["slab"]) == ("alice", 8192, None)
     assert listed["used"] == {MODEL: 8192, OTHER.hex()[:16]: 8192}

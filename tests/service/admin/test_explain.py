@@ -4,11 +4,12 @@ import json
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 from command_rig import kvtier
-from doubles import SLOT_BYTES, hierarchy_of
+from doubles import SLOT_BYTES, chain_over, hierarchy_of
 from doubles import store as store_here
 from router_rig import RawReplica
 from service_rig import FINGERPRINT, DaemonProcess, attach, store, where
@@ -21,9 +22,9 @@ from kvtier.service.web import http_client
 from kvtier.tiers.file.about import record_model
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.naming.chain import TokenChain, root_hash
 
 BLOCK = 4  # tokens
+chain = partial(chain_over, fingerprint=FINGERPRINT)
 SECRET = 777_777  # a token that only another tenant's prompt has
 
 
@@ -32,12 +33,6 @@ def daemon(home: Path) -> Iterator[DaemonProcess]:
     process = DaemonProcess(home / "s", host__size="1MiB")
     yield process
     assert process.end(signal.SIGTERM) == 0
-
-
-def chain(tokens: Sequence[int], salt: str | None = None) -> TokenChain:
-    named = TokenChain(root_hash(FINGERPRINT, cache_salt=salt), BLOCK)
-    named.extend(tokens)
-    return named
 
 
 def says(daemon: DaemonProcess, tokens: Sequence[int], *arguments: str) -> list[str]:
@@ -90,9 +85,7 @@ def opened(fingerprint: bytes = FINGERPRINT) -> Namespace:
 
 def test_another_model_that_holds_the_prompt_is_named() -> None:
     one, two = opened(), opened(b"another model".ljust(32, b"."))
-    named = TokenChain(root_hash(two.fingerprint), BLOCK)
-    named.extend(range(16))
-    store_here(two.hierarchy, named)
+    store_here(two.hierarchy, chain_over(range(16), fingerprint=two.fingerprint))
     answer = explain(one, [two], BlockSelection((), list(range(16)), None), 1.0)
     row = {"model": two.fingerprint.hex()[:16], "blocks": 4, "block_size": 4, "fields": []}
     assert answer["elsewhere"] == [row]
@@ -131,9 +124,7 @@ def test_a_closed_slab_of_the_same_checkpoint_is_told_field_by_field(tmp_path: P
         assert explain(own, [], BlockSelection((), list(range(16)), None), 1.0, tmp_path)["closed"] == []
     # what is held, or open under another name, needs no guess
     assert explain(own, [opened(before)], BlockSelection((), list(range(16)), None), 1.0, tmp_path)["closed"] == []
-    named = TokenChain(root_hash(own.fingerprint), BLOCK)
-    named.extend(range(16))
-    store_here(own.hierarchy, named)
+    store_here(own.hierarchy, chain_over(range(16), fingerprint=own.fingerprint))
     assert "closed" not in explain(own, [], BlockSelection((), list(range(16)), None), 1.0, tmp_path)
 
 
@@ -148,9 +139,7 @@ def test_a_question_about_many_models_has_one_deadline(monkeypatch: pytest.Monke
     monkeypatch.setattr(Hierarchy, "locate", silent)
     monkeypatch.setattr("kvtier.service.node.operators.monotonic", lambda: now[0])
     for model in models[1:]:
-        named = TokenChain(root_hash(model.fingerprint), BLOCK)
-        named.extend(range(16))
-        store_here(model.hierarchy, named)
+        store_here(model.hierarchy, chain_over(range(16), fingerprint=model.fingerprint))
     answer = explain(models[0], models[1:], BlockSelection((), list(range(16)), None), 8.0)
     assert now[0] <= 8.0
     assert len(answer["elsewhere"]) == 19  # what is known without that tier is told all the same
@@ -180,9 +169,7 @@ def test_a_strangers_prompt_is_never_told() -> None:
 def test_a_strangers_first_block_is_never_told_where_one_root_is_everybodys() -> None:
     model = opened()
     extra = {0: [("salt", b"anna")]}  # as under vLLM's own names: the salt is in the first block, not in the root
-    named = TokenChain(root_hash(FINGERPRINT), BLOCK, extra_keys=extra)
-    named.extend([SECRET, *range(15)])
-    store_here(model.hierarchy, named)
+    store_here(model.hierarchy, chain([SECRET, *range(15)], extra_keys=extra))
     answer = explain(model, [], BlockSelection((), [5, *range(15)], None), 1.0)
     assert (answer["held"], answer["differs"]) == (0, None)
 

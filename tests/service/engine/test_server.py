@@ -10,7 +10,7 @@ import pytest
 from command_rig import kvtier
 from extent import brief
 from fork_rig import ENGINE, Forked
-from node_rig import free_port
+from node_rig import event_ports
 from prometheus_client.parser import text_string_to_metric_families
 from server_rig import BLOCK, MODEL, ServerProcess, ServerThread, client, save_checkpoint, serving, tokenizer, wait_for
 from service_rig import environment
@@ -286,7 +286,7 @@ def test_a_bad_command_line_is_one_line_and_status_2(
 def test_events_tell_what_the_engine_holds(model: Path, disk_dir: Path) -> None:
     """L1, and the tiers below where they are its own; a tenant's blocks are not anybody's."""
     index = PrefixIndex(BLOCK)
-    events = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("publish", "replay")}
+    events = event_ports()
     tiers: dict[str, Any] = {"file": {"path": str(disk_dir), "size": "16MiB"}, "l1": {"num_blocks": 40}}
     ids, room = tokenizer().encode(LONG).ids, len(LONG) // BLOCK
     node = {"node": "tcp://10.0.0.5:5557", "node_replay": "tcp://10.0.0.5:5558"}

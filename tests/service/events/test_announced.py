@@ -1,7 +1,8 @@
 """AnnouncedBlocks against what tiers hold: told is just what a lookup can find, and a late reader is told the same."""
 
-from collections.abc import Sequence
+from functools import partial
 
+from doubles import chain_over
 from extent import brief
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,17 +13,12 @@ from kvtier.service.events.publisher import MAX_RUN, AnnouncedBlocks
 from kvtier.service.events.wire import BlockRemoved, BlockStored, KVEvent, external_hash, namespace_of
 from kvtier.tiers.hierarchy.hierarchy import Removed, Stored
 from kvtier.tiers.kinds import TIERS
-from kvtier.tiers.naming.chain import TokenChain, root_hash
+from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.tier import BlockRecord
 
 FINGERPRINT = b"a model whose blocks are told".ljust(32, b".")
 SIZE = 4
-
-
-def chain_of(tokens: Sequence[int], salt: str | None = None, scheme: str = "sha256") -> TokenChain:
-    chain = TokenChain(root_hash(FINGERPRINT, cache_salt=salt), SIZE, scheme)
-    chain.extend(tokens)
-    return chain
+chain_of = partial(chain_over, fingerprint=FINGERPRINT)
 
 
 def records(chain: TokenChain, *blocks: int) -> tuple[BlockRecord, ...]:
@@ -68,8 +64,7 @@ def test_tenants_have_a_namespace_and_are_told_when_it_is_known() -> None:
 
 def test_names_that_tokens_do_not_explain_are_not_told() -> None:
     told = AnnouncedBlocks(FINGERPRINT)
-    image = TokenChain(CHAIN.root, SIZE, extra_keys={0: [("mm", b"1")]})
-    image.extend(range(8))
+    image = chain_of(range(8), extra_keys={0: [("mm", b"1")]})
     assert told.apply(Stored("l2", records(image, 0, 1))) == []
     assert told.num_withheld == 1
     assert told.apply(Removed("l2", tuple(image.hashes))) == []

@@ -11,9 +11,10 @@ from typing import Any, cast
 import msgpack
 import pytest
 import zmq
+from doubles import chain_over, records_of
 from event_rig import until
 from extent import brief
-from node_rig import free_port
+from node_rig import event_ports
 
 from kvtier.service.events.consumer import END, EventConsumer, NumberedBatch
 from kvtier.service.events.prefix_index import PrefixIndex, prompt_hashes
@@ -32,8 +33,7 @@ from kvtier.service.events.wire import (
 from kvtier.tiers.config.sections import EventsConfig
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy.hierarchy import Removed, Stored
-from kvtier.tiers.naming.chain import TokenChain, root_hash
-from kvtier.tiers.tier import BlockRecord
+from kvtier.tiers.naming.chain import TokenChain
 
 MODEL, OTHER, THIRD = (name.ljust(32, b".") for name in (b"one model", b"and another", b"and a third"))
 SIZE = 4
@@ -41,21 +41,15 @@ DEADLINE = 30.0
 
 
 def chain_of(number: int, blocks: int = 4, model: bytes = MODEL) -> TokenChain:
-    chain = TokenChain(root_hash(model), SIZE)
-    chain.extend(range(1000 * number, 1000 * number + blocks * SIZE))
-    return chain
+    return chain_over(range(1000 * number, 1000 * number + blocks * SIZE), fingerprint=model)
 
 
 def stored(chain: TokenChain, tier: str = "l2", first: int = 0, last: int | None = None) -> Stored:
-    blocks = range(len(chain.hashes))[first:last]
-    return Stored(tier, tuple(BlockRecord(chain.hashes[i], chain.parent(i), chain.block_tokens(i), 0) for i in blocks))
+    return Stored(tier, records_of(chain, first, last))
 
 
 def addresses(**options: object) -> EventsConfig:
-    ports = [free_port(), free_port()]
-    return EventsConfig.model_validate(
-        {"publish": f"tcp://127.0.0.1:{ports[0]}", "replay": f"tcp://127.0.0.1:{ports[1]}", **options}
-    )
+    return EventsConfig.model_validate({**event_ports(), **options})
 
 
 def found(index: PrefixIndex, chain: TokenChain, worker: str = "w") -> dict[str, int]:
@@ -64,31 +58,47 @@ def found(index: PrefixIndex, chain: TokenChain, worker: str = "w") -> dict[str,
 
 @contextmanager
 def reader(config: EventsConfig, index: PrefixIndex, topic: str | None = None) -> Iterator[EventConsumer]:
-    assert config.publish is not None
-    with closing(EventConsumer("w", index, config.publish, config.replay, topic=topic)) as consumer:
+    with closing(EventConsumer("w", index, str(config.publish), config.replay, topic=topic)) as consumer:
         yield consumer
         index.check()
         assert not index.counts
 
 
-def request(config: EventsConfig, first: int) -> list[list[bytes]]:
-    """All that a replay brings, by vLLM's protocol and with the socket its examples use."""
-    with zmq.Context() as context, context.socket(zmq.REQ) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVTIMEO, 30_000)
-        assert config.replay is not None
-        socket.connect(config.replay)
+@contextmanager
+def by_hand(config: EventsConfig) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+    """A publisher's two sockets, unbound: what it publishes on and where it is asked for a replay."""
+    with zmq.Context() as context, context.socket(zmq.PUB) as out, context.socket(zmq.ROUTER) as asked:
+        out.linger = asked.linger = 0
+        yield out, asked
+
+
+def bind(config: EventsConfig, out: zmq.Socket[bytes], asked: zmq.Socket[bytes]) -> None:
+    out.bind(str(config.publish))
+    asked.bind(str(config.replay))
+
+
+@contextmanager
+def connected(kind: int, address: str | None, is_slow: bool = False) -> Iterator[zmq.Socket[bytes]]:
+    """A subscriber's socket by hand; a slow one takes next to nothing before it is read."""
+    with zmq.Context() as context, context.socket(kind) as socket:
+        socket.linger, socket.rcvtimeo = 0, 30_000
+        if is_slow:
+            socket.rcvhwm, socket.rcvbuf = 1, 4096
+        if kind == zmq.SUB:
+            socket.subscribe(b"")
+        socket.connect(str(address))
+        yield socket
+
+
+def request(config: EventsConfig, first: int) -> list[bytes]:
+    """The first that a replay brings, by vLLM's protocol and with the socket its examples use."""
+    with connected(zmq.REQ, config.replay) as socket:  # it strips the empty frame, and takes one reply
         socket.send(first.to_bytes(8, "big"))
-        # a REQ socket strips the empty frame, and takes one reply; what follows is read by a DEALER below
-        return [socket.recv_multipart()]
+        return socket.recv_multipart()
 
 
 def replayed(config: EventsConfig, first: int) -> list[list[bytes]]:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVTIMEO, 30_000)
-        assert config.replay is not None
-        socket.connect(config.replay)
+    with connected(zmq.DEALER, config.replay) as socket:
         socket.send_multipart([b"", first.to_bytes(8, "big")])
         messages = [socket.recv_multipart()]
         while messages[-1][2] != END:
@@ -109,8 +119,7 @@ def test_frames_and_replay_are_vllms() -> None:
         batch = decode_batch(told[0][3])
         assert (batch.dp_rank, len(batch.events)) == (3, 1)
         assert abs(batch.ts - time.time()) < 600
-        [first] = request(config, 2)
-        assert first[1] == (2).to_bytes(8, "big")
+        assert request(config, 2)[1] == (2).to_bytes(8, "big")
         assert replayed(config, 3) == [[b"", b"", END, b""]]
         assert publisher.counts["snapshots"] == 0
 
@@ -190,8 +199,7 @@ def test_models_under_one_topic_do_not_clear_each_other() -> None:
 
 
 def test_a_publisher_that_is_started_anew_is_believed_anew() -> None:
-    config = addresses()
-    index = PrefixIndex(SIZE)
+    config, index = addresses(), PrefixIndex(SIZE)
     with reader(config, index) as consumer:
         with Publisher(config) as publisher:
             publisher.announce(MODEL, [stored(chain_of(1))])
@@ -211,10 +219,7 @@ def test_a_publisher_that_is_started_anew_is_believed_anew() -> None:
 
 def test_dropped_doubled_and_late_batches_of_any_publisher() -> None:
     # a publisher by hand, which sends old arrays, loses batches, doubles and reorders them, and keeps them for replay
-    config = addresses()
-    assert config.publish is not None
-    assert config.replay is not None
-    index = PrefixIndex(SIZE)
+    config, index = addresses(), PrefixIndex(SIZE)
     log = []
     for number in range(40):
         chain = chain_of(number, 1)
@@ -222,10 +227,8 @@ def test_dropped_doubled_and_late_batches_of_any_publisher() -> None:
             [external_hash(chain.hashes[0])], None, [*chain._tokens], SIZE, None, "GPU" if number % 2 else None, None
         )
         log.append(encode_batch(EventBatch(time.time(), [event], 0)))
-    with zmq.Context() as context, context.socket(zmq.PUB) as out, context.socket(zmq.ROUTER) as again:
-        for socket, address in ((out, config.publish), (again, config.replay)):
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.bind(address)
+    with by_hand(config) as (out, again):
+        bind(config, out, again)
 
         def answer(end: int) -> None:
             while again.poll(20):
@@ -279,7 +282,6 @@ class Held(PrefixIndex):
 def test_what_a_former_publisher_said_last_is_not_taken_for_its_successors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.service.events.consumer._TURN", 1)
     config, index = addresses(), Held()
-    assert config.publish is not None
     with reader(config, index) as consumer:
         with Publisher(config) as publisher:
             until(lambda: consumer.state.state == "live")
@@ -289,11 +291,9 @@ def test_what_a_former_publisher_said_last_is_not_taken_for_its_successors(monke
                 publisher.announce(MODEL, [stored(chain_of(number))])
             assert publisher.flush(DEADLINE)
             time.sleep(0.5)  # … the others in its queue, as good as surely: else this shows nothing
-        with zmq.Context() as context, context.socket(zmq.PUB) as out, context.socket(zmq.ROUTER) as again:
+        with by_hand(config) as (out, again):
             with out.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as arrivals:
-                for socket, address in ((out, config.publish), (again, str(config.replay))):
-                    socket.setsockopt(zmq.LINGER, 0)
-                    socket.bind(address)
+                bind(config, out, again)
                 assert arrivals.poll(int(1000 * DEADLINE))  # the reader's socket has found the successor …
                 out.disable_monitor()
             index.gate.set()  # … and now the reader does, which still has to read eight batches of the former one
@@ -343,8 +343,7 @@ def test_no_reader_misses_its_own_handshake() -> None:
 
 def test_a_silent_publisher_is_asked_whether_anything_was_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.service.events.consumer._SILENCE", 0.1)
-    config = addresses()
-    index = PrefixIndex(SIZE)
+    config, index = addresses(), PrefixIndex(SIZE)
     with Publisher(config) as publisher, reader(config, index) as consumer:
         until(lambda: consumer.state.state == "live")
         out, publisher._publish = publisher._publish, Deaf()  # type: ignore[assignment]
@@ -358,12 +357,8 @@ def test_a_publisher_that_hangs_is_not_believed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("kvtier.service.events.consumer._SILENCE", 0.1)
     monkeypatch.setattr("kvtier.service.events.consumer._REPLAY_DEADLINE", 0.2)
     config = addresses()
-    assert config.publish is not None
-    assert config.replay is not None
-    with zmq.Context() as context, context.socket(zmq.PUB) as out, context.socket(zmq.ROUTER) as asked:
-        for socket, address in ((out, config.publish), (asked, config.replay)):
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.bind(address)
+    with by_hand(config) as (out, asked):
+        bind(config, out, asked)
 
         def answers() -> bool:
             while asked.poll(0):
@@ -404,13 +399,7 @@ def test_without_a_replay_address_a_reader_learns_from_now_on() -> None:
 def test_a_reader_that_does_not_read_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.service.events.publisher._QUEUE", 10)
     config = addresses()
-    with Publisher(config) as publisher, zmq.Context() as context, context.socket(zmq.SUB) as slow:
-        assert config.publish is not None
-        slow.setsockopt(zmq.LINGER, 0)
-        slow.setsockopt(zmq.RCVHWM, 1)
-        slow.setsockopt(zmq.RCVBUF, 4096)
-        slow.subscribe(b"")
-        slow.connect(config.publish)
+    with Publisher(config) as publisher, connected(zmq.SUB, config.publish, is_slow=True) as slow:
         publisher.announce(MODEL, [stored(chain_of(0))])
         big = AnnouncedBlocks(MODEL).apply(stored(chain_of(1, 2000)))
         for _ in range(200):  # more than the system's own buffers take
@@ -464,24 +453,19 @@ def test_a_reader_that_falls_behind_lives() -> None:
 
 def test_who_does_not_read_its_replay_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.service.events.publisher._REPLAY_DEADLINE", 0.2)
-    config = addresses()
-    with Publisher(config) as publisher, zmq.Context() as context, context.socket(zmq.DEALER) as slow:
+    config, index = addresses(), PrefixIndex(SIZE)
+    with Publisher(config) as publisher:
         for number in range(40):
             publisher.announce(MODEL, [stored(chain_of(number, 1000))])
         assert publisher.flush(DEADLINE)
-        assert config.replay is not None
-        slow.setsockopt(zmq.LINGER, 0)
-        slow.setsockopt(zmq.RCVHWM, 1)
-        slow.setsockopt(zmq.RCVBUF, 4096)
-        slow.connect(config.replay)
-        for _ in range(40):  # more than are served at once, all from one subscriber
-            slow.send_multipart([b"", bytes(8)])
-        until(lambda: publisher.counts["replays"] > 0)
-        slow.send_multipart([b"", b"rubbish"])
-        until(lambda: publisher.counts["replays_refused"] > 0)
-        index = PrefixIndex(SIZE)
-        with reader(config, index):
-            until(lambda: index.num_blocks == 40 * 1000)
+        with connected(zmq.DEALER, config.replay, is_slow=True) as slow:
+            for _ in range(40):  # more than are served at once, all from one subscriber
+                slow.send_multipart([b"", bytes(8)])
+            until(lambda: publisher.counts["replays"] > 0)
+            slow.send_multipart([b"", b"rubbish"])
+            until(lambda: publisher.counts["replays_refused"] > 0)
+            with reader(config, index):
+                until(lambda: index.num_blocks == 40 * 1000)
 
 
 def test_a_publisher_tells_in_the_form_its_reader_knows() -> None:
@@ -561,13 +545,12 @@ def test_an_address_that_is_taken_is_named() -> None:
 def test_waiting_for_nobody_costs_nothing(has_replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.service.events.consumer._SILENCE", 0.2)
     config = addresses()
-    assert config.publish is not None
     with ExitStack() as stack:
         if not has_replay:  # somebody who says nothing; else nobody is there
             silent = addresses(publish=config.publish, replay=None)
             stack.enter_context(Publisher(silent))
         replay = config.replay if has_replay else None
-        consumer = stack.enter_context(closing(EventConsumer("w", PrefixIndex(SIZE), config.publish, replay)))
+        consumer = stack.enter_context(closing(EventConsumer("w", PrefixIndex(SIZE), str(config.publish), replay)))
         if not has_replay:
             until(lambda: consumer.state.counts.get("connections") == 1)
         turns: list[float] = []

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import zmq
 from command_rig import kvtier
+from doubles import chain_of, records_of
 from event_rig import until
-from node_rig import free_port
+from node_rig import event_ports, free_port
 from router_rig import MODEL, replicas, routed
 from zmq.auth import create_certificates
 
@@ -20,8 +21,6 @@ from kvtier.tiers.config.config import Config
 from kvtier.tiers.config.sections import EventsConfig
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy.hierarchy import Stored
-from kvtier.tiers.naming.chain import TokenChain, root_hash
-from kvtier.tiers.tier import BlockRecord
 
 SIZE = 4
 FINGERPRINT = bytes.fromhex("ab" * 32)
@@ -38,9 +37,8 @@ def keys(tmp_path: Path) -> Path:
 
 
 def guarded(keys: Path, reader: str = "reader", **options: object) -> EventsConfig:
-    given = {"publish": f"tcp://127.0.0.1:{free_port()}", "replay": f"tcp://127.0.0.1:{free_port()}", **options}
     files = {"curve_key_file": keys / "publisher.key_secret", "curve_reader_file": keys / f"{reader}.key"}
-    return EventsConfig.model_validate({**given, **files})
+    return EventsConfig.model_validate({**event_ports(), **options, **files})
 
 
 def reads_as(keys: Path, own: str, publisher: str = "publisher") -> CurveKeys:
@@ -51,10 +49,7 @@ def reads_as(keys: Path, own: str, publisher: str = "publisher") -> CurveKeys:
 
 def tell(publisher: Publisher, tier: str = "l2") -> None:
     """Ten blocks."""
-    chain = TokenChain(root_hash(FINGERPRINT), SIZE)
-    chain.extend(range(100, 140))
-    records = [BlockRecord(name, chain.parent(i), chain.block_tokens(i), 0) for i, name in enumerate(chain.hashes)]
-    publisher.announce(FINGERPRINT, [Stored(tier, tuple(records))])
+    publisher.announce(FINGERPRINT, [Stored(tier, records_of(chain_of(10, 100, fingerprint=FINGERPRINT)))])
 
 
 def test_who_has_the_key_reads_and_nobody_else_does(keys: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from doubles import SLOT_BYTES, MemoryTier, hierarchy_of, store
+from doubles import SLOT_BYTES, MemoryTier, chain_over, hierarchy_of, store
 
 from kvtier.connector.daemon.wire import MAX_HELLO, Hello, pack_handshake
 from kvtier.connector.local import open_tiers
@@ -34,8 +34,7 @@ def opened(fingerprint: bytes = FINGERPRINT, block_size: int = BLOCK) -> Namespa
 
 def hold(model: Namespace, tokens: Sequence[int], salt: str | None = None) -> TokenChain:
     """Have the prompt stored, as an engine of this tenant does."""
-    chain = TokenChain(root_hash(model.fingerprint, cache_salt=salt), model.blocks.block_size)
-    chain.extend(tokens)
+    chain = chain_over(tokens, salt, model.fingerprint, model.blocks.block_size)
     model.tiers.tenants.record([Wanted(chain.hashes, chain.root, chain.tenant)])
     store(model.hierarchy, chain)
     return chain
@@ -51,6 +50,20 @@ def told(
     """What `kvtier explain` prints."""
     answer = explain(model, others, BlockSelection((), tokens, salt), 1.0)
     return list(explained(answer, decode, tokens, (SPECIAL,)))
+
+
+MINE = ModelIdentity(
+    model="tiny", revision="ab" * 20, config_digest="0" * 64, dtype="bfloat16", kv_dtype="bfloat16",
+    compute_dtype="bfloat16", num_kv_heads=2, head_dim=8, block_size=BLOCK, layers=(0, 1),
+)  # fmt: skip
+
+
+def told_apart(here: ModelIdentity, there: ModelIdentity) -> list[str]:
+    """What it prints of a prompt that an engine of another fingerprint has stored."""
+    model, other = opened(here.fingerprint()), opened(there.fingerprint())
+    model.about, other.about = here.shown(), there.shown()
+    hold(other, TEXT)
+    return told(model, TEXT, others=[other])
 
 
 TEXT = [*map(ord, "you say a hello to all of them")]
@@ -216,8 +229,7 @@ def test_a_prompt_is_compared_with_nothing_that_shares_nothing() -> None:
     assert nothing not in lines
     assert "another model holds the same tokens" in lines[-2]
     # nothing was compared: the prompt is known by its blocks' names
-    names = TokenChain(root_hash(FINGERPRINT), 16)
-    names.extend([*map(ord, "Nobody has ever asked for this before.")])
+    names = chain_over([*map(ord, "Nobody has ever asked for this before.")], None, FINGERPRINT, 16)
     assert nothing not in explained(explain(model, (), BlockSelection(names.hashes), 1.0))
 
 
@@ -257,15 +269,9 @@ def test_blocks_of_another_size_and_prompts_shorter_than_one() -> None:
 
 
 def test_another_models_fingerprint_field_by_field() -> None:
-    mine = ModelIdentity(
-        model="tiny", revision="ab" * 20, config_digest="0" * 64, dtype="bfloat16", kv_dtype="bfloat16",
-        compute_dtype="bfloat16", num_kv_heads=2, head_dim=8, block_size=BLOCK, layers=tuple(range(12)),
-    )  # fmt: skip
+    mine = replace(MINE, layers=tuple(range(12)))
     theirs = replace(mine, kv_dtype="float16", layers=(0, 1, 2, 5, 7, 9), window=None, epoch=1)
-    model, other = opened(mine.fingerprint()), opened(theirs.fingerprint())
-    model.about, other.about = mine.shown(), theirs.shown()
-    hold(other, TEXT)
-    lines = told(model, TEXT, others=[other])
+    lines = told_apart(mine, theirs)
     told_layers = theirs.shown()["layers"]
     assert lines[-4:-1] == [
         "  kv_dtype: bfloat16 here, float16 there",
@@ -277,48 +283,32 @@ def test_another_models_fingerprint_field_by_field() -> None:
 
 
 def test_an_engine_that_keeps_kv_with_loss() -> None:
-    mine = ModelIdentity(
-        model="tiny", revision="ab" * 20, config_digest="0" * 64, dtype="bfloat16", kv_dtype="bfloat16",
-        compute_dtype="bfloat16", num_kv_heads=2, head_dim=8, block_size=BLOCK, layers=(0,),
-    )  # fmt: skip
-    theirs = with_lossy(mine, "fp8", SLOT_BYTES)
-    for here, there in ((mine, theirs), (theirs, mine)):
-        model, other = opened(here.fingerprint()), opened(there.fingerprint())
-        model.about, other.about = here.shown(), there.shown()
-        hold(other, TEXT)
-        lines = told(model, TEXT, others=[other])
+    theirs = with_lossy(MINE, "fp8", SLOT_BYTES)
+    for here, there in ((MINE, theirs), (theirs, MINE)):
+        lines = told_apart(here, there)
         assert lines[-2] == f"  lossy: {here.lossy or 'none'} here, {there.lossy or 'none'} there"
         assert lines[-1] == "One engine keeps KV with loss, the other does not: give both the same [cache] lossy."
 
 
 def test_an_engine_of_another_number_of_ranks_is_told_the_option() -> None:
-    mine = ModelIdentity(
-        model="tiny", revision="ab" * 20, config_digest="0" * 64, dtype="bfloat16", kv_dtype="bfloat16",
-        compute_dtype="bfloat16", num_kv_heads=2, head_dim=8, block_size=BLOCK, layers=(0, 1),
-    )  # fmt: skip
-    two = replace(mine, tp_ranks=(0, 2), tp_size=2)
+    two = replace(MINE, tp_ranks=(0, 2), tp_size=2)
     of_stages = replace(two, num_kv_heads=1, layers=(1,), pp_stages=(1, 2), pp_size=2)
     for here, there, options in (
-        (mine, two, "share_across_tp = 2"),
-        (two, mine, "share_across_tp = 1"),
-        (mine, of_stages, "share_across_tp = 2, share_across_pp = 2"),
+        (MINE, two, "share_across_tp = 2"),
+        (two, MINE, "share_across_tp = 1"),
+        (MINE, of_stages, "share_across_tp = 2, share_across_pp = 2"),
     ):
-        model, other = opened(here.fingerprint()), opened(there.fingerprint())
-        model.about, other.about = here.shown(), there.shown()
-        hold(other, TEXT)
-        told_by = told(model, TEXT, others=[other])[-1]
-        assert told_by == f"Ranks of another number stored such blocks: with [cache] {options} this engine finds those."
+        assert (
+            told_apart(here, there)[-1]
+            == f"Ranks of another number stored such blocks: with [cache] {options} this engine finds those."
+        )
 
 
 def test_an_engine_says_what_its_fingerprint_is_made_from(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Hello] = []
     monkeypatch.setattr("kvtier.connector.local.RemoteTiers", lambda path, hello, *_, **__: said.append(hello))
-    identity = ModelIdentity(
-        model="tiny", revision="ab" * 20, config_digest="0" * 64, dtype="bfloat16", kv_dtype="bfloat16",
-        compute_dtype="bfloat16", num_kv_heads=2, head_dim=8, block_size=BLOCK, layers=(0,),
-    )  # fmt: skip
     config = Config(service={"socket": "/tmp/none"})
-    open_tiers(config, identity.fingerprint(), BlockDimensions(BLOCK, SLOT_BYTES), identity)
+    open_tiers(config, MINE.fingerprint(), BlockDimensions(BLOCK, SLOT_BYTES), MINE)
     assert dict(said[0].about)["kv_dtype"] == "bfloat16"
     assert len(pack_handshake(said[0])) < MAX_HELLO
 
@@ -338,9 +328,7 @@ def test_an_engine_says_what_its_fingerprint_is_made_from(monkeypatch: pytest.Mo
 )
 def test_a_block_that_was_not_stored(reason: Outcome, line: str, advice: str) -> None:
     model = opened()
-    chain = TokenChain(root_hash(FINGERPRINT), BLOCK)
-    chain.extend(TEXT)
-    model.hierarchy.host.pool.not_stored(chain.hashes, reason)
+    model.hierarchy.host.pool.not_stored(chain_over(TEXT, fingerprint=FINGERPRINT).hashes, reason)
     lines = told(model, TEXT)
     assert lines[1] == f"block 0 is missing: {line}"
     assert lines[-1].startswith(advice)

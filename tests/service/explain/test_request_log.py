@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 from command_rig import kvtier
-from doubles import BLOCK_SIZE, SLOT_BYTES, wait_until
+from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, wait_until
 from service_rig import FINGERPRINT, Attach, DaemonProcess, store, where
 
 from kvtier.service.explain.request_log import LoggedRequest, Recent, RequestLog
 from kvtier.tiers import ConfigError
-from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.reuse import RequestEnd
 
 
@@ -37,8 +36,7 @@ def daemon(home: Path) -> Iterator[DaemonProcess]:
 
 def test_a_daemon_writes_a_line_for_each_engine_request(home: Path, daemon: DaemonProcess, attach: Attach) -> None:
     tiers = attach(size=32 * SLOT_BYTES)
-    chain = TokenChain(root_hash(FINGERPRINT), BLOCK_SIZE)
-    chain.extend(range(6 * BLOCK_SIZE))
+    chain = chain_of(6, fingerprint=FINGERPRINT)
     store(tiers, chain, 0, 4)
     assert where(tiers, chain).miss == 2
     client = int.from_bytes(chain.root[:4], "little")

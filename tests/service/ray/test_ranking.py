@@ -7,15 +7,14 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from doubles import chain_over, records_of
 from event_rig import until
-from node_rig import free_port
+from node_rig import event_ports
 
 from kvtier.service.events.publisher import Publisher
 from kvtier.service.ray.ranking import EngineRequest, Queue, ReplicaRanking
 from kvtier.tiers.config.sections import EventsConfig
 from kvtier.tiers.hierarchy.hierarchy import Stored
-from kvtier.tiers.naming.chain import TokenChain, root_hash
-from kvtier.tiers.tier import BlockRecord
 
 MODEL, OTHER = b"a model".ljust(32, b"."), b"another".ljust(32, b".")
 SIZE, BLOCKS = 16, 12
@@ -35,9 +34,8 @@ class ToldReplica:
     """What a replica tells of itself, and its events."""
 
     def __init__(self, fingerprint: bytes = MODEL) -> None:
-        publish, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-        config = EventsConfig.model_validate({"publish": publish, "replay": replay})
-        self._publisher, self._fingerprint = Publisher(config), fingerprint
+        self._publisher = Publisher(EventsConfig.model_validate(event_ports()))
+        self._fingerprint = fingerprint
 
     def close(self) -> None:
         self._publisher.close()
@@ -48,10 +46,8 @@ class ToldReplica:
         return {"models": {"object": "list", "data": [{"id": "m", "kvtier": ours}]}, "node": "127.0.0.1"}
 
     def store(self, tokens: Sequence[int]) -> None:
-        chain = TokenChain(root_hash(self._fingerprint), SIZE)
-        chain.extend(tokens)
-        blocks = (BlockRecord(chain.hashes[i], chain.parent(i), chain.block_tokens(i), 0) for i in range(BLOCKS))
-        self._publisher.announce(self._fingerprint, [Stored("l1", tuple(blocks))])
+        chain = chain_over(tokens, None, self._fingerprint, SIZE)
+        self._publisher.announce(self._fingerprint, [Stored("l1", records_of(chain, last=BLOCKS))])
         assert self._publisher.flush(60)
 
 

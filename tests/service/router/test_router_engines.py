@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 from command_rig import kvtier
-from node_rig import free_port
+from node_rig import event_ports
 from router_rig import RoutedReplicas, routed, until
 from server_rig import BLOCK, MODEL, ServerProcess, client
 
@@ -23,7 +23,7 @@ def engines(model: Path) -> Iterator[dict[str, ServerProcess]]:
     with ExitStack() as stack:
         made = {}
         for _ in range(2):
-            publish, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+            publish, replay = event_ports().values()
             told = {"events__publish": publish, "events__replay": replay}
             engine = ServerProcess(model, **told, cache__store_generated="false")  # `heard` counts the prompt's alone
             stack.callback(_end, engine)

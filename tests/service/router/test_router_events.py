@@ -4,13 +4,15 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import zmq
+from doubles import chain_over, records_of
 from fork_rig import SERVICES, Forked
-from node_rig import free_port
+from node_rig import event_ports
 from router_rig import MODEL, PATIENCE, RoutedReplicas, ToldReplica, replicas, routed, until
 from service_rig import end_child, environment
 
@@ -22,35 +24,27 @@ from kvtier.service.router.replica_list import Publishers
 from kvtier.tiers.config.sections import EventsConfig
 from kvtier.tiers.hierarchy.hierarchy import Removed, Stored
 from kvtier.tiers.naming.chain import TokenChain, root_hash
-from kvtier.tiers.tier import BlockRecord
 
 FINGERPRINT = bytes.fromhex("ab" * 32)
 SIZE = 4
+chain_of = partial(chain_over, fingerprint=FINGERPRINT)
 PROMPT = list(range(100, 140))  # ten blocks
-
-
-def chain_of(tokens: list[int], salt: str | None = None, fingerprint: bytes = FINGERPRINT) -> TokenChain:
-    chain = TokenChain(root_hash(fingerprint, cache_salt=salt), SIZE)
-    chain.extend(tokens)
-    return chain
 
 
 class Told:
     """A publisher that tells what it is told to, where a replica or a daemon would."""
 
     def __init__(self) -> None:
-        self.ports = {"publish": f"tcp://127.0.0.1:{free_port()}", "replay": f"tcp://127.0.0.1:{free_port()}"}
+        self.ports = event_ports()
         self.start()
 
     def start(self, **options: object) -> None:
         self._publisher = Publisher(EventsConfig.model_validate({**self.ports, **options}))
 
     def store(self, chain: TokenChain, tier: str = "l1", blocks: int | None = None) -> None:
-        fingerprint = FINGERPRINT
-        records = [BlockRecord(name, chain.parent(i), chain.block_tokens(i), 0) for i, name in enumerate(chain.hashes)]
-        if chain.root != root_hash(fingerprint):
-            self._publisher.begin_at(fingerprint, chain.root)
-        self._publisher.announce(fingerprint, [Stored(tier, tuple(records[:blocks]))])
+        if chain.root != root_hash(FINGERPRINT):
+            self._publisher.begin_at(FINGERPRINT, chain.root)
+        self._publisher.announce(FINGERPRINT, [Stored(tier, records_of(chain, last=blocks))])
         assert self._publisher.flush(60)
 
     def remove(self, chain: TokenChain, tier: str = "l1") -> None:
