@@ -45,9 +45,8 @@ from kvtier.tiers import BATCH_BYTES, TIERS, KVTierError
 from kvtier.tiers.config import EventsConfig, PeersConfig
 from kvtier.tiers.hierarchy import Event, Removed, Stored
 from kvtier.tiers.naming import TokenChain, root_hash, token_array
-from kvtier.tiers.objects.store import LOOKED_AT
-from kvtier.tiers.peers.following import KEY_BYTES, AnnouncedNames, NamesRoom
-from kvtier.tiers.peers.peer import MAX_PEERS
+from kvtier.tiers.objects import LOOKED_AT
+from kvtier.tiers.peers import KEY_BYTES, MAX_PEERS, AnnouncedNames, NamesRoom
 
 BLOCK_SIZE: Final = 16  # tokens
 CHAIN: Final = 512  # blocks of a prompt whose blocks are stored and removed: 8,192 tokens

@@ -13,6 +13,7 @@ from typer.main import get_group
 from kvtier import __version__
 from kvtier.service import Exit, harmless
 from kvtier.tiers import ConfigError, KVTierError, MissingPackages
+from kvtier.tiers.config import preset
 
 # --- the verbs -------------------------------------------------------------------------------------------------------
 
@@ -155,8 +156,11 @@ def kvtier(
 def main() -> None:
     """Run the command line. An error that the user can fix is one line on stderr and status 2; others are status 1.
 
-    Output that cannot be written is status 1, without a line if its reader has left, as in `| head`.
+    Output that cannot be written is status 1, without a line if its reader has left, as in `| head`. OpenMP's threads,
+    which are torch's, sleep while they wait: those that spin take the cores from what they wait for, if other processes
+    want them, too.
     """
+    preset("OMP_WAIT_POLICY", "passive")
     try:
         app()
     except KVTierError as error:

@@ -1,9 +1,9 @@
 """The tier in other nodes' memory: blocks that their daemons send over TCP, under a key that all nodes share."""
 
 from kvtier.tiers.peers import wire
-from kvtier.tiers.peers.following import FEEDS, AnnouncedNames
+from kvtier.tiers.peers.following import FEEDS, KEY_BYTES, AnnouncedNames, NamesRoom
 from kvtier.tiers.peers.link import EventsAt
 from kvtier.tiers.peers.one_sided import METADATA_BYTES, RemoteMemory, load_nixl
-from kvtier.tiers.peers.peer import address_text
+from kvtier.tiers.peers.peer import MAX_PEERS, address_text
 from kvtier.tiers.peers.store import RESETS, PeersStore
 from kvtier.tiers.peers.stream import TAG_BYTES, PeerFailed, PeerStream
