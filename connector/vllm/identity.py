@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -149,8 +150,10 @@ def _inputs(model: Any) -> str:
 
     Empty for a model without such inputs. The checkpoint's own settings are in its revision.
     """
-    parts = model.multimodal_config
-    return "" if parts is None else "/inputs " + ", ".join(f"{name} {getattr(parts, name, None)}" for name in _SHAPING)
+    if (parts := model.multimodal_config) is None:
+        return ""
+    settings = [f"{name} {getattr(parts, name, None)}" for name in _SHAPING]
+    return "/inputs " + ", ".join([*settings, f"videos by {envs.VLLM_VIDEO_LOADER_BACKEND}"])
 
 
 def _unlike(vllm_config: Any, plan: SlotPlan, spec: Any) -> str | None:

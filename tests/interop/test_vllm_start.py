@@ -242,6 +242,10 @@ def test_every_setting_that_changes_kv_is_another_name(tmp_path: Path, monkeypat
         named(multimodal_config=MultiModalConfig(mm_processor_kwargs={"do_normalize": False})),
         named(multimodal_config=MultiModalConfig(media_io_kwargs={"video": {"num_frames": 8}})),
     ]
+    with monkeypatch.context() as changed:
+        changed.setenv("VLLM_VIDEO_LOADER_BACKEND", "another")
+        names.append(named(multimodal_config=MultiModalConfig()))
+        assert named() == names[0]  # a model without videos
     assert len(set(names)) == len(names)
     assert named() == names[0]
 
