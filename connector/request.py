@@ -281,10 +281,10 @@ class Answered(NamedTuple):
 
     def finish_of(self, chain: BlockChain, request_id: str = "") -> RequestEnd:
         """The report to the tiers. Requests with one cache_salt are one client: each tenant is judged by itself."""
-        client = int.from_bytes(chain.tenant[:4], "little")
-        num_prompt_blocks = self.num_prompt_tokens // chain.block_size
+        client, names = int.from_bytes(chain.tenant[:4], "little"), chain.hashes
+        num_prompt_blocks = min(self.num_prompt_tokens // chain.block_size, len(names))  # some get a name later
         return RequestEnd(
-            chain.hashes, num_prompt_blocks, self.num_output_tokens, self.hint, client, self.is_derived, self.seconds,
+            names, num_prompt_blocks, self.num_output_tokens, self.hint, client, self.is_derived, self.seconds,
             request_id, self.num_prompt_tokens, self.ttft,
         )  # fmt: skip
 

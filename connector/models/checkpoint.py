@@ -21,6 +21,7 @@ from kvtier.tiers.naming import config_digest
 _log = logging.getLogger(__name__)
 
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")  # the first kind that exists
+_BESIDE: Final = ("*.py", "adapter_config.json", "*processor_config.json", "tekken.json")  # Mistral's has its images'
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _BLOB: Final = re.compile(r"[0-9a-f]{64}")  # a large file's name in the hub's cache: its SHA-256
 _PIECE: Final = 4 << 20  # bytes read at a time
@@ -76,9 +77,10 @@ def name_of(path: Path) -> str:
 def revision_of(path: Path) -> str:
     """A name for the weights in a checkpoint directory, for `ModelIdentity.revision`.
 
-    It is computed from the SHA-256 of each weight file, and of code and adapter settings beside them: equal files have
-    one name wherever they are. Files in the hub's cache are already named by it; others are read, again only when they
-    change. Raises ConfigError if there are no weights or they are being written, OSError if they are unreadable.
+    It is computed from the SHA-256 of each weight file, and of code and settings of adapters and processors beside
+    them: equal files have one name wherever they are. Files in the hub's cache are already named by it; others are
+    read, again only when they change. Raises ConfigError if there are no weights or they are being written, OSError if
+    they are unreadable.
     """
     path = path.resolve()
     weights, others = _named_files(path)
@@ -101,8 +103,8 @@ def file_stamps(path: Path) -> tuple[FileStamp, ...]:
 
 
 def _named_files(path: Path) -> tuple[list[Path], list[Path]]:
-    """Weights; code and adapter settings."""
-    return weight_files(path), sorted([*path.glob("*.py"), *path.glob("adapter_config.json")])
+    """Weights; code, and the settings of adapters and of what turns images, audio and video into an encoder's input."""
+    return weight_files(path), sorted(file for pattern in _BESIDE for file in path.glob(pattern))
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -1,5 +1,6 @@
 """The identity of SGLang's pages: its arguments, pools, ranks and RoPE, and the checkpoints themselves."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,7 +70,7 @@ def model_identity(args: Any, pool: Any, pages: PoolPages, slot_bytes: int, epoc
         block_size=pages.page_size,
         layers=tuple(range(*piece.layers)),
         kind="mla" if pages.is_latent else "full",
-        layout=_layout(args, pool, pages, slot_bytes),
+        layout=_layout(args, pool, pages, slot_bytes) + _adapters(args),
         tp_ranks=piece.tp_ranks,
         tp_size=piece.tp_size,
         pp_stages=(piece.stage, piece.stage + 1),
@@ -124,6 +125,18 @@ def _draft(args: Any) -> str:
     return f" draft {' '.join(map(str, parts))} {config_digest(config_of(directory))}"
 
 
+def _adapters(args: Any) -> str:
+    """The weights of `--lora-paths`: SGLang names the pages of such an adapter by its name and path, at each start.
+
+    Pages of adapters that are loaded later get random names.
+    """
+    named = sorted(
+        f"{each.lora_name} {revision_of(_checkpoint(each.lora_path, None, args.download_dir, '--lora-paths'))}"
+        for each in getattr(args, "lora_paths", None) or ()
+    )
+    return f" adapters {hashlib.sha256(json.dumps(named).encode()).hexdigest()}" if named else ""
+
+
 def _digest(path: Path) -> str:
     if not path.is_file():
         raise ConfigError(f"--quantization-param-path {str(path)!r}: no such file; give the scales' JSON file")
@@ -131,12 +144,13 @@ def _digest(path: Path) -> str:
     return config_digest(scales)
 
 
-def _checkpoint(name: str, revision: str | None, downloads: str | None) -> Path:
-    """The directory of a checkpoint, or of a hub's snapshot in the local cache."""
+def _checkpoint(name: str, revision: str | None, downloads: str | None, option: str = "--model-path") -> Path:
+    """The directory of a checkpoint, or of a hub's snapshot in the local cache; of an adapter for `--lora-paths`."""
     path = Path(name)
     if path.is_dir():
         return path
-    found = try_to_load_from_cache(name, "config.json", cache_dir=downloads, revision=revision)
+    file = "config.json" if option == "--model-path" else "adapter_config.json"
+    found = try_to_load_from_cache(name, file, cache_dir=downloads, revision=revision)
     if not isinstance(found, str):
-        raise ConfigError(f"--model-path {name!r}: no checkpoint of that name here; give its directory")
+        raise ConfigError(f"{option} {name!r}: no checkpoint of that name here; give its directory")
     return Path(found).parent

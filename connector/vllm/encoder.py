@@ -61,6 +61,8 @@ class Item:
     request_id: str  # its content hash
     chain: TokenChain
     num_tokens: int
+    size: tuple[int, int]  # rows and width of its output, as vLLM expects it
+    is_doubtful: bool = False  # live requests have outputs of several sizes by this name, which a client has given
     users: set[str] = field(default_factory=set)  # vLLM's requests that have it
 
     @property
@@ -68,14 +70,14 @@ class Item:
         return len(self.chain.hashes)
 
     @classmethod
-    def of(cls, identifier: str, root: bytes, num_pieces: int) -> "Item":
-        """Block 0 has SHA-256 of the identifier and the number of pieces as its tokens, block n the number n."""
+    def of(cls, identifier: str, root: bytes, size: tuple[int, int], num_pieces: int) -> "Item":
+        """Block 0 has SHA-256 of the identifier and the output's expected size as its tokens, block n the number n."""
         digest = struct.unpack("<8I", hashlib.sha256(identifier.encode()).digest())
         chain = TokenChain(root, ROWS)
-        chain.extend([*digest, num_pieces, *[0] * (ROWS - 9)])
+        chain.extend([*digest, *size, *[0] * (ROWS - 10)])
         for piece in range(1, num_pieces):
             chain.extend([piece] * ROWS)
-        return cls(identifier, chain, num_pieces * ROWS + 1)  # one more: the last token is never promised
+        return cls(identifier, chain, num_pieces * ROWS + 1, size)  # one more: the last token is never promised
 
 
 @dataclass
@@ -137,7 +139,8 @@ class EncoderScheduler:
             item = self._items.get(identifier)
             if item is None:
                 pieces = self._shape.num_pieces(rows, width)
-                item = self._items[identifier] = Item.of(identifier, self._root, pieces)
+                item = self._items[identifier] = Item.of(identifier, self._root, (rows, width), pieces)
+            item.is_doubtful |= item.size != (rows, width)
             item.users.add(request_id)
             if loads and identifier not in self._cached and self._is_mapped:
                 pending |= isinstance(self._lookup(item), Pending)
@@ -146,11 +149,11 @@ class EncoderScheduler:
 
     def has(self, identifier: str) -> bool:
         """Whether an item can be loaded in this step. If so, its load is planned."""
+        item = self._items.get(identifier)
+        if item is None or item.is_doubtful or not self._is_mapped:
+            return False
         if identifier in self._granted:
             return self._granted[identifier]
-        item = self._items.get(identifier)
-        if item is None or not self._is_mapped:
-            return False
         found = self._lookup(item)
         if isinstance(found, Pending) or found < item.num_pieces * ROWS:
             return False
@@ -163,7 +166,7 @@ class EncoderScheduler:
         self._cached.add(identifier)
         if self._granted.get(identifier):
             self._expected.add(identifier)
-        elif (item := self._items.get(identifier)) is not None:
+        elif (item := self._items.get(identifier)) is not None and not item.is_doubtful:
             self._computed[identifier] = item
 
     def build(self, evicted: Sequence[str], *, is_idle: bool, stores: bool) -> EncoderStep:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -101,7 +102,9 @@ def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: Cach
         kind="state" if plan.states else "mla" if is_mla(spec) else "full",
         tp_ranks=(0, num_ranks),
         tp_size=num_ranks,
-        layout="block-first" if plan.canonical else _layout(vllm_config, kv_cache_config, plan) + draft,
+        layout="block-first"
+        if plan.canonical
+        else _layout(vllm_config, kv_cache_config, plan) + draft + _inputs(model),
         hash_scheme=cache.hash if plan.canonical else hash_scheme(vllm_config.cache_config.prefix_caching_hash_algo),
         epoch=cache.epoch,
     )
@@ -113,12 +116,10 @@ def encoder_identity(vllm_config: Any, width: int, rows: int, cache: CacheConfig
 
     `width` is that of the widest output, in numbers; `rows` of it are a block.
     """
-    model, parts = vllm_config.model_config, vllm_config.model_config.multimodal_config
-    if parts is None:
+    model = vllm_config.model_config
+    if model.multimodal_config is None:
         raise ConfigError(f"model {model.model!r}: it has no encoder; leave --ec-transfer-config out")
     path, dtype = checkpoint_path(model), str(model.dtype).removeprefix("torch.")
-    shaping = ("mm_processor_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype", "video_pruning_rate")
-    settings = ", ".join(f"{name} {getattr(parts, name, None)}" for name in (*shaping, "video_pruning_method"))
     return ModelIdentity(
         model=name_of(path),
         revision=revision_of(path),
@@ -133,9 +134,26 @@ def encoder_identity(vllm_config: Any, width: int, rows: int, cache: CacheConfig
         block_size=rows,
         layers=(0,),
         kind="encoder",
-        layout=f"encoder rows, {settings}",
+        layout=f"encoder rows{_inputs(model)}",
         epoch=cache.epoch,
     )
+
+
+_SHAPING: Final = (
+    *("media_io_kwargs", "mm_processor_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype"),
+    *("mm_encoder_fp8_scale_path", "video_pruning_rate", "video_pruning_method"),
+)
+
+
+def _inputs(model: Any) -> str:
+    """The server's settings that change what becomes of an image, clip or video; vLLM's hash of it has a request's.
+
+    Empty for a model without such inputs. The checkpoint's own settings are in its revision.
+    """
+    if (parts := model.multimodal_config) is None:
+        return ""
+    settings = [f"{name} {getattr(parts, name, None)}" for name in _SHAPING]
+    return "/inputs " + ", ".join([*settings, f"videos by {envs.VLLM_VIDEO_LOADER_BACKEND}"])
 
 
 def _unlike(vllm_config: Any, plan: SlotPlan, spec: Any) -> str | None:
@@ -318,6 +336,7 @@ def _native_layout(config: VllmConfig, spec: "OffloadingSpec") -> str:
         "replicated": spec.replicated_layout,
         "blocks_per_chunk": offload.cache.blocks_per_chunk,
         "bytes_per_block": offload.worker_kv_bytes_per_block,
+        "inputs": _inputs(config.model_config),
         "groups": [[group.group_id, group.tokens_per_block, group.layer_names] for group in offload.groups],
         "world": [offload.parallel.world_size, offload.parallel.pcp_size, offload.parallel.dcp_size],
     }

@@ -31,7 +31,8 @@ vllm.v1.kv_cache_interface:FullAttentionSpec block_size num_kv_heads head_size d
 vllm.v1.kv_cache_interface:MambaSpec shapes dtypes mamba_type mamba_cache_mode
 vllm.v1.core.kv_cache_manager:KVCacheBlocks get_block_ids
 vllm.v1.outputs:KVConnectorOutput finished_sending finished_recving invalid_block_ids kv_connector_worker_meta
-vllm.config:ModelConfig get_total_num_kv_heads get_total_num_hidden_layers
+vllm.config:ModelConfig get_total_num_kv_heads get_total_num_hidden_layers multimodal_config
+vllm.config:MultiModalConfig media_io_kwargs mm_processor_kwargs mm_encoder_attn_dtype video_pruning_rate
 vllm.config:VllmConfig model_config cache_config parallel_config scheduler_config speculative_config lora_config
 vllm.config:VllmConfig load_config kv_events_config kv_transfer_config attention_config
 """

@@ -1,12 +1,13 @@
-"""vLLM's plugin entry point: registers kvtier's connectors with the connector factories, in each of vLLM's processes.
+"""vLLM's plugin entry point, in each of its processes: registers kvtier's connectors with the connector factories.
 
-Every vLLM process imports and calls it if kvtier is installed, used or not. So it imports only the factories, which
-vLLM needs anyway. A connector of kvtier's is imported when one is made.
+Every vLLM process imports and calls it if kvtier is installed, used or not. So it imports only what vLLM needs anyway.
+A connector of kvtier's is imported when one is made.
 """
 
+import functools
 import logging
 from importlib import import_module
-from typing import Final
+from typing import Any, Final
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +22,8 @@ _FACTORIES: Final = (
 
 
 def register() -> None:
-    """Register the connectors with vLLM's factories. Idempotent. Raises nothing, since vLLM would not start then.
+    """Register the connectors with vLLM's factories, and `mark_names`. Idempotent. Raises nothing, or vLLM would not
+    start.
 
     Does nothing without vLLM. If another package registered a name, it stays, with a warning.
     """
@@ -41,3 +43,31 @@ def register() -> None:
                 *(name, option, _MODULE),
             )
         _registered.add(factory)
+    mark_names()
+
+
+def mark_names() -> None:
+    """Have vLLM show which images a client named. Idempotent. Does nothing without vLLM.
+
+    If a request has settings for its images, vLLM hashes a client's name (`uuid`) with them. That looks like a digest
+    of the content, and is none.
+    """
+    try:
+        kind: Any = import_module("vllm.multimodal.processing.inputs").ProcessorInputs
+    except (ImportError, AttributeError):
+        return
+    original = kind.get_mm_hashes
+    if getattr(original, "marks_names", False):
+        return
+
+    @functools.wraps(original)
+    def get_mm_hashes(inputs: Any, *arguments: Any, **named: Any) -> Any:
+        hashes: dict[str, list[str]] = original(inputs, *arguments, **named)
+        for modality, names in (inputs.mm_uuid_items or {}).items():
+            for number, digest in enumerate(hashes.get(modality, ())):
+                if names[number] not in (None, digest):
+                    hashes[modality][number] = f"{digest}-named"
+        return hashes
+
+    get_mm_hashes.marks_names = True  # type: ignore[attr-defined]
+    kind.get_mm_hashes = get_mm_hashes

@@ -1,9 +1,11 @@
 """The worker half of the vLLM connector: copies between one rank's KV tensors and the scheduler's L2. Needs no vLLM."""
 
+import functools
 import logging
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -19,6 +21,14 @@ from kvtier.tiers.hierarchy import CacheTiers
 from kvtier.tiers.host import HostRegion
 
 
+@functools.cache
+def _machine() -> str:
+    """This machine since its start, the same in every container; "" if it is hidden."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class RegionHandle:
     """How another process of the same user on this machine finds and maps the scheduler process's L2."""
@@ -29,6 +39,7 @@ class RegionHandle:
     slot_bytes: int
     region_id: int
     client: tuple[str, bytes] | None = None  # for a daemon's L2: the socket, and the scheduler's client id
+    machine: str = field(default_factory=_machine)
 
     @classmethod
     def of(cls, region: HostRegion, client: tuple[str, bytes] | None = None) -> "RegionHandle":
@@ -42,10 +53,17 @@ class RegionHandle:
             join(Path(self.client[0]), self.client[1])
 
     def attach(self) -> HostRegion:
-        """Map it here. OSError if the process is gone or another user's, TierUnavailable if the daemon is gone."""
+        """Map it here. OSError if the process is gone or another user's, TierUnavailable if the daemon is gone.
+
+        ConfigError if these numbers are another process's here: on another node, or in another container.
+        """
+        if self.machine != _machine():
+            raise ConfigError("the scheduler is on another machine")
         self.join()
         fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
+            if os.fstat(fd).st_ino != self.region_id:
+                raise ConfigError(f"process {self.pid} here is another one; share the scheduler's pid namespace")
             return HostRegion.attach(fd, self.num_slots, self.slot_bytes)
         finally:
             os.close(fd)

@@ -186,6 +186,22 @@ def test_whatever_changes_kv_is_another_name(
     assert len(list((tmp_path / "slabs").glob("*.slab"))) == 2
 
 
+def test_an_adapter_of_the_start_with_other_weights_is_another_name(
+    open_storage: Open, arguments: SimpleNamespace, tmp_path: Path
+) -> None:
+    """SGLang's name of its pages stays, if the files at its path change between two starts."""
+    adapter = save_model(tmp_path / "adapter")
+    arguments.lora_paths = [SimpleNamespace(lora_name="a", lora_path=str(adapter))]
+    for num_slabs in (1, 2):
+        for _ in range(2):
+            open_storage().close()
+            assert len(list((tmp_path / "slabs").glob("*.slab"))) == num_slabs
+        (adapter / "adapter_config.json").write_text('{"lora_alpha": 640}')
+    arguments.lora_paths[0].lora_path = "somebody/nothing"
+    with pytest.raises(ConfigError, match="--lora-paths 'somebody/nothing': no checkpoint of that name here"):
+        open_storage()
+
+
 @pytest.mark.parametrize(
     ("extra", "changes", "line"),
     [

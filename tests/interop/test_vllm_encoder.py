@@ -1,5 +1,6 @@
 """Stories of a real vLLM on CPU with a small BLIP-2: images that were encoded before are loaded from kvtier's tiers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,8 @@ def test_both_ranks_of_a_tensor_parallel_vllm_load_an_image(model: Path, plain: 
 def test_it_stands_beside_the_kv_connector(
     model: Path, plain: Texts, loads: list[str], slab: dict[str, Any], tmp_path: Path
 ) -> None:
-    ours = {"kv_connector_extra_config": tiers(tmp_path / "kv"), "kv_load_failure_policy": "recompute"}
-    both = KVTransferConfig(kv_connector="KVTierConnector", kv_role="kv_both", **ours)
     for _ in range(2):
-        with image_engine(model, kvtier(slab), kv_transfer_config=both) as started:
+        with image_engine(model, kvtier(slab), kv_transfer_config=kv(tmp_path / "kv")) as started:
             assert started.text(IMAGES[:2]) == plain[:2]
     assert len(loads) <= 2  # KV of a whole block is loaded as well, and may spare an image's output
 
@@ -123,16 +122,51 @@ def test_a_clients_own_name_of_an_image_is_not_kept(
     assert loads == []
 
 
+def kv(path: Path) -> KVTransferConfig:
+    ours = {"kv_connector_extra_config": tiers(path), "kv_load_failure_policy": "recompute"}
+    return KVTransferConfig(kv_connector="KVTierConnector", kv_role="kv_both", **ours)
+
+
 @pytest.mark.parametrize(
-    ("options", "name"),
-    [({"enable_prefix_caching": False, "mm_processor_cache_gb": 0}, None), ({"mm_processor_cache_gb": 0}, "my-image")],
+    ("options", "name", "settings"),
+    [
+        ({"enable_prefix_caching": False, "mm_processor_cache_gb": 0}, None, None),
+        ({"mm_processor_cache_gb": 0}, "my-image", None),
+        ({}, "my-image", {"do_normalize": True}),  # what the model does anyway: vLLM hashes the name with it
+    ],
 )
 def test_kv_of_an_image_that_a_request_or_a_client_names_is_not_kept(
-    model: Path, plain: Texts, tmp_path: Path, options: dict[str, Any], name: str | None
+    model: Path,
+    plain: Texts,
+    loads: list[str],
+    slab: dict[str, Any],
+    tmp_path: Path,
+    options: dict[str, Any],
+    name: str | None,
+    settings: dict[str, Any] | None,
 ) -> None:
     """The next process has another image of that name, behind the same words."""
-    ours = {"kv_connector_extra_config": tiers(tmp_path / "kv"), "kv_load_failure_policy": "recompute"}
-    kept = KVTransferConfig(kv_connector="KVTierConnector", kv_role="kv_both", **ours)
     for number in (0, 1):
-        with image_engine(model, None, kv_transfer_config=kept, **options) as started:
-            assert started.text([IMAGES[number]], name and [name]) == [plain[number]]
+        with image_engine(model, kvtier(slab), kv_transfer_config=kv(tmp_path / "kv"), **options) as started:
+            assert started.text([IMAGES[number]], name and [name], settings=settings) == [plain[number]]
+    assert loads == []
+
+
+def test_another_way_to_an_encoders_input_is_another_namespace(
+    plain: Texts, loads: list[str], slab: dict[str, Any], tmp_path: Path
+) -> None:
+    """vLLM's hash of an image has no settings of the server, and none of the checkpoint."""
+    model, mean = make_model(tmp_path / "model"), [0.0, 0.9, 0.1]
+    both: dict[str, Any] = {"transfer": kvtier(slab), "kv_transfer_config": kv(tmp_path / "kv")}
+    with image_engine(model, **both) as first:
+        assert first.text(IMAGES[:1]) == plain[:1]
+    with image_engine(model, **both, mm_processor_kwargs={"image_mean": mean}) as second:
+        darker = second.text(IMAGES[:1])
+        assert darker != plain[:1]
+    file = model / "processor_config.json"
+    saved = json.loads(file.read_text())
+    saved["image_processor"]["image_mean"] = mean
+    file.write_text(json.dumps(saved))
+    with image_engine(model, **both) as third:
+        assert third.text(IMAGES[:1]) == darker
+    assert loads == []

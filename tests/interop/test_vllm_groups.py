@@ -268,6 +268,7 @@ def test_a_layer_that_the_scheduler_does_not_see_is_part_of_the_name(model: Path
         config.model_config = SimpleNamespace(**vars(config.model_config), quantization=None, hf_overrides={})
         config.model_config.model, config.model_config.revision = str(model), None
         config.model_config.hf_config_path = config.model_config.quantization_config = None
+        config.model_config.multimodal_config = None
         config.cache_config.prefix_caching_hash_algo = "sha256"
         plan = slot_plan(config, scheduler, canonical=False)
         return identity(config, scheduler, plan, CacheConfig()).fingerprint()

@@ -106,6 +106,7 @@ def test_another_order_is_another_name(model: Path) -> None:
         config.model_config = SimpleNamespace(**vars(config.model_config), quantization=None, hf_overrides={})
         config.model_config.model, config.model_config.revision = str(model), None
         config.model_config.hf_config_path = config.model_config.quantization_config = None
+        config.model_config.multimodal_config = None
         config.cache_config.prefix_caching_hash_algo = "sha256"
         named = identity(config, worker, plan, CacheConfig())
         return named.layout, named.fingerprint()

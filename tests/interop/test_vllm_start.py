@@ -11,6 +11,7 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 import torch
 import vllm
+from vllm.config import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched import output
@@ -56,7 +57,7 @@ def configs(spec: Any = SPEC, *, tp: int = 1, replicas: int = 1, **changed: Any)
 def read_from(path: Path, config: Any) -> None:
     """What an identity reads of vLLM's configuration, for this checkpoint."""
     model = {"model": str(path), "dtype": torch.bfloat16, "quantization": None, "hf_overrides": {}, "revision": None}
-    model |= {"hf_config_path": None, "quantization_config": None}
+    model |= {"hf_config_path": None, "quantization_config": None, "multimodal_config": None}
     config.model_config = SimpleNamespace(**model, is_encoder_decoder=False)
     config.cache_config = SimpleNamespace(prefix_caching_hash_algo="sha256")
 
@@ -237,7 +238,14 @@ def test_every_setting_that_changes_kv_is_another_name(tmp_path: Path, monkeypat
         named(hf_overrides={"rope_theta": 5}, hf_config=overridden),
         named(hf_config_path="elsewhere", hf_config=SimpleNamespace(to_dict=lambda: {"rope_theta": 6})),
         named(quantization="fp8", quantization_config={"ignore": ["model.layers.0"]}),
+        named(multimodal_config=MultiModalConfig()),
+        named(multimodal_config=MultiModalConfig(mm_processor_kwargs={"do_normalize": False})),
+        named(multimodal_config=MultiModalConfig(media_io_kwargs={"video": {"num_frames": 8}})),
     ]
+    with monkeypatch.context() as changed:
+        changed.setenv("VLLM_VIDEO_LOADER_BACKEND", "another")
+        names.append(named(multimodal_config=MultiModalConfig()))
+        assert named() == names[0]  # a model without videos
     assert len(set(names)) == len(names)
     assert named() == names[0]
 

@@ -75,14 +75,23 @@ class ImageEngine:
         self.llm.generate([{"prompt_token_ids": [1, 2, 3]}], vllm_rig.greedy(1), use_tqdm=False)  # workers map L2
 
     def text(
-        self, images: Sequence[Image.Image], uuids: Sequence[str] | None = None, num_tokens: int = 8
+        self,
+        images: Sequence[Image.Image],
+        uuids: Sequence[str] | None = None,
+        num_tokens: int = 8,
+        settings: dict[str, Any] | None = None,
     ) -> list[list[int]]:
-        """The new tokens about each image. vLLM's own caches of images and KV are empty before."""
+        """The new tokens about each image. vLLM's own caches of images and KV are empty before.
+
+        `settings`: the requests' `mm_processor_kwargs`.
+        """
         self.llm.llm_engine.reset_encoder_cache()
         assert self.llm.llm_engine.reset_prefix_cache()
         asked: list[dict[str, Any]] = [{"prompt": WORDS, "multi_modal_data": {"image": each}} for each in images]
         for one, uuid in zip(asked, uuids or (), strict=bool(uuids)):
             one["multi_modal_uuids"] = {"image": [uuid]}
+        if settings is not None:
+            asked = [{**one, "mm_processor_kwargs": settings} for one in asked]
         return vllm_rig.said(self.llm.generate(asked, vllm_rig.greedy(num_tokens), use_tqdm=False))[0]
 
     @property

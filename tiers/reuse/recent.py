@@ -87,6 +87,7 @@ class RecentRequests:
         """
         if not cython.compiled:
             tags = memoryview(tags)
+        num_prompt = min(num_prompt, len(tags))
         num_common, found, turn, gap, back = 0, -1, 0, 0.0, None
         for at in range(num_prompt - 1, -1, -1):
             place = tags[at] & (NUM_PLACES - 1)
@@ -144,6 +145,7 @@ class RecentRequests:
         """
         if not cython.compiled:
             tags = memoryview(tags)
+        num_prompt = min(max(0, num_prompt), len(tags))
         last = num_prompt if num_prompt else len(tags)
         if last == 0:
             return

@@ -130,12 +130,20 @@ def test_items_of_one_size_are_told_apart(engine: Engine) -> None:
     assert torch.equal(engine.caches[0][DOG], dog)
 
 
-def test_another_number_of_rows_is_another_item(engine: Engine) -> None:
-    """The same image with other settings of the processor, should its name be the same."""
+@pytest.mark.parametrize("rows", [80, 41])
+def test_another_number_of_rows_is_another_item(engine: Engine, rows: int) -> None:
+    """Two images of one name, a client's that looks like a digest: vLLM cannot take one of other rows."""
     engine.ask([(CAT, 40, 24)], {CAT: output(1, 40)})
     engine.evict()
-    more = output(3, 80)
-    assert engine.ask([(CAT, 80, 24)], {CAT: more}) is more
+    more = output(3, rows)
+    assert engine.ask([(CAT, rows, 24)], {CAT: more}) is more
+    # Both are in use at once, and vLLM names only the name: none is loaded, none stored.
+    engine.evict()
+    assert engine.half.is_ready("one", [(CAT, 40, 24)], loads=True)
+    message = engine.step({"other": [(CAT, rows, 24)]}, {CAT: more})
+    assert (engine.caches[0][CAT] is more, message.sizes) == (True, {})
+    for request_id in ("one", "other"):
+        engine.half.finished(request_id, [CAT])
 
 
 def test_a_clients_own_name_is_not_kept(engine: Engine) -> None:
@@ -272,7 +280,8 @@ def test_memory_of_another_scheduler_is_never_taken_for_an_output(engine: Engine
 
 def test_names_of_pieces_depend_on_the_item_its_pieces_and_the_root() -> None:
     root, salted = root_hash(FINGERPRINT), root_hash(FINGERPRINT, cache_salt="a")
-    items = [Item.of(CAT, root, 3), Item.of(DOG, root, 3), Item.of(CAT, root, 4), Item.of(CAT, salted, 3)]
-    names = [name for item in items for name in item.chain.hashes]
-    assert len(set(names)) == 13
-    assert [*Item.of(CAT, root, 3).chain.hashes] == names[:3]
+    same = CAT, root, (80, 24), 3
+    others = (DOG, *same[1:]), (CAT, root, (99, 24), 4), (CAT, root, (81, 24), 3), (CAT, salted, (80, 24), 3)
+    names = [name for each in (same, *others) for name in Item.of(*each).chain.hashes]
+    assert len(set(names)) == 16
+    assert [*Item.of(*same).chain.hashes] == names[:3]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.connector.request import Answered
 from kvtier.connector.vllm.keys import (
     AheadChain,
     OwnChain,
@@ -189,7 +190,10 @@ def test_a_full_block_has_no_name_before_the_next_tokens_are_known() -> None:
     assert (chain.parent(0), chain.parent(1)) == (ROOT, chain.hashes[0])
     assert chain.block_tokens(1) == pack_tokens([5, 6, 7, 8])
     # Two tokens ahead, as several modules of a drafter read: one of them is not known.
-    assert len(ahead([*range(1, 10)], by=2).hashes) == 1
+    assert len(short := ahead([*range(1, 10)], by=2).hashes) == 1
+    # An answer of one token: the prompt's second block has no name yet, so it is none that the end reports.
+    end = Answered(8, 1).finish_of(ahead([*range(1, 10)], by=2))
+    assert (end.names, end.num_prompt) == (short, 1)
 
 
 def test_tokens_that_vllm_took_back_take_names_with_them() -> None:

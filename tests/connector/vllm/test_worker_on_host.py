@@ -115,3 +115,21 @@ def test_a_runner_without_a_hook_before_the_step_starts_loads_once_too(rank: Ran
     rank.half.start_store(message)
     assert rank.ended() == (7,)
     assert rank.holds(3, 2)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_memory_of_another_engine_under_the_schedulers_numbers_is_not_mapped(
+    rank: Rank, caplog: pytest.LogCaptureFixture, elsewhere: bool
+) -> None:
+    """On another node or in another container its pid and descriptor may be those of another engine of the model."""
+    other = HostRegion.allocate(SLOTS, rank.region.slot_bytes, shared=True, prefault=False)
+    theirs, ours = RegionHandle.of(other), RegionHandle.of(rank.region)
+    handle = replace(ours, machine="another") if elsewhere else replace(ours, fd=theirs.fd)
+    message = replace(rank.message(LOAD), region=handle)
+    rank.half.begin(message)
+    rank.half.start_load(message)
+    rank.half.start_store(message)
+    rank.half.collect()
+    assert rank.half.take_invalid() == {3, 4}
+    assert "the scheduler's memory cannot be mapped here, so no blocks are kept: " in caplog.text
+    other.close()

@@ -456,6 +456,16 @@ def test_both_forms_of_recent_requests_decide_alike() -> None:
     assert any(isinstance(each, tuple) and each[3] for each in answers[0][0::3])  # some came back
 
 
+@pytest.mark.parametrize("module", [extension("kvtier.tiers.reuse.recent_compiled") or recent, recent])
+@pytest.mark.parametrize("num_prompt", [9, 1 << 40, -1])
+def test_more_prompt_blocks_than_names_are_as_many_as_there_are_names(module: Any, num_prompt: int) -> None:
+    """The compiled form knows no bounds: what lies behind the tags is not read."""
+    tags, requests = np.arange(1, 9, dtype=np.uint64), module.RecentRequests()
+    requests.add(tags[6:], num_prompt, 1.0, 1, 0, 0)
+    assert requests.recognise(tags[:1], num_prompt, 5.0) == (0, 0.0, 0, None)
+    assert requests.recognise(tags[6:], num_prompt, 5.0)[0] == (num_prompt > 0)
+
+
 @pytest.mark.skipif((agents := agent_sessions(1500)) is None, reason="the agents' trace is not here")
 @pytest.mark.parametrize(("num_slots", "lead"), [(680, 0.06), (1600, 0.05), (2720, 0.03)])
 def test_on_recorded_agents_it_beats_lru_by_far(num_slots: int, lead: float) -> None:
