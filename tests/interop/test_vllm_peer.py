@@ -90,6 +90,18 @@ def test_a_load_that_fails_costs_only_the_requests_that_need_its_blocks(
             vllm.forget_l1()
 
 
+def test_blocks_that_change_between_store_and_lookup_are_computed(model: Path, expected: list[list[int]]) -> None:
+    """A byte in each block of host memory is another; with `[host] verify` that is seen before anything is promised."""
+    with engine(model, tiers(host={"size": "32MiB", "verify": "always"})) as vllm:
+        assert vllm.text(PROMPTS) == expected
+        vllm.forget_l1()
+        vllm.hierarchy.host.region.array[:, 5] ^= 1
+        assert vllm.text(PROMPTS) == expected
+        assert vllm.stats()['kvtier_corruption_total{tier="l2"}'] > 0
+        vllm.forget_l1()
+        assert said(vllm.run(PROMPTS))[0] == expected
+
+
 @pytest.mark.parametrize("kvtier_first", [False, True], ids=["kvtier last", "kvtier first"])
 def test_whichever_child_fails(
     kvtier_first: bool,
