@@ -6,11 +6,12 @@
 #   make quick        tiers, connectors, state machines and the architecture: what one runs after every change
 #   make coverage     the whole suite, and which lines of the product it ran, by folder
 #   make test-vllm    a real vLLM over kvtier's tiers; its packages are kept in your cache directory
-#   make test-dynamo  NVIDIA Dynamo's KV indexer reads our events
+#   make test-dynamo  NVIDIA Dynamo's KV indexer reads our events; test-routers: vllm-router does
 #   make test-ray     our application on a real Ray cluster of several nodes' processes
 #   make test-compose the cluster of docker-compose.yml in real containers: killed, filled, rolled; root, Debian
 #   make test-sglang  a real SGLang, likewise; test-vllm-0.33: vLLM's next release on this one's CPU kernels;
-#                     test-vllm-newest: likewise, the newest that the package index has
+#                     test-vllm-newest: likewise, the newest that the package index has; test-vllm-peer: what vLLM's
+#                     own tests say of a connector, whole
 #   make compiled     build the extension modules anew, after a change of one's source
 #   make lint         ruff, the architecture test, rules of pages, figures and deployment files, whether the site builds
 #   make types        strict mypy on the product, and the types of tests, benchmarks and .ci by pyrefly
@@ -49,11 +50,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # The stamp's name changes with what was asked for and with where it stands: a virtual environment can't be moved.
 STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml hatch_build.py .ci/setup .ci/constraints.txt .ci/venv-with-torch; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
 
-.PHONY: help setup demo demo-rag beside compiled test test-all quick coverage test-vllm test-vllm-all test-vllm-0.33 test-vllm-newest test-sglang test-dynamo test-ray test-compose lint types check docs dist format bench gpu gpu-bundle \
+.PHONY: help setup demo demo-rag beside compiled test test-all quick coverage test-vllm test-vllm-all test-vllm-0.33 test-vllm-newest test-vllm-peer test-sglang test-dynamo test-routers test-ray test-compose lint types check docs dist format bench gpu gpu-bundle \
 	soak kills crash-images fuzz clean
 
 help:
-	sed -n '3,24s/^# *//p' Makefile
+	sed -n '3,25s/^# *//p' Makefile
 
 setup: $(STAMP)
 
@@ -105,8 +106,11 @@ coverage: beside
 # Their libraries warn of much: here a warning is no error. vLLM's stories run three at a time, SGLang's want the machine.
 # test-vllm has one of each class, as `make test` does; the others run whole.
 test-vllm test-vllm-0.33 test-vllm-newest: ENGINE_ARGS = -n 3 --dist worksteal
-test-vllm-all test-vllm-0.33 test-vllm-newest test-sglang test-ray: export TEST_ALL = 1
-test-vllm-all: test-vllm
+test-vllm-all test-vllm-peer test-vllm-0.33 test-vllm-newest test-sglang test-ray: export TEST_ALL = 1
+test-vllm-all test-vllm-peer: test-vllm
+# What vLLM's own tests say of a connector: failed loads, several connectors, preemption, prefixes, a tiering manager's jobs.
+test-vllm-peer: STORIES = $(addprefix tests/interop/test_vllm_,$(addsuffix .py,peer faults multi multi_kinds async scripted \
+	hits partial requests lora tier_manager))
 test-vllm-newest: tests/interop/requirements-vllm-newest.txt
 tests/interop/requirements-vllm-newest.txt: setup
 	newest=$$($(VENV)/bin/python -m pip index versions vllm 2>/dev/null | sed -n '1s/.*(\(.*\))/\1/p')
@@ -115,12 +119,12 @@ tests/interop/requirements-vllm-newest.txt: setup
 test-vllm test-vllm-0.33 test-vllm-newest test-sglang test-ray: test-%:
 	.ci/beside-engine $*
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-$*/bin/python -m pytest -W default \
-		tests/interop/test_pins.py $(wildcard tests/interop/test_$(firstword $(subst -, ,$*))*.py) $(ENGINE_ARGS)
+		$(or $(STORIES),tests/interop/test_pins.py $(wildcard tests/interop/test_$(firstword $(subst -, ,$*))*.py)) $(ENGINE_ARGS)
 
-test-dynamo: setup
-	test -x .venv-dynamo/bin/python || $(VENV)/bin/python -m venv --clear .venv-dynamo
-	.venv-dynamo/bin/pip install -qq --requirement tests/interop/requirements-dynamo.txt
-	$(VENV)/bin/python -m pytest tests/interop/test_dynamo.py -n 0
+test-dynamo test-routers: test-%: setup
+	test -x .venv-$*/bin/python || $(VENV)/bin/python -m venv --clear .venv-$*
+	.venv-$*/bin/pip install -qq --requirement tests/interop/requirements-$*.txt
+	$(VENV)/bin/python -m pytest tests/interop/test_$*.py -n 0
 
 # An engine of its own, without a registry (.ci/container-engine). Some minutes, and some gigabytes of the cache directory.
 test-compose: setup
@@ -185,5 +189,5 @@ soak kills crash-images fuzz: setup
 		$(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON))
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-vllm-0.33 .venv-sglang .venv-dynamo .venv-dist dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-vllm-0.33 .venv-sglang .venv-dynamo .venv-routers .venv-dist dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

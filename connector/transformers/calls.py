@@ -200,7 +200,8 @@ def read_call(model: Any, input_ids: torch.Tensor, options: Mapping[str, Any], l
     if whole := _first(model, options, _WHOLE_PROMPT):
         way = "leave it out, or call model.generate() for such outputs"
         raise UnheldCallError(f"{whole} would lack the tokens that are loaded; {way}")
-    assistant = _first(model, options, _ASSISTED)
+    num_beams, num_returned = (asked_for(model, options, name) or 1 for name in ("num_beams", "num_return_sequences"))
+    assistant = _first(model, options, _ASSISTED) if num_beams == 1 else None  # beams ignore it
     if assistant is not None and limit is not None:
         trait = f"may guess past {limit} tokens, where this model's RoPE becomes another"
         raise UnheldCallError(f"{assistant} {trait}; leave it out, greedy and sampled decoding work")
@@ -218,7 +219,6 @@ def read_call(model: Any, input_ids: torch.Tensor, options: Mapping[str, Any], l
         raise UnheldCallError(f"padding in a quantized cache changes how all rows are rounded; {way}")
     if is_quantized and in_chunks:
         raise UnheldCallError("prefill_chunk_size rounds parts of a prompt in a quantized cache; leave one of both out")
-    num_beams, num_returned = (asked_for(model, options, name) or 1 for name in ("num_beams", "num_return_sequences"))
     return Call(
         pads=pads,
         mask=mask if any(pads) else None,

@@ -230,7 +230,8 @@ class KVTierConnector(Halves[SchedulerHalf, WorkerHalf], KVConnectorBase_V1, Sup
         algorithm = vllm_config.cache_config.prefix_caching_hash_algo
         self._scheduler_half.names.name_instead = name_instead(algorithm, plan.block_size)
         if vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events:
-            self._scheduler_half.publish_events(kv_cache_config.kv_cache_groups, algorithm)
+            shared = options.config.events.shared
+            self._scheduler_half.publish_events(kv_cache_config.kv_cache_groups, algorithm, shared=shared)
         _log.info("kvtier keeps blocks of %d tokens, %d bytes each", plan.block_size, plan.block_bytes)
 
     @property

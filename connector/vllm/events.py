@@ -33,14 +33,21 @@ class VllmEvents:
     """
 
     def __init__(
-        self, hierarchy: Hierarchy, root: ChainHash, groups: Sequence[Any], hashed: tuple[str, int] | None
+        self,
+        hierarchy: Hierarchy,
+        root: ChainHash,
+        groups: Sequence[Any],
+        hashed: tuple[str, int] | None,
+        *,
+        shared: bool = True,
     ) -> None:
-        """`root` is the chains' default root; `groups` are vLLM's KV groups.
+        """`root` is the chains' default root; `groups` are vLLM's KV groups; `shared`: `[events] shared`.
 
         `hashed` is vLLM's algorithm, and how many tokens there are from one hash to the next; None if names are
         kvtier's own.
         """
         self.source = EventSource(hierarchy)
+        self._tiers = {kind.name for kind in TIERS.values() if shared or not kind.is_shared}
         algorithm, self._hash_size = hashed or (None, 0)
         self._hash = None if algorithm is None else get_hash_fn_by_name(algorithm)
         self._root = root
@@ -73,6 +80,8 @@ class VllmEvents:
 
     def take(self) -> Iterator[BlockStored | BlockRemoved]:
         for event in self.source.take(MOST):
+            if event.tier not in self._tiers:
+                continue
             if isinstance(event, Removed):
                 gone = [name for name in event.hashes if self._withheld.pop((event.tier, name), self) is self]
                 names = [self._external(name) for name in gone]

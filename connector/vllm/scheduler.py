@@ -110,8 +110,11 @@ class SchedulerHalf:
         self._shares = shares
         self._stores = stores
 
-    def publish_events(self, groups: Sequence[Any], algorithm: str) -> None:
-        """Enable `take_events`. `groups` are vLLM's KV groups; `algorithm` hashes its blocks."""
+    def publish_events(self, groups: Sequence[Any], algorithm: str, *, shared: bool = True) -> None:
+        """Enable `take_events`.
+
+        `groups` are vLLM's KV groups; `algorithm` hashes its blocks; `shared` is `[events] shared`.
+        """
         if self._plan.lookahead:
             _log.warning("kv events: blocks with this draft model's KV have names of their own, and are not published")
             return
@@ -122,7 +125,7 @@ class SchedulerHalf:
             )
             return
         hashed = None if self._plan.canonical else (algorithm, self._plan.hash_size)
-        self._events = VllmEvents(self.side.tiers, root, groups, hashed)
+        self._events = VllmEvents(self.side.tiers, root, groups, hashed, shared=shared)
 
     def take_events(self) -> list[Any]:
         """vLLM's `take_events`, once for each step, when it takes the step's results."""

@@ -264,6 +264,7 @@ class Publisher:
         assert config.publish is not None
         self._dp_rank = dp_rank
         self._topic, self._form = config.topic, config.form
+        self._tiers = {kind.name for kind in TIERS.values() if config.shared or not kind.is_shared}
         self._keys = CurveKeys.load("events", config.curve_key_file, "curve_reader_file", config.curve_reader_file)
         if self._keys is not None and has_peers:
             self._keys = replace(self._keys, lets_own_in=True)
@@ -417,7 +418,8 @@ class Publisher:
 
     def _apply(self, fingerprint: bytes, events: Sequence[Event]) -> None:
         blocks = self._announced_of(fingerprint)
-        self._send(fingerprint, [line for event in events for line in blocks.apply(event)])
+        told = (event for event in events if event.tier in self._tiers)
+        self._send(fingerprint, [line for event in told for line in blocks.apply(event)])
 
     def _send(self, fingerprint: bytes, events: Sequence[KVEvent]) -> None:
         for part in _parts(events):

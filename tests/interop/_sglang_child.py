@@ -1,8 +1,8 @@
 """A real SGLang engine in a process of its own: options as JSON in argv, then a JSON request a line, an answer each.
 
 Requests: {"generate": [[token, …], …], …cache_salt and the like}, {"flush": true} empties SGLang's own two tiers,
-{"clear": true} its storage, {"detach": true} closes the storage, {"update": checkpoint, "flush_cache": bool} changes
-its weights.
+{"clear": true} its storage, {"detach": true} closes the storage, {"attach": {…}} opens one as its administrator does,
+{"update": checkpoint, "flush_cache": bool} changes its weights.
 """
 
 import json
@@ -55,6 +55,9 @@ def answer(engine: Any, request: dict[str, Any]) -> Any:
     if "update" in request:
         update = UpdateWeightFromDiskReqInput(model_path=request["update"], flush_cache=request["flush_cache"])
         return engine.loop.run_until_complete(manager.update_weights_from_disk(update, None))[0]
+    if "attach" in request:
+        attached = engine.loop.run_until_complete(manager.attach_hicache_storage(**request["attach"]))
+        return [attached.success, attached.message]
     call = manager.clear_hicache_storage if "clear" in request else manager.detach_hicache_storage
     return engine.loop.run_until_complete(call()).success
 

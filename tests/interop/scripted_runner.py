@@ -63,10 +63,17 @@ class ScriptedRunner:
     """One engine. `specs` are its layers' caches; with `ahead` vLLM schedules a step before it knows the last one's."""
 
     def __init__(
-        self, model: Path, specs: dict[str, Any], kvtier: dict[str, Any], *, ahead: bool = False, **cache: Any
+        self,
+        model: Path,
+        specs: dict[str, Any],
+        kvtier: dict[str, Any],
+        *,
+        ahead: bool = False,
+        num_at_once: int = 8,
+        **cache: Any,
     ) -> None:
         transfer = {"kv_connector": "KVTierConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-        options: dict[str, Any] = {"max_model_len": 1024, "max_num_batched_tokens": 96, "max_num_seqs": 8}
+        options: dict[str, Any] = {"max_model_len": 1024, "max_num_batched_tokens": 96, "max_num_seqs": num_at_once}
         arguments = EngineArgs(
             model=str(model),
             skip_tokenizer_init=True,

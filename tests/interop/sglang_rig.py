@@ -92,7 +92,7 @@ class Sglang:
     ) -> None:
         """`extra` goes into the storage backend's extra config, `options` are SGLang's own."""
         self._log = directory.with_name(f"{directory.name}-{time.monotonic_ns()}.log")
-        backend = {
+        self._backend = {
             "backend_name": "kvtier",
             "module_path": "kvtier.connector.sglang",
             "class_name": "KVTierStorage",
@@ -104,7 +104,7 @@ class Sglang:
         asked = {
             **_OPTIONS,
             "model_path": str(model),
-            "hicache_storage_backend_extra_config": json.dumps(backend),
+            "hicache_storage_backend_extra_config": json.dumps(self._backend),
             **options,
         }
         asked = {name: value for name, value in asked.items() if value is not None}
@@ -152,10 +152,17 @@ class Sglang:
         """What its administrator's "clear storage" does."""
         assert self._ask({"clear": True})
 
+    def attach(self, **extra: Any) -> tuple[bool, str]:
+        """Open the storage of a running engine, with more extra config: whether it is open, and what SGLang says."""
+        asked = {"hicache_storage_backend": "dynamic", "hicache_storage_prefetch_policy": "wait_complete"}
+        asked["hicache_storage_backend_extra_config_json"] = json.dumps({**self._backend, **extra})
+        done, message = self._ask({"attach": asked})
+        return done, message
+
     def detach(self) -> dict[str, float]:
         """Close the storage in order; the counters that it logs then."""
         wait_until(lambda: bool(self._ask({"detach": True})), "SGLang to be idle")
-        [closed] = [line for line in self.log().splitlines() if "kvtier closed: " in line]
+        *_, closed = [line for line in self.log().splitlines() if "kvtier closed: " in line]
         counters: dict[str, float] = json.loads(closed.partition("kvtier closed: ")[2])
         return counters
 

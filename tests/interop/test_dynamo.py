@@ -96,6 +96,7 @@ def test_its_indexer_finds_every_prompt_in_every_tier() -> None:
         publisher.announce(MODEL, [stored(on_disk, "file")])
         publisher.announce(MODEL, [stored(in_redis, "l2", 0, 6), stored(in_redis, "redis", 6)])
         publisher.announce(MODEL, [stored(chain_of(5, salt="a tenant"), "l1")])
+        publisher.announce(MODEL, [stored(chain_of(6), "peers"), stored(chain_of(7), "objects")])
         assert publisher.flush(60)
         until(lambda: indexer.found(in_redis._tokens)[2] == WHOLE)
         # each counts what is in its own tier or nearer
@@ -109,6 +110,7 @@ def test_its_indexer_finds_every_prompt_in_every_tier() -> None:
         publisher.announce(MODEL, [Removed("l1", tuple(on_device.hashes[4:]))])
         assert publisher.flush(60)
         until(lambda: indexer.found(on_device._tokens) == (64, 64, 64))
+        assert indexer.found(chain_of(6)._tokens) == indexer.found(chain_of(7)._tokens) == (0, 0, 0)  # media it lacks
 
 
 def test_what_it_is_told_of_a_tenant_is_not_anybodys() -> None:

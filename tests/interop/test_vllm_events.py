@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 import msgspec
 import zmq
+from redis_rig import NO_REDIS, standalone
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -155,6 +156,19 @@ def test_what_a_slab_held_is_told_by_the_next_engine(model: Path, tmp_path: Path
         vllm.text(PROMPTS, 1)
         vllm.settle()
         assert Reader("CPU").read(batches).held["CPU"].keys() == in_tiers(vllm)[0] != set()
+
+
+@pytest.mark.skipif(NO_REDIS is not None, reason=str(NO_REDIS))
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_every_replica_can_reach_need_not_be_told(shared: bool, model: Path, tmp_path: Path) -> None:
+    with standalone() as redis:
+        options = tiers(tmp_path, redis={"url": redis.url}, events={"shared": shared})
+        with telling(model, options) as (vllm, batches):
+            vllm.text(PROMPTS, 1)
+            vllm.settle()
+            reader = Reader("CPU", "STORAGE", "EXTERNAL").read(batches)
+            assert len(reader.held["CPU"]) == len(reader.held["STORAGE"]) == sum(BLOCKS)
+            assert len(reader.held["EXTERNAL"]) == (sum(BLOCKS) if shared else 0)
 
 
 def test_nothing_is_noted_where_vllm_publishes_nothing(model: Path, tmp_path: Path) -> None:

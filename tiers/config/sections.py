@@ -356,7 +356,8 @@ class EventsConfig(Section):
     node: ZmqEndpoint | None = option(None, "for an engine: where routers reach its daemon's events; it announces this")
     node_replay: ZmqEndpoint | None = option(None, "likewise, its daemon's replay")
     buffer: WholeNumber = option(10_000, "batches kept for replay", ge=1, le=1_000_000)
-    topic: Topic | None = option(None, "topic of every event; none = kv@ and the model's fingerprint")
+    topic: Topic | None = option(None, "topic of every event, may be empty; none = kv@ and the model's fingerprint")
+    shared: bool = option(True, "announce blocks in peers, Redis and objects; false if a router takes them for L1's")
     form: Literal["maps", "arrays"] = option("maps", "maps, as in vLLM; or arrays, for llm-d")
     strict: bool = option(False, "log impossible events as errors, not as warnings")
 

@@ -272,8 +272,8 @@ LineStarts = Annotated[
 Topic = Annotated[
     str,
     _text(
-        lambda text: 1 <= len(text.encode()) <= 255,
-        "not a text of 1 to 255 bytes; leave the option out for the models' own",
+        lambda text: len(text.encode()) <= 255,
+        "not a text of at most 255 bytes; leave the option out for the models' own",
     ),
 ]
 

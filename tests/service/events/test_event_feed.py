@@ -557,3 +557,19 @@ def test_waiting_for_nobody_costs_nothing(has_replay: bool, monkeypatch: pytest.
         monkeypatch.setattr(consumer, "_pass_time", lambda: turns.append(time.monotonic()))
         time.sleep(1.0)
         assert len(turns) < 50  # it was one each millisecond
+
+
+def test_what_every_node_can_reach_need_not_be_announced() -> None:
+    """For routers that take a medium they do not know for the device's; with an empty topic, as vLLM's own is."""
+    config = addresses(shared=False, topic="")
+    with Publisher(config) as publisher, reader(config, index := PrefixIndex(SIZE), topic="") as consumer:
+        near, far, both = chain_of(1), chain_of(2), chain_of(3)
+        publisher.announce(MODEL, [stored(near, "file"), stored(far, "redis")])
+        publisher.announce(MODEL, [stored(both, "objects"), stored(both, "l2", last=2)])
+        until(lambda: found(index, both) == {"CPU": 2})
+        assert found(index, near) == {"STORAGE": 4}
+        assert found(index, far) == {}
+        # what goes from there is not told, either
+        publisher.announce(MODEL, [Removed("redis", tuple(far.hashes)), Removed("l2", tuple(both.hashes[:2]))])
+        until(lambda: found(index, both) == {})
+        assert consumer.state.counts.get("other_topics", 0) == 0
