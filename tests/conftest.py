@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kv_tier_rig import Open
     from object_rig import ObjectServer
     from redis_rig import RedisServer
+    from scheduler_rig import Begin, Story
     from small_engines import Make
 
     from kvtier.engine.llm import Engine
@@ -243,6 +244,24 @@ def pool_of() -> Iterator[PoolOf]:
     yield make
     for pool in pools:
         pool.check()
+
+
+@pytest.fixture
+def begin() -> "Iterator[Begin]":
+    """`begin(16, connector)`: a scheduler's story; at the end its copies end, it is idle, and its laws hold."""
+    from scheduler_rig import Story
+
+    stories: list[Story] = []
+
+    def make(*arguments: Any, **options: Any) -> "Story":
+        stories.append(Story(*arguments, **options))
+        return stories[-1]
+
+    yield make
+    for story in stories:
+        story.end_copies()
+        story.step()
+        story.idle()
 
 
 @pytest.fixture

@@ -6,12 +6,11 @@ from exact_engines import Bits, bits, engine_over, forget, keep
 from extent import brief
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scheduler_rig import ScriptedConnector, Story, tokens
+from scheduler_rig import Begin, ScriptedConnector, tokens
 from small_engines import end, settled
 from tiny_models import prompt
 
 from kvtier.connector.local import LocalConnector
-from kvtier.connector.scheduler import ConnectorUpdate
 from kvtier.engine.llm import Engine
 from kvtier.tiers.hierarchy.hierarchy import TierEvents
 from kvtier.tiers.tier import BlockRecord
@@ -97,7 +96,7 @@ def test_tails_that_are_off_too_short_or_private_are_not_stored(cold: Bits) -> N
     end(private)
 
 
-def test_a_full_l1_waits_for_the_tails_copy() -> None:
+def test_a_full_l1_waits_for_the_tails_copy(begin: Begin) -> None:
     """The blocks of a request that ended are free, but for the one that a copy still reads."""
 
     class Takes(ScriptedConnector):
@@ -105,24 +104,20 @@ def test_a_full_l1_waits_for_the_tails_copy() -> None:
             self.log.append(("partial", request_id, len(partial.tokens) // 4))
             return True
 
-    story = Story(4, connector := Takes(), partial_blocks=True)
+    story = begin(4, connector := Takes(), partial_blocks=True)
     story.add("a", tokens(1, 10))
     story.add("b", tokens(50, 15))
     story.step()
     story.step()
     assert ("partial", "a", 2) in connector.log
     assert connector.log.index(("partial", "a", 2)) < connector.log.index(("finished", "a"))
-    stored = tuple(story.scheduler._held.copies.elements())
-    assert stored
+    assert story.copies()
     assert story.pool.num_free_blocks < 4
     assert story.step() == []  # "b" needs all four
-    connector.news = ConnectorUpdate(released=stored)
+    story.end_copies()
     assert story.step() == [("b", 0, 8)]
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
+    story.end_copies()
     story.step()
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
-    story.step()
-    story.idle()
 
 
 def test_l1s_events_have_only_full_blocks(cold: Bits) -> None:
