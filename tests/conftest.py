@@ -9,6 +9,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,6 +28,7 @@ from kvtier.tiers.tier import ChainHash
 
 if TYPE_CHECKING:
     from device_rig import DeviceRig
+    from exact_engines import Over
     from fault_rig import Settled
     from kv_tier_rig import Open
     from object_rig import ObjectServer
@@ -65,6 +67,20 @@ def _chain(*blocks: int) -> list[ChainHash]:
 def _payload(key: ChainHash, num_bytes: int) -> NDArray[np.uint8]:
     seed = int.from_bytes(hashlib.sha256(key).digest()[:8], "little")
     return np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
+
+
+@pytest.fixture
+def at_end() -> Iterator[ExitStack]:
+    """`at_end.callback(end, engine)`: what a story opens ends behind it, the last first, whatever became of it."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(params=[None, bytes(range(32))], ids=["plain", "encrypted"])
+def key(request: pytest.FixtureRequest) -> bytes | None:
+    """Every story is told of a slab in the clear and of an encrypted one."""
+    chosen: bytes | None = request.param
+    return chosen
 
 
 @pytest.fixture
@@ -244,6 +260,20 @@ def pool_of() -> Iterator[PoolOf]:
     yield make
     for pool in pools:
         pool.check()
+
+
+@pytest.fixture
+def over(at_end: ExitStack) -> "Over":
+    """`over(home, 16, …)`: an exact engine over L2 and a slab; at the end its laws are checked and it is closed."""
+    from exact_engines import engine_over
+    from small_engines import end
+
+    def opened(*arguments: Any, **options: Any) -> "Engine":
+        engine = engine_over(*arguments, **options)
+        at_end.callback(end, engine)
+        return engine
+
+    return opened
 
 
 @pytest.fixture
