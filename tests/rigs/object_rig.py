@@ -3,7 +3,6 @@
 import hashlib
 import http.client
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,15 +15,13 @@ from typing import Any, Final
 import numpy as np
 from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of, record_of
 from node_rig import free_port
-from redis_rig import _DIE_WITH_US
-from redis_stories import judged, protection
+from redis_rig import _DIE_WITH_US, ServerProcess
+from redis_stories import judged, over_shared, protection
 
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.config.sections import ObjectsConfig
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings, Rates, TierPort
-from kvtier.tiers.host.host import HostRegion, HostTier
-from kvtier.tiers.metrics import Metrics
+from kvtier.tiers.hierarchy.lower_tier import PortSettings
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.objects.store import ObjectStore
 from kvtier.tiers.tier import ChainHash, Outcome
@@ -40,7 +37,7 @@ _PATIENCE: Final = 60.0  # seconds for the server to start
 __all__ = ["protection"]  # of records: the same options as [redis] has
 
 
-class ObjectServer:
+class ObjectServer(ServerProcess):
     """One process on one port, which it keeps when it is killed and started again. Nothing is persistent."""
 
     def __init__(self, directory: Path) -> None:
@@ -70,22 +67,6 @@ class ObjectServer:
             if time.monotonic() > deadline or self.process.poll() is not None:
                 raise RuntimeError(f"moto did not start: {(self.directory / 'log').read_text()[-2000:]}")
             time.sleep(0.05)
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
-
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Stopped: the kernel still accepts connections, nobody answers."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self.process.send_signal(signal.SIGCONT)
 
     def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> bytes:
         """What it answers; OSError if nobody does."""
@@ -171,10 +152,7 @@ def opened(endpoint: str, fingerprint: bytes = FINGERPRINT, **more: Any) -> Iter
 
 def over_objects(endpoint: str, patience: PortSettings = PATIENT, slots: int = 64, **more: Any) -> Hierarchy:
     """A hierarchy over the tier."""
-    metrics, rates = Metrics(), Rates("load")
-    port = TierPort("objects", lambda: open_store(endpoint, **more), patience, metrics, rates)
-    host = HostTier(HostRegion.allocate(slots, SLOT_BYTES, huge_pages=False, prefault=False))
-    return Hierarchy(host, [port], HierarchySettings(prefetch_deadline=20.0), metrics, rates)
+    return over_shared("objects", lambda: open_store(endpoint, **more), patience, slots)
 
 
 def write(store: ObjectStore, chain: TokenChain, first: int = 0, last: int | None = None) -> list[Outcome]:

@@ -24,8 +24,31 @@ _PATIENCE: Final = 60.0  # seconds for anything to start or to agree
 _NUM_SLOTS: Final = 16384
 
 
+class ServerProcess:
+    """A server that stories kill and freeze."""
+
+    process: subprocess.Popen[bytes] | None
+
+    def kill(self) -> None:
+        """kill -9."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Stopped: the kernel still accepts connections, nobody answers."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+
 @dataclass
-class RedisServer:
+class RedisServer(ServerProcess):
     """One process on one port, which it keeps when it is killed and started again. Nothing is persistent.
 
     `options` go to redis-server as they stand; `directory` is its own.
@@ -51,13 +74,6 @@ class RedisServer:
             self.kill()
         raise RuntimeError(f"redis-server did not start: {(self.directory / 'log').read_text()[-2000:]}")
 
-    def kill(self) -> None:
-        """kill -9."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
-
     def renew(self) -> None:
         """As it was started: killed or not, without data, limits and clients."""
         if self.process is None:
@@ -65,16 +81,6 @@ class RedisServer:
         self.cli("CONFIG", "SET", "maxmemory", "0", "maxmemory-policy", "noeviction")
         self.cli("FLUSHALL")
         self.cli("CLIENT", "KILL", "TYPE", "normal")
-
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Stopped: the kernel still accepts connections, nobody answers."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self.process.send_signal(signal.SIGCONT)
 
     @property
     def url(self) -> str:
