@@ -146,6 +146,12 @@ def attach(
     return RemoteTiers(socket, hello, patience=PATIENCE, deadline=deadline)
 
 
+def body_of(frame: bytes) -> memoryview:
+    bodies: list[memoryview] = FrameReader(MAX_FRAME).feed(frame)
+    [body] = bodies
+    return body
+
+
 def unpack_request(body: bytes | memoryview) -> tuple[int, list[Any]]:
     """What a client's frame says: its number and operations."""
     [request] = FrameReader(MAX_FRAME, REQUESTS).feed(len(body).to_bytes(4, "little") + body)
