@@ -9,6 +9,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,10 +28,12 @@ from kvtier.tiers.tier import ChainHash
 
 if TYPE_CHECKING:
     from device_rig import DeviceRig
+    from exact_engines import Over
     from fault_rig import Settled
     from kv_tier_rig import Open
     from object_rig import ObjectServer
     from redis_rig import RedisServer
+    from scheduler_rig import Begin, Story
     from small_engines import Make
 
     from kvtier.engine.llm import Engine
@@ -64,6 +67,20 @@ def _chain(*blocks: int) -> list[ChainHash]:
 def _payload(key: ChainHash, num_bytes: int) -> NDArray[np.uint8]:
     seed = int.from_bytes(hashlib.sha256(key).digest()[:8], "little")
     return np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
+
+
+@pytest.fixture
+def at_end() -> Iterator[ExitStack]:
+    """`at_end.callback(end, engine)`: what a story opens ends behind it, the last first, whatever became of it."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(params=[None, bytes(range(32))], ids=["plain", "encrypted"])
+def key(request: pytest.FixtureRequest) -> bytes | None:
+    """Every story is told of a slab in the clear and of an encrypted one."""
+    chosen: bytes | None = request.param
+    return chosen
 
 
 @pytest.fixture
@@ -243,6 +260,38 @@ def pool_of() -> Iterator[PoolOf]:
     yield make
     for pool in pools:
         pool.check()
+
+
+@pytest.fixture
+def over(at_end: ExitStack) -> "Over":
+    """`over(home, 16, …)`: an exact engine over L2 and a slab; at the end its laws are checked and it is closed."""
+    from exact_engines import engine_over
+    from small_engines import end
+
+    def opened(*arguments: Any, **options: Any) -> "Engine":
+        engine = engine_over(*arguments, **options)
+        at_end.callback(end, engine)
+        return engine
+
+    return opened
+
+
+@pytest.fixture
+def begin() -> "Iterator[Begin]":
+    """`begin(16, connector)`: a scheduler's story; at the end its copies end, it is idle, and its laws hold."""
+    from scheduler_rig import Story
+
+    stories: list[Story] = []
+
+    def make(*arguments: Any, **options: Any) -> "Story":
+        stories.append(Story(*arguments, **options))
+        return stories[-1]
+
+    yield make
+    for story in stories:
+        story.end_copies()
+        story.step()
+        story.idle()
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Stories of models that compute each sequence over transformers' own cache: with and without recurrent states."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -65,19 +66,17 @@ def settings(home: Path | None, **section: Any) -> Config:
 
 
 @pytest.fixture
-def open_engine(tmp_path: Path) -> Iterator[Open]:
+def open_engine(tmp_path: Path, at_end: ExitStack) -> Open:
     """Opens engines over one slab; at the end laws are checked, and nothing leaked."""
-    opened: list[Engine] = []
 
     def factory(kind: str, slab: bool = True, **options: Any) -> Engine:
         chosen: dict[str, Any] = {"block_size": BLOCK, "num_blocks": 256, "max_num_batched_tokens": 100}
         connect = LocalConnector.connect(settings(tmp_path / "slab" if slab else None))
-        opened.append(Engine(model(kind), EngineConfig(**chosen | {"max_num_seqs": 4} | options), connect))
-        return opened[-1]
+        engine = Engine(model(kind), EngineConfig(**chosen | {"max_num_seqs": 4} | options), connect)
+        at_end.callback(end, engine)
+        return engine
 
-    yield factory
-    for engine in opened:
-        end(engine)
+    return factory
 
 
 def run(engine: Engine, prompts: Sequence[Sequence[int]], number: int = NEW) -> list[list[int]]:

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exact_engines import Bits, bits, engine_over, forget, keep
+from exact_engines import Bits, Over, bits, forget, keep
 from extent import brief
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_engines import end, settled
+from small_engines import settled
 from tiny_models import prompt
 
 from kvtier.engine.llm import Engine
@@ -25,8 +25,10 @@ def cold() -> Bits:
 
 @pytest.mark.parametrize(("tier", "loading"), [("L1", "async"), *product(("L2", "slab"), ("async", "layerwise"))])
 @pytest.mark.parametrize("block_size", brief([64], [16, 64, 256]))
-def test_every_bit_is_as_without_a_cache(tier: str, block_size: int, loading: str, cold: Bits, tmp_path: Path) -> None:
-    engine = engine_over(tmp_path, block_size, loading=loading)
+def test_every_bit_is_as_without_a_cache(
+    over: Over, tier: str, block_size: int, loading: str, cold: Bits, tmp_path: Path
+) -> None:
+    engine = over(tmp_path, block_size, loading=loading)
     size = block_size
     first = prompt(1, size + size // 2 + 9 + size)  # two blocks, and a part of a third
     engine.generate([first], keep())
@@ -46,12 +48,11 @@ def test_every_bit_is_as_without_a_cache(tier: str, block_size: int, loading: st
     [answer] = engine.generate([first[: 2 * size]], keep())  # it ends with a block that is held
     assert answer.num_l1_tokens + answer.num_external_tokens == 2 * size - 1
     assert bits(answer) == cold.of(first[: 2 * size])
-    end(engine)
 
 
 @pytest.mark.parametrize("family", brief(["qwen2-mixed"], ["qwen2-mixed", "qwen3", "mistral-window"]))
-def test_sliding_windows_and_other_families_keep_their_bits(family: str, tmp_path: Path) -> None:
-    engine, own = engine_over(tmp_path, 64, family), Bits(family)
+def test_sliding_windows_and_other_families_keep_their_bits(over: Over, family: str, tmp_path: Path) -> None:
+    engine, own = over(tmp_path, 64, family), Bits(family)
     first = prompt(1, 150)
     engine.generate([first], keep())
     for tier in TIERS:
@@ -62,7 +63,6 @@ def test_sliding_windows_and_other_families_keep_their_bits(family: str, tmp_pat
             [answer] = engine.generate([tokens], keep())
             assert answer.num_l1_tokens + answer.num_external_tokens == cut
             assert bits(answer) == own.of(tokens)
-    end(engine)
 
 
 def cached(engine: Engine, tokens: list[int]) -> dict[str, int]:
@@ -73,8 +73,8 @@ def cached(engine: Engine, tokens: list[int]) -> dict[str, int]:
     return request.cached_tokens
 
 
-def test_usage_says_where_each_token_came_from(tmp_path: Path) -> None:
-    engine = engine_over(tmp_path, 16)
+def test_usage_says_where_each_token_came_from(over: Over, tmp_path: Path) -> None:
+    engine = over(tmp_path, 16)
     first = prompt(1, 64)
     engine.generate([first], keep(1))
     forget(engine, "slab")
@@ -87,11 +87,10 @@ def test_usage_says_where_each_token_came_from(tmp_path: Path) -> None:
     assert stats["prompt_tokens"] == 64 + 41 + 60 + 41
     computed = stats["prompt_tokens"] - stats["l1_tokens"] - stats["external_tokens"]
     assert stats["computed_tokens"] == computed == 64 + 9 + 20 + 1
-    end(engine)
 
 
-def test_the_tail_of_an_answer_begins_the_next_turn(cold: Bits) -> None:
-    engine = engine_over(None, 64)
+def test_the_tail_of_an_answer_begins_the_next_turn(over: Over, cold: Bits) -> None:
+    engine = over(None, 64)
     first = prompt(1, 70)
     [answer] = engine.generate([first], keep(9))
     turn = [*first, *answer.token_ids, *prompt(2, 30)]
@@ -99,11 +98,10 @@ def test_the_tail_of_an_answer_begins_the_next_turn(cold: Bits) -> None:
     assert second.num_l1_tokens == 78  # all but the last token of the answer was computed
     assert bits(second) == cold.of(turn)
     assert engine.pool.lookup([]) == 0
-    end(engine)
 
 
-def test_tails_go_first_and_answers_that_stay_private_leave_none(cold: Bits) -> None:
-    engine = engine_over(None, 16, num_blocks=8)
+def test_tails_go_first_and_answers_that_stay_private_leave_none(over: Over, cold: Bits) -> None:
+    engine = over(None, 16, num_blocks=8)
     first, other = prompt(1, 24), prompt(2, 24)
     engine.generate([first], keep(1))
     assert engine.pool.lookup(engine.prompt(first).chain.hashes) == 1  # type: ignore[union-attr]
@@ -113,16 +111,14 @@ def test_tails_go_first_and_answers_that_stay_private_leave_none(cold: Bits) -> 
     [again] = engine.generate([first], keep())
     assert again.num_l1_tokens == 16
     assert bits(again) == cold.of(first)
-    end(engine)
-    private = engine_over(None, 16, store_generated=False)
+    private = over(None, 16, store_generated=False)
     [answer] = private.generate([other], keep(6))
     [turn] = private.generate([[*other, *answer.token_ids, 5]], keep())
     assert turn.num_l1_tokens == 24
-    end(private)
 
 
-def test_switched_off_hits_are_whole_blocks(cold: Bits) -> None:
-    engine = engine_over(None, 16, partial_blocks=False)
+def test_switched_off_hits_are_whole_blocks(over: Over, cold: Bits) -> None:
+    engine = over(None, 16, partial_blocks=False)
     first = prompt(1, 40)
     for tier, expected in (("L1", (32, 0)), ("L2", (0, 32))):
         engine.generate([first], keep(1))
@@ -130,22 +126,20 @@ def test_switched_off_hits_are_whole_blocks(cold: Bits) -> None:
         [answer] = engine.generate([first], keep())
         assert (answer.num_l1_tokens, answer.num_external_tokens) == expected
         assert bits(answer) == cold.of(first)
-    end(engine)
 
 
-def test_a_request_that_needs_the_whole_pool_is_admitted_without_the_source(cold: Bits) -> None:
-    engine = engine_over(None, 16, num_blocks=4)
+def test_a_request_that_needs_the_whole_pool_is_admitted_without_the_source(over: Over, cold: Bits) -> None:
+    engine = over(None, 16, num_blocks=4)
     first = prompt(1, 60)
     engine.generate([first], keep(1))
     tokens = [*first[:10], *prompt(2, 50)]
     engine.add_request(tokens, keep())
     logits = [output.logits for _ in range(8) for output in engine.step()]  # it waited for ever for a fifth block
     assert np.stack([row for row in logits if row is not None]).tobytes() == cold.of(tokens)
-    end(engine)
 
 
-def test_a_step_that_raises_before_it_computed_lets_go_of_the_source(cold: Bits) -> None:
-    engine = engine_over(None, 64)
+def test_a_step_that_raises_before_it_computed_lets_go_of_the_source(over: Over, cold: Bits) -> None:
+    engine = over(None, 64)
     first = prompt(1, 70)
     engine.generate([first], keep(1))
     run = engine.runner.run
@@ -163,7 +157,6 @@ def test_a_step_that_raises_before_it_computed_lets_go_of_the_source(cold: Bits)
     [answer] = engine.generate([tokens], keep())
     assert answer.num_l1_tokens == 30
     assert bits(answer) == cold.of(tokens)
-    end(engine)
 
 
 # A random story: prompts over few tokens and prefixes, in batches, from whichever tier is left, some aborted.
@@ -192,6 +185,7 @@ def prompts(draw: st.DrawFn) -> list[int]:
     tight=st.booleans(),
 )
 def test_requests_that_share_prefixes_get_the_bits_of_an_engine_without_a_cache(
+    over: Over,
     rounds: list[tuple[str, list[list[int]], bool]],
     block_size: int,
     loading: str,
@@ -202,7 +196,7 @@ def test_requests_that_share_prefixes_get_the_bits_of_an_engine_without_a_cache(
 ) -> None:
     size: dict[str, Any] = {"num_blocks": -(-170 // block_size) + 2} if tight else {}
     home = tmp_path_factory.mktemp("slab")
-    engine = engine_over(home, block_size, loading=loading, preemption=preemption, **size)
+    engine = over(home, block_size, loading=loading, preemption=preemption, **size)
     for tier, batch, aborts in rounds:
         forget(engine, tier)
         gone = engine.add_request(batch[0], keep(6)) if aborts else None
@@ -215,4 +209,3 @@ def test_requests_that_share_prefixes_get_the_bits_of_an_engine_without_a_cache(
             assert bits(answer) == cold.of(tokens, 3)
         while engine.has_unfinished:
             engine.step()
-    end(engine)

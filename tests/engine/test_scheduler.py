@@ -1,10 +1,9 @@
 """Scripted stories of the scheduler: who computes which tokens in each step, in which blocks. No model runs."""
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
-from scheduler_rig import BLOCK, ScriptedConnector, Story, tokens
+from scheduler_rig import BLOCK, Begin, ScriptedConnector, tokens
 
 from kvtier.connector.models import Reasoning
 from kvtier.connector.scheduler import ConnectorUpdate
@@ -13,17 +12,8 @@ from kvtier.engine.sequence import SequenceState
 from kvtier.tiers.hierarchy.cache_tiers import PENDING
 
 
-@pytest.fixture
-def stories() -> Iterator[list[Story]]:
-    """Stories whose laws are checked at the end."""
-    told: list[Story] = []
-    yield told
-    for story in told:
-        story.idle()
-
-
-def test_long_prompts_are_cut_to_the_budget_and_answers_go_first(stories: list[Story]) -> None:
-    stories.append(story := Story(16))
+def test_long_prompts_are_cut_to_the_budget_and_answers_go_first(begin: Begin) -> None:
+    story = begin(16)
     story.add("a", tokens(1, 5), max_tokens=4)
     story.add("b", tokens(100, 18), max_tokens=2)
     assert story.step() == [("a", 0, 5), ("b", 0, 3)]  # 8 tokens a step: b gets what a leaves
@@ -35,8 +25,8 @@ def test_long_prompts_are_cut_to_the_budget_and_answers_go_first(stories: list[S
     assert story.ended["b"] == FinishReason.LENGTH
 
 
-def test_a_finished_request_leaves_its_blocks_to_the_next_turn(stories: list[Story]) -> None:
-    stories.append(story := Story(16))
+def test_a_finished_request_leaves_its_blocks_to_the_next_turn(begin: Begin) -> None:
+    story = begin(16)
     first = story.add("a", tokens(1, 6), max_tokens=7)
     story.run()
     assert story.step() == []
@@ -46,8 +36,8 @@ def test_a_finished_request_leaves_its_blocks_to_the_next_turn(stories: list[Sto
     assert story.live["b"].num_l1_tokens == 12
 
 
-def test_generated_blocks_stay_private_if_configured(stories: list[Story]) -> None:
-    stories.append(story := Story(16, store_generated=False))
+def test_generated_blocks_stay_private_if_configured(begin: Begin) -> None:
+    story = begin(16, store_generated=False)
     first = story.add("a", tokens(1, 6), max_tokens=7)
     story.run()
     story.add("b", [*first.token_ids, 33])
@@ -69,10 +59,10 @@ THINK, DONE, SAY, CALL = 90, 91, 7, 92
     ],
 )
 def test_reasoning_that_the_next_turn_lacks_is_not_kept(
-    stories: list[Story], answer: list[int], lasts_in_calls: bool, num_stored: int
+    begin: Begin, answer: list[int], lasts_in_calls: bool, num_stored: int
 ) -> None:
     connector = ScriptedConnector()
-    stories.append(story := Story(16, connector, partial_blocks=True, store_generated="answers"))
+    story = begin(16, connector, partial_blocks=True, store_generated="answers")
     story.scheduler.reasoning = Reasoning(THINK, DONE, lasts_in_calls)
     story.scheduler.calls_tool = lambda tokens: CALL in tokens
     story.add("a", tokens(1, 6), max_tokens=99)
@@ -84,12 +74,10 @@ def test_reasoning_that_the_next_turn_lacks_is_not_kept(
     for kind, name, *more in connector.log:
         stored[name] += int(str(more[1])) if kind == "store" else 0
     assert stored == {"a": num_stored, "b": 3 if lasts_in_calls else 2}
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
-    story.step()
 
 
-def test_a_shared_prefix_is_computed_once_within_a_batch(stories: list[Story]) -> None:
-    stories.append(story := Story(16))
+def test_a_shared_prefix_is_computed_once_within_a_batch(begin: Begin) -> None:
+    story = begin(16)
     story.add("a", [*tokens(1, 8), 50], max_tokens=3)
     story.add("b", [*tokens(1, 8), 60], max_tokens=1)
     story.add("c", tokens(200, 3), max_tokens=1)
@@ -101,8 +89,8 @@ def test_a_shared_prefix_is_computed_once_within_a_batch(stories: list[Story]) -
     story.run()
 
 
-def test_longest_cached_prefix_first_within_an_aging_bound(stories: list[Story]) -> None:
-    stories.append(story := Story(64, max_num_seqs=1, max_passed_over=2))
+def test_longest_cached_prefix_first_within_an_aging_bound(begin: Begin) -> None:
+    story = begin(64, max_num_seqs=1, max_passed_over=2)
     story.add("warm", tokens(1, 8))
     story.run()
     story.add("cold", tokens(500, 8))
@@ -113,8 +101,8 @@ def test_longest_cached_prefix_first_within_an_aging_bound(stories: list[Story])
     assert order == ["hit0", "hit1", "cold", "hit2", "hit3"]
 
 
-def test_pressure_preempts_the_latest_and_recomputes_it(stories: list[Story]) -> None:
-    stories.append(story := Story(5))
+def test_pressure_preempts_the_latest_and_recomputes_it(begin: Begin) -> None:
+    story = begin(5)
     story.add("a", tokens(1, 7), max_tokens=9)
     story.add("b", tokens(100, 4), max_tokens=8)
     story.run()
@@ -125,9 +113,9 @@ def test_pressure_preempts_the_latest_and_recomputes_it(stories: list[Story]) ->
     assert story.live["b"].num_generated == 8
 
 
-def test_offload_stores_what_it_preempts_and_waits_for_the_copies() -> None:
+def test_offload_stores_what_it_preempts_and_waits_for_the_copies(begin: Begin) -> None:
     connector = ScriptedConnector()
-    story = Story(5, connector, preemption="offload", store_generated=False)
+    story = begin(5, connector, preemption="offload", store_generated=False)
     story.add("a", tokens(1, 7), max_tokens=9)
     story.add("b", tokens(100, 4), max_tokens=8)
     for _ in range(6):
@@ -140,20 +128,19 @@ def test_offload_stores_what_it_preempts_and_waits_for_the_copies() -> None:
     assert story.step() == []  # nobody else is preempted meanwhile
     assert story.scheduler.stats["preempted"] == 1
     # The copies end: there is room for a. b comes back by a load of what it stored.
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
+    story.end_copies()
     assert story.step() == [("a", 12, 13)]
     connector.findable["b"] = 8
     while story.scheduler.has_unfinished:
         story.step()
         loaded = tuple(story.scheduler.loading)
-        connector.news = ConnectorUpdate(loaded=loaded, released=tuple(story.scheduler._held.copies.elements()))
+        connector.news = ConnectorUpdate(loaded=loaded, released=story.copies())
     story.step()
     assert [len(live.generated) for live in story.live.values()] == [9, 8]
-    story.idle()
 
 
-def test_a_request_too_large_for_now_is_not_overtaken(stories: list[Story]) -> None:
-    stories.append(story := Story(6))
+def test_a_request_too_large_for_now_is_not_overtaken(begin: Begin) -> None:
+    story = begin(6)
     story.add("a", tokens(1, 8), max_tokens=9)
     story.step()
     story.add("large", tokens(100, 16))
@@ -163,9 +150,9 @@ def test_a_request_too_large_for_now_is_not_overtaken(stories: list[Story]) -> N
     assert order.index("large") < order.index("small")
 
 
-def test_lookups_under_way_hold_up_only_their_own_request() -> None:
+def test_lookups_under_way_hold_up_only_their_own_request(begin: Begin) -> None:
     connector = ScriptedConnector()
-    story = Story(16, connector)
+    story = begin(16, connector)
     connector.findable["a"] = PENDING
     story.add("a", tokens(1, 9))
     story.add("b", tokens(100, 5))
@@ -177,7 +164,7 @@ def test_lookups_under_way_hold_up_only_their_own_request() -> None:
     assert story.live["a"].state is SequenceState.LOADING
     assert ("load", "a", 8) in connector.log
     assert story.step() == []
-    connector.news = ConnectorUpdate(loaded=("a",), released=tuple(story.scheduler._held.copies.elements()))
+    connector.news = ConnectorUpdate(loaded=("a",), released=story.copies())
     assert story.step() == [("a", 8, 9)]
     assert story.live["a"].num_external_tokens == 8
     assert ("store", "a", 0, 2) not in connector.log  # what came from L2 is not stored again
@@ -185,38 +172,32 @@ def test_lookups_under_way_hold_up_only_their_own_request() -> None:
     story.add("c", [*tokens(1, 8), 99])
     assert story.step() == [("c", 8, 9)]
     assert connector.log[-2] == ("store", "c", 0, 2)
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
-    story.step()
-    story.idle()
 
 
-def test_no_promise_covers_the_whole_prompt() -> None:
+def test_no_promise_covers_the_whole_prompt(begin: Begin) -> None:
     connector = ScriptedConnector()
-    story = Story(16, connector)
+    story = begin(16, connector)
     connector.findable["a"] = 8  # a connector that promises too much
     story.add("a", tokens(1, 8))
     story.step()
     assert ("load", "a", 4) in connector.log
     connector.news = ConnectorUpdate(loaded=("a",))
     assert story.step() == [("a", 4, 8)]
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
-    story.step()
-    story.idle()
 
 
 @pytest.mark.parametrize("loading", ["async", "layerwise"])
-def test_an_expired_promise_is_computed(loading: str) -> None:
+def test_an_expired_promise_is_computed(begin: Begin, loading: str) -> None:
     connector = ScriptedConnector()
-    story = Story(8, connector, loading=loading)
+    story = begin(8, connector, loading=loading)
     connector.findable["a"] = 2 * BLOCK
     connector.lapsed.add("a")
     story.add("a", range(1, 10))
     assert story.run() == [[("a", 0, 8)], [("a", 8, 9)]]
 
 
-def test_failed_blocks_are_computed(stories: list[Story]) -> None:
+def test_failed_blocks_are_computed(begin: Begin) -> None:
     connector = ScriptedConnector()
-    stories.append(story := Story(16, connector))
+    story = begin(16, connector)
     connector.findable["a"] = 12
     story.add("a", tokens(1, 14))
     story.step()
@@ -225,13 +206,11 @@ def test_failed_blocks_are_computed(stories: list[Story]) -> None:
     assert story.step() == [("a", 12, 14)]
     assert story.live["a"].num_external_tokens == 4
     assert [entry for entry in connector.log if entry[0] == "store"] == [("store", "a", 1, 2)]
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
-    story.step()
 
 
-def test_full_blocks_are_stored_once_and_referenced_until_copied() -> None:
+def test_full_blocks_are_stored_once_and_referenced_until_copied(begin: Begin) -> None:
     connector = ScriptedConnector()
-    story = Story(8, connector)
+    story = begin(8, connector)
     story.add("a", tokens(1, 7), max_tokens=3)
     story.step()
     assert connector.log == [("store", "a", 0, 1)]
@@ -242,27 +221,24 @@ def test_full_blocks_are_stored_once_and_referenced_until_copied() -> None:
     # The request is gone, its copies are not: two blocks are still taken.
     assert story.pool.num_free_blocks == 6
     assert story.scheduler.has_copies
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
-    story.step()
-    story.idle()
 
 
-def test_a_layerwise_load_computes_at_once_and_stores_a_step_later(stories: list[Story]) -> None:
+def test_a_layerwise_load_computes_at_once_and_stores_a_step_later(begin: Begin) -> None:
     connector = ScriptedConnector()
-    stories.append(story := Story(16, connector, loading="layerwise"))
+    story = begin(16, connector, loading="layerwise")
     connector.findable["a"] = 4
     story.add("a", tokens(1, 9), max_tokens=2)
     assert story.step() == [("a", 4, 9)]
     assert ("store", "a", 1, 1) not in connector.log
     story.step()
     assert ("store", "a", 1, 1) in connector.log
-    connector.news = ConnectorUpdate(loaded=("a",), released=tuple(story.scheduler._held.copies.elements()))
+    connector.news = ConnectorUpdate(loaded=("a",), released=story.copies())
     story.step()
 
 
-def test_a_layerwise_load_that_is_late_leaves_no_trace(stories: list[Story]) -> None:
+def test_a_layerwise_load_that_is_late_leaves_no_trace(begin: Begin) -> None:
     connector = ScriptedConnector()
-    stories.append(story := Story(16, connector, loading="layerwise"))
+    story = begin(16, connector, loading="layerwise")
     connector.findable["a"] = 4
     story.add("a", tokens(1, 9))
     story.arrived = False
@@ -274,12 +250,10 @@ def test_a_layerwise_load_that_is_late_leaves_no_trace(stories: list[Story]) -> 
     connector.news = ConnectorUpdate(failed=(("a", 0),))
     assert story.step() == [("a", 0, 8)]
     assert story.step() == [("a", 8, 9)]
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
-    story.step()
 
 
-def test_an_aborted_owner_hands_its_prefix_on(stories: list[Story]) -> None:
-    stories.append(story := Story(16))
+def test_an_aborted_owner_hands_its_prefix_on(begin: Begin) -> None:
+    story = begin(16)
     story.add("a", tokens(1, 20))
     story.add("b", tokens(1, 20))
     assert story.step() == [("a", 0, 8)]
@@ -288,8 +262,8 @@ def test_an_aborted_owner_hands_its_prefix_on(stories: list[Story]) -> None:
     story.run()
 
 
-def test_hundreds_of_requests_through_a_tiny_pool(stories: list[Story]) -> None:
-    stories.append(story := Story(8, max_passed_over=3))
+def test_hundreds_of_requests_through_a_tiny_pool(begin: Begin) -> None:
+    story = begin(8, max_passed_over=3)
     for i in range(300):
         story.add(str(i), [*tokens(1 + i % 3 * 50, 4 + i % 7), i], max_tokens=1 + i % 9)
     story.run(limit=5000)

@@ -1,32 +1,14 @@
 """Scripted stories of hits that end inside a block: loads that come, fail, lapse or are late; copies within L1."""
 
-from collections.abc import Iterator
-
 import pytest
-from scheduler_rig import ScriptedConnector, Story, tokens
+from scheduler_rig import Begin, ScriptedConnector, tokens
 
 from kvtier.connector.plan import WorkerReport
 from kvtier.connector.scheduler import ConnectorUpdate
 
 
-@pytest.fixture
-def stories() -> Iterator[list[Story]]:
-    """Stories whose laws are checked at the end."""
-    told: list[Story] = []
-    yield told
-    for story in told:
-        story.step()
-        story.idle()
-
-
-def let_go(story: Story) -> None:
-    """The stores under way have ended."""
-    assert story.connector is not None
-    story.connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
-
-
-def test_a_load_that_ends_inside_a_block_is_computed_from_there(stories: list[Story]) -> None:
-    stories.append(story := Story(16, connector := ScriptedConnector()))
+def test_a_load_that_ends_inside_a_block_is_computed_from_there(begin: Begin) -> None:
+    story = begin(16, connector := ScriptedConnector())
     connector.findable["a"] = 6
     story.add("a", tokens(1, 10))
     assert story.step() == []
@@ -38,11 +20,10 @@ def test_a_load_that_ends_inside_a_block_is_computed_from_there(stories: list[St
     # The block that came in part is named and stored with what the request computed in it, the whole one is neither.
     assert [entry for entry in connector.log if entry[0] == "store"] == [("store", "a", 1, 1)]
     assert story.pool.lookup(story.live["a"].hashes) == 2
-    let_go(story)
 
 
-def test_an_unfilled_block_stays_unnamed_and_private(stories: list[Story]) -> None:
-    stories.append(story := Story(16, connector := ScriptedConnector()))
+def test_an_unfilled_block_stays_unnamed_and_private(begin: Begin) -> None:
+    story = begin(16, connector := ScriptedConnector())
     connector.findable["a"] = 6
     story.add("a", tokens(1, 7))
     story.step()
@@ -54,35 +35,34 @@ def test_an_unfilled_block_stays_unnamed_and_private(stories: list[Story]) -> No
 
 
 @pytest.mark.parametrize(("first_failed", "start"), [(1, 4), (0, 0)])
-def test_a_partial_block_that_failed_is_computed(stories: list[Story], first_failed: int, start: int) -> None:
-    stories.append(story := Story(16, connector := ScriptedConnector()))
+def test_a_partial_block_that_failed_is_computed(begin: Begin, first_failed: int, start: int) -> None:
+    story = begin(16, connector := ScriptedConnector())
     connector.findable["a"] = 6
     story.add("a", tokens(1, 8))
     story.step()
     connector.news = ConnectorUpdate(failed=(("a", first_failed),))
     assert story.step() == [("a", start, 8)]
     assert story.live["a"].num_external_tokens == start
-    let_go(story)
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "offload"])
-def test_a_preempted_request_begins_anew(stories: list[Story], preemption: str) -> None:
+def test_a_preempted_request_begins_anew(begin: Begin, preemption: str) -> None:
     connector = ScriptedConnector()
-    stories.append(story := Story(5, connector, partial_blocks=True, preemption=preemption))
+    story = begin(5, connector, partial_blocks=True, preemption=preemption)
     connector.findable["b"] = 2
     story.add("a", tokens(1, 7), max_tokens=9)
     story.add("b", tokens(100, 4), max_tokens=8)
     for _ in range(60):
         story.step()
         loaded = tuple(story.scheduler.loading)
-        connector.news = ConnectorUpdate(loaded=loaded, released=tuple(story.scheduler._held.copies.elements()))
+        connector.news = ConnectorUpdate(loaded=loaded, released=story.copies())
     assert story.scheduler.stats["preempted"] >= 1
     assert [len(live.generated) for live in story.live.values()] == [9, 8]
     assert story.live["b"].num_external_tokens == 2  # of its first admission
 
 
-def test_one_copy_within_l1_and_its_source_stays_until_the_step_is_over(stories: list[Story]) -> None:
-    stories.append(story := Story(16, partial_blocks=True))
+def test_one_copy_within_l1_and_its_source_stays_until_the_step_is_over(begin: Begin) -> None:
+    story = begin(16, partial_blocks=True)
     story.add("a", tokens(1, 9))
     story.run()
     held = story.pool.match(story.live["a"].hashes[:2])
@@ -95,8 +75,8 @@ def test_one_copy_within_l1_and_its_source_stays_until_the_step_is_over(stories:
     assert (story.live["b"].num_l1_tokens, story.live["c"].num_l1_tokens) == (6, 7)
 
 
-def test_a_step_given_up_references_no_source_any_more(stories: list[Story]) -> None:
-    stories.append(story := Story(8, partial_blocks=True))
+def test_a_step_given_up_references_no_source_any_more(begin: Begin) -> None:
+    story = begin(8, partial_blocks=True)
     story.add("a", tokens(1, 9))
     story.run()
     story.add("b", [*tokens(1, 6), 90])
@@ -106,7 +86,7 @@ def test_a_step_given_up_references_no_source_any_more(stories: list[Story]) -> 
     assert story.step() == [("b", 6, 7)]
 
 
-def test_what_l1_copies_is_not_loaded(stories: list[Story]) -> None:
+def test_what_l1_copies_is_not_loaded(begin: Begin) -> None:
     class Asked(ScriptedConnector):
         in_part = 0
 
@@ -114,10 +94,9 @@ def test_what_l1_copies_is_not_loaded(stories: list[Story]) -> None:
             self.in_part = in_part
             return 0
 
-    stories.append(story := Story(16, connector := Asked(), partial_blocks=True))
+    story = begin(16, connector := Asked(), partial_blocks=True)
     story.add("a", tokens(1, 9))
     story.run()
     story.add("b", [*tokens(1, 6), 90])
     assert story.step() == [("b", 6, 7)]
     assert connector.in_part == 2
-    let_go(story)

@@ -2,16 +2,15 @@
 
 import pytest
 from event_rig import Shelf
-from exact_engines import Bits, bits, engine_over, forget, keep
+from exact_engines import Bits, Over, bits, forget, keep
 from extent import brief
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scheduler_rig import ScriptedConnector, Story, tokens
-from small_engines import end, settled
+from scheduler_rig import Begin, ScriptedConnector, tokens
+from small_engines import settled
 from tiny_models import prompt
 
 from kvtier.connector.local import LocalConnector
-from kvtier.connector.scheduler import ConnectorUpdate
 from kvtier.engine.llm import Engine
 from kvtier.tiers.hierarchy.hierarchy import TierEvents
 from kvtier.tiers.tier import BlockRecord
@@ -31,8 +30,8 @@ def num_tails(engine: Engine) -> int:
 @pytest.mark.parametrize(
     ("block_size", "loading"), [(16, "async"), (64, "layerwise"), *brief([], [(64, "async"), (256, "async")])]
 )
-def test_the_next_turn_begins_in_a_tail_of_l2(block_size: int, loading: str, cold: Bits) -> None:
-    engine = engine_over(None, block_size, loading=loading)
+def test_the_next_turn_begins_in_a_tail_of_l2(over: Over, block_size: int, loading: str, cold: Bits) -> None:
+    engine = over(None, block_size, loading=loading)
     said = prompt(1, block_size + block_size // 2 - 3)
     [answer] = engine.generate([said], keep(6))
     for turn in range(2):
@@ -43,23 +42,21 @@ def test_the_next_turn_begins_in_a_tail_of_l2(block_size: int, loading: str, col
         assert answer.num_l1_tokens == 0
         assert answer.num_external_tokens == len(said) - block_size // 8 - 1  # an answer's last token has no KV
         assert bits(answer) == cold.of(said, 6)
-    end(engine)
 
 
-def test_a_tail_counts_as_l2s_in_an_answers_usage() -> None:
-    engine, first = engine_over(None, 64), prompt(1, 90)
+def test_a_tail_counts_as_l2s_in_an_answers_usage(over: Over) -> None:
+    engine, first = over(None, 64), prompt(1, 90)
     engine.generate([first], keep(1))
     forget(engine, "L2")
     request = engine.request(engine.add_request([*first, *prompt(2, 9)], keep(1)))
     while engine.has_unfinished:
         engine.step()
     assert request.cached_tokens == {"L1": 0, "L2": 90, "file": 0, "peers": 0, "redis": 0, "objects": 0}
-    end(engine)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 6])
-def test_an_aborted_request_leaves_what_it_has_computed(num_steps: int, cold: Bits) -> None:
-    engine, first = engine_over(None, 64), prompt(1, 150)  # prefill takes two steps
+def test_an_aborted_request_leaves_what_it_has_computed(over: Over, num_steps: int, cold: Bits) -> None:
+    engine, first = over(None, 64), prompt(1, 150)  # prefill takes two steps
     name = engine.add_request(first, keep(30))
     request = engine.request(name)
     for _ in range(num_steps):
@@ -74,30 +71,26 @@ def test_an_aborted_request_leaves_what_it_has_computed(num_steps: int, cold: Bi
     [answer] = engine.generate([turn], keep())
     assert answer.num_external_tokens == computed
     assert bits(answer) == cold.of(turn)
-    end(engine)
 
 
-def test_tails_that_are_off_too_short_or_private_are_not_stored(cold: Bits) -> None:
+def test_tails_that_are_off_too_short_or_private_are_not_stored(over: Over, cold: Bits) -> None:
     first = prompt(1, 40)
-    off = engine_over(None, 64, partial_blocks=False)
+    off = over(None, 64, partial_blocks=False)
     off.generate([first], keep(1))
     assert num_tails(off) == 0
-    end(off)
-    few = engine_over(None, 64)
+    few = over(None, 64)
     few.generate([first[:7], prompt(2, 64)], keep(1))  # fewer tokens than an eighth of a block, and none
     assert num_tails(few) == 0
-    end(few)
-    private = engine_over(None, 64, store_generated=False)
+    private = over(None, 64, store_generated=False)
     [answer] = private.generate([first], keep(6))
     forget(private, "L2")
     turn = [*first, *answer.token_ids, 5]
     [again] = private.generate([turn], keep())
     assert again.num_external_tokens == 40  # of the prompt alone
     assert bits(again) == cold.of(turn)
-    end(private)
 
 
-def test_a_full_l1_waits_for_the_tails_copy() -> None:
+def test_a_full_l1_waits_for_the_tails_copy(begin: Begin) -> None:
     """The blocks of a request that ended are free, but for the one that a copy still reads."""
 
     class Takes(ScriptedConnector):
@@ -105,28 +98,24 @@ def test_a_full_l1_waits_for_the_tails_copy() -> None:
             self.log.append(("partial", request_id, len(partial.tokens) // 4))
             return True
 
-    story = Story(4, connector := Takes(), partial_blocks=True)
+    story = begin(4, connector := Takes(), partial_blocks=True)
     story.add("a", tokens(1, 10))
     story.add("b", tokens(50, 15))
     story.step()
     story.step()
     assert ("partial", "a", 2) in connector.log
     assert connector.log.index(("partial", "a", 2)) < connector.log.index(("finished", "a"))
-    stored = tuple(story.scheduler._held.copies.elements())
-    assert stored
+    assert story.copies()
     assert story.pool.num_free_blocks < 4
     assert story.step() == []  # "b" needs all four
-    connector.news = ConnectorUpdate(released=stored)
+    story.end_copies()
     assert story.step() == [("b", 0, 8)]
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
+    story.end_copies()
     story.step()
-    connector.news = ConnectorUpdate(released=tuple(story.scheduler._held.copies.elements()))
-    story.step()
-    story.idle()
 
 
-def test_l1s_events_have_only_full_blocks(cold: Bits) -> None:
-    engine, shelf = engine_over(None, 16), Shelf()
+def test_l1s_events_have_only_full_blocks(over: Over, cold: Bits) -> None:
+    engine, shelf = over(None, 16), Shelf()
     events, first = TierEvents("l1", engine.pool), prompt(1, 40)
     engine.generate([first], keep(1))
     shelf.apply(events.take())
@@ -138,7 +127,6 @@ def test_l1s_events_have_only_full_blocks(cold: Bits) -> None:
     assert answer.num_l1_tokens == 40  # the tail is there all the same
     assert bits(answer) == cold.of([*first, 5, 6])
     engine.pool.check()
-    end(engine)
 
 
 # A random story: conversations beside each other, each turn from whichever tier is left.
@@ -155,13 +143,14 @@ def test_l1s_events_have_only_full_blocks(cold: Bits) -> None:
     slots=st.sampled_from(["8MiB", "512KiB"]),
 )
 def test_conversations_get_the_bits_of_an_engine_without_a_cache(
+    over: Over,
     turns: list[tuple[int, int, int, str]],
     block_size: int,
     slots: str,
     cold: Bits,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    engine = engine_over(tmp_path_factory.mktemp("slab"), block_size, host={"size": slots})
+    engine = over(tmp_path_factory.mktemp("slab"), block_size, host={"size": slots})
     said = [prompt(9, 30), prompt(9, 30), prompt(8, 45)]  # two begin alike
     for number, (which, length, max_tokens, tier) in enumerate(turns):
         forget(engine, tier)
@@ -170,4 +159,3 @@ def test_conversations_get_the_bits_of_an_engine_without_a_cache(
         assert bits(answer) == cold.of([*said[which], *question], max_tokens)
         said[which] = [*said[which], *question, *answer.token_ids]
     num_tails(engine)
-    end(engine)

@@ -24,7 +24,7 @@ from doubles import (
     store,
     wait_until,
 )
-from fault_rig import FINGERPRINT, PENDING, Settled, ask, drops, fetch, forget_l2, misses, over_slab, settle
+from fault_rig import FINGERPRINT, Settled, ask, drops, fetch, forget_l2, misses, over_slab, settle
 from manual_copies import ManualCopyStream
 from slab_rig import verify
 
@@ -34,6 +34,7 @@ from kvtier.tiers.checksum import checksum
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.file.file_io import Mode
 from kvtier.tiers.file.store import FileStore
+from kvtier.tiers.hierarchy.cache_tiers import PENDING
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
 from kvtier.tiers.hierarchy.opening import open_hierarchy

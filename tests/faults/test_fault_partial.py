@@ -2,7 +2,8 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,8 @@ Opened = Callable[..., Engine]
 
 
 @pytest.fixture
-def opened(disk_dir: Path) -> Iterator[Opened]:
+def opened(disk_dir: Path, at_end: ExitStack) -> Opened:
     """Engines over L2 and a slab that holds `HELD`; at the end their laws hold and nothing leaked."""
-    engines: list[Engine] = []
 
     def build(salt: str | None = None) -> Engine:
         sections: dict[str, Any] = {
@@ -49,13 +49,12 @@ def opened(disk_dir: Path) -> Iterator[Opened]:
             "cache": CACHE,
         }
         connect = LocalConnector.connect(Config.model_validate(patient(sections)))
-        engines.append(Engine.from_config(config_of("llama"), EngineConfig(num_blocks=64, **EXACT), connect))
-        engines[-1].generate([HELD], KEEP, cache_salt=salt)
-        return engines[-1]
+        engine = Engine.from_config(config_of("llama"), EngineConfig(num_blocks=64, **EXACT), connect)
+        at_end.callback(end, engine)
+        engine.generate([HELD], KEEP, cache_salt=salt)
+        return engine
 
-    yield build
-    for engine in engines:
-        end(engine)
+    return build
 
 
 @pytest.fixture(scope="module")

@@ -28,12 +28,6 @@ def _opening_compares_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slab_rows, "NUM_VERIFIED", 2)
 
 
-@pytest.fixture(params=[None, bytes(range(32))], ids=["plain", "encrypted"])
-def key(request: pytest.FixtureRequest) -> bytes | None:
-    chosen: bytes | None = request.param
-    return chosen
-
-
 @pytest.fixture
 def slab_path(tmp_path: Path, key: bytes | None) -> Path:
     store = open_store(tmp_path, key)

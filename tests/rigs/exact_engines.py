@@ -1,5 +1,6 @@
 """Engines in `exact` mode over tiers that forget what the story says, and the bits that their answers must have."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,9 @@ def engine_over(
     chosen = EXACT | {"block_size": block_size, "num_blocks": 2560 // block_size} | options
     config = EngineConfig(**chosen)
     return Engine.from_config(config_of(family), config, LocalConnector.connect(Config(**sections)))
+
+
+Over = Callable[..., Engine]  # the fixture: `engine_over`, and each engine ends by its laws
 
 
 def forget(engine: Engine, down_to: str) -> None:

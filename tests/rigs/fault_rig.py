@@ -14,7 +14,7 @@ from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of
 
 from kvtier.tiers.file.file_io import FileIO, Mode
 from kvtier.tiers.file.store import FileStore
-from kvtier.tiers.hierarchy.cache_tiers import PENDING, Claim, Pending
+from kvtier.tiers.hierarchy.cache_tiers import Claim, Pending
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings, Rates, TierPort
 from kvtier.tiers.host.host import HostRegion, HostTier
@@ -239,24 +239,3 @@ def num_threads() -> int:
 
 def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-__all__ = [
-    "FINGERPRINT",
-    "PENDING",
-    "SLAB_BYTES",
-    "DyingIO",
-    "FaultyIO",
-    "ask",
-    "drops",
-    "fetch",
-    "forget_l2",
-    "impatient",
-    "is_open",
-    "killed",
-    "misses",
-    "num_descriptors",
-    "num_threads",
-    "over_slab",
-    "settle",
-]

@@ -15,15 +15,13 @@ from typing import Any, Final
 import numpy as np
 from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of, record_of
 from node_rig import free_port
-from redis_rig import DIE_WITH_US, ServerChild
-from redis_stories import judged, protection
+from redis_rig import DIE_WITH_US, ServerProcess
+from redis_stories import judged, over_shared, protection
 
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.config.sections import ObjectsConfig
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
-from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings, Rates, TierPort
-from kvtier.tiers.host.host import HostRegion, HostTier
-from kvtier.tiers.metrics import Metrics
+from kvtier.tiers.hierarchy.lower_tier import PortSettings
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.objects.store import ObjectStore
 from kvtier.tiers.tier import ChainHash, Outcome
@@ -39,7 +37,7 @@ _PATIENCE: Final = 60.0  # seconds for the server to start
 __all__ = ["protection"]  # of records: the same options as [redis] has
 
 
-class ObjectServer(ServerChild):
+class ObjectServer(ServerProcess):
     """moto's S3."""
 
     def __init__(self, directory: Path) -> None:
@@ -154,10 +152,7 @@ def opened(endpoint: str, fingerprint: bytes = FINGERPRINT, **more: Any) -> Iter
 
 def over_objects(endpoint: str, patience: PortSettings = PATIENT, slots: int = 64, **more: Any) -> Hierarchy:
     """A hierarchy over the tier."""
-    metrics, rates = Metrics(), Rates("load")
-    port = TierPort("objects", lambda: open_store(endpoint, **more), patience, metrics, rates)
-    host = HostTier(HostRegion.allocate(slots, SLOT_BYTES, huge_pages=False, prefault=False))
-    return Hierarchy(host, [port], HierarchySettings(prefetch_deadline=20.0), metrics, rates)
+    return over_shared("objects", lambda: open_store(endpoint, **more), patience, slots)
 
 
 def write(store: ObjectStore, chain: TokenChain, first: int = 0, last: int | None = None) -> list[Outcome]:

@@ -24,10 +24,10 @@ _PATIENCE: Final = 60.0  # seconds for anything to start or to agree
 _NUM_SLOTS: Final = 16384
 
 
-class ServerChild:
+class ServerProcess:
     """One process on one port, which it keeps when it is killed and started again. Nothing is persistent."""
 
-    process: "subprocess.Popen[bytes] | None"
+    process: subprocess.Popen[bytes] | None
 
     def kill(self) -> None:
         """kill -9."""
@@ -48,7 +48,7 @@ class ServerChild:
 
 
 @dataclass
-class RedisServer(ServerChild):
+class RedisServer(ServerProcess):
     """A redis-server.
 
     `options` go to redis-server as they stand; `directory` is its own.

@@ -107,12 +107,17 @@ def within(tier: Tier | None, seconds: float) -> Iterator[None]:
         tier._config = config
 
 
+def over_shared(name: str, open: Callable[[], Tier], patience: PortSettings, slots: int) -> Hierarchy:
+    """A hierarchy over a shared tier."""
+    metrics, rates = Metrics(), Rates("load")
+    host = HostTier(HostRegion.allocate(slots, SLOT_BYTES, huge_pages=False, prefault=False))
+    port = TierPort(name, open, patience, metrics, rates)
+    return Hierarchy(host, [port], HierarchySettings(prefetch_deadline=20.0), metrics, rates)
+
+
 def over_redis(url: str, patience: PortSettings = PATIENT, slots: int = 128, **more: Any) -> Hierarchy:
     """A hierarchy over the tier."""
-    metrics, rates = Metrics(), Rates("load")
-    port = TierPort("redis", lambda: open_store(url, **more), patience, metrics, rates)
-    host = HostTier(HostRegion.allocate(slots, SLOT_BYTES, huge_pages=False, prefault=False))
-    return Hierarchy(host, [port], HierarchySettings(prefetch_deadline=20.0), metrics, rates)
+    return over_shared("redis", lambda: open_store(url, **more), patience, slots)
 
 
 def write(store: RedisStore, chain: TokenChain) -> list[Outcome]:

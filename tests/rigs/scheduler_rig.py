@@ -1,6 +1,6 @@
 """A scheduler without a model: its connector finds and ends what the test says, its steps believe they computed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtier.connector.plan import WorkerReport
 from kvtier.connector.request import Answered, Request
@@ -94,6 +94,15 @@ class Story:
         self.pool.check()
         return done
 
+    def copies(self) -> tuple[int, ...]:
+        """The blocks of the stores under way."""
+        return tuple(self.scheduler._held.copies.elements())
+
+    def end_copies(self) -> None:
+        """The stores under way have ended: the next step hears of it."""
+        if self.connector is not None:
+            self.connector.news = ConnectorUpdate(released=self.copies())
+
     def run(self, limit: int = 200) -> list[list[tuple[str, int, int]]]:
         """Step until all is done."""
         steps = []
@@ -115,6 +124,9 @@ class Story:
             if output.finish_reason is not None:
                 assert output.request_id not in self.ended
                 self.ended[output.request_id] = output.finish_reason
+
+
+Begin = Callable[..., Story]  # the fixture: stories that end idle, by the laws
 
 
 def tokens(first: int, count: int) -> list[int]:

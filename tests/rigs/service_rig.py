@@ -15,18 +15,8 @@ from doubles import BLOCK_SIZE, SLOT_BYTES, payload_of
 from fault_rig import rest
 from fork_rig import SERVICES, Forked
 
+from kvtier.connector.daemon import wire
 from kvtier.connector.daemon.client import RemoteTiers
-from kvtier.connector.daemon.wire import (
-    MAX_FRAME,
-    REPLIES,
-    REQUESTS,
-    FrameReader,
-    Hello,
-    News,
-    Reply,
-    pack_found,
-    pack_handshake,
-)
 from kvtier.service.node.daemon import Daemon
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import Attribution, CacheTiers, Claim, Pending, Wanted
@@ -150,19 +140,25 @@ def attach(
     kv_probe: bytes | None = None,
 ) -> RemoteTiers:
     """A client of the daemon at `socket`; patient, unless the story is about its `deadline`."""
-    hello = Hello(fingerprint, BLOCK_SIZE, slot_bytes, size, reset=False, kv_probe=kv_probe)
+    hello = wire.Hello(fingerprint, BLOCK_SIZE, slot_bytes, size, reset=False, kv_probe=kv_probe)
     return RemoteTiers(socket, hello, patience=PATIENCE, deadline=deadline)
+
+
+def body_of(frame: bytes) -> memoryview:
+    bodies: list[memoryview] = wire.FrameReader(wire.MAX_FRAME).feed(frame)
+    [body] = bodies
+    return body
 
 
 def unpack_request(body: bytes | memoryview) -> tuple[int, list[Any]]:
     """What a client's frame says: its number and operations."""
-    [request] = FrameReader(MAX_FRAME, REQUESTS).feed(len(body).to_bytes(4, "little") + body)
+    [request] = wire.FrameReader(wire.MAX_FRAME, wire.REQUESTS).feed(len(body).to_bytes(4, "little") + body)
     return request.number, request.operations
 
 
-def unpack_reply(body: bytes | memoryview) -> Reply:
+def unpack_reply(body: bytes | memoryview) -> wire.Reply:
     """What a daemon's frame says."""
-    [reply] = FrameReader(MAX_FRAME, REPLIES).feed(len(body).to_bytes(4, "little") + body)
+    [reply] = wire.FrameReader(wire.MAX_FRAME, wire.REPLIES).feed(len(body).to_bytes(4, "little") + body)
     return reply
 
 
@@ -175,10 +171,10 @@ def news_of(
     generations: list[int],
     children: Sequence[ChildBlock] = (),
     split: SplitPoint | None = None,
-) -> News:
+) -> wire.News:
     """What a daemon says of a claim."""
     columns = array("q", slots).tobytes(), array("q", generations).tobytes()
-    return News(claim, pack_found(found), refusal, good_for, *columns, children, split)
+    return wire.News(claim, wire.pack_found(found), refusal, good_for, *columns, children, split)
 
 
 def wanted(chain: TokenChain, first: int = 0, last: int | None = None) -> Wanted:
@@ -266,7 +262,9 @@ def raw(socket: Path) -> sockets.socket:
 def greeted(socket: Path) -> sockets.socket:
     """A connection that was welcomed, and has no manners either."""
     connection = raw(socket)
-    connection.sendall(pack_handshake(Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 64 * SLOT_BYTES, reset=False)))
+    connection.sendall(
+        wire.pack_handshake(wire.Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 64 * SLOT_BYTES, reset=False))
+    )
     assert b"Welcome" in connection.recv(4096)
     return connection
 

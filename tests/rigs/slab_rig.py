@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,13 @@ def get(store: FileStore, keys: Sequence[int], into: Sequence[memoryview] | None
             assert result == record_of(key, size)
             assert buffer == payload_of(key, size)
     return [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]
+
+
+def ended(store: FileStore, at_end: ExitStack) -> FileStore:
+    """When the story is over, its laws hold and it is closed."""
+    at_end.callback(store.close)
+    at_end.callback(store.check)
+    return store
 
 
 def verify(store: FileStore) -> VerifyReport:

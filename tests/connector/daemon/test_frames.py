@@ -14,46 +14,10 @@ from hypothesis import strategies as st
 from msgspec import Raw
 from msgspec.msgpack import encode
 from msgspec.structs import astuple
-from service_rig import news_of, unpack_reply, unpack_request
+from service_rig import body_of, news_of, unpack_reply, unpack_request
 
-from kvtier.connector.daemon import client
+from kvtier.connector.daemon import client, wire
 from kvtier.connector.daemon.client import RemoteReservation, seals_of
-from kvtier.connector.daemon.wire import (
-    MAX_CHILDREN_BYTES,
-    MAX_FRAME,
-    MAX_HELLO,
-    MAX_ITEMS,
-    Abandon,
-    Ask,
-    Bye,
-    Cancel,
-    Check,
-    Computed,
-    Drain,
-    Ended,
-    FrameReader,
-    Granted,
-    Holds,
-    Lookup,
-    News,
-    Release,
-    Renew,
-    Reserve,
-    Reset,
-    Seal,
-    Take,
-    coalesce,
-    pack_found,
-    pack_frame,
-    pack_grants,
-    pack_reply,
-    pack_request,
-    unpack_answer,
-    unpack_found,
-    unpack_grants,
-    unpack_handshake,
-    unpack_handshake_reply,
-)
 from kvtier.tiers.errors import FormatError
 from kvtier.tiers.hierarchy.cache_tiers import Attribution, Overlap, SplitPoint, Wanted
 from kvtier.tiers.tier import ChildBlock, Outcome
@@ -67,29 +31,29 @@ time = st.floats(0, 1e6)
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=16).map(lambda ids: np.array(ids, "<u4").tobytes())
 operation = st.one_of(
     st.builds(
-        lambda n, p, hashes, ends: Ask(n, p, len(hashes) // 2, 16, b"".join(hashes), ends), number, name, names, ends
+        lambda n, p, each, ends: wire.Ask(n, p, len(each) // 2, 16, b"".join(each), ends), number, name, names, ends
     ),
-    st.builds(Renew, numbers),
-    st.builds(Cancel, numbers),
-    st.builds(Take, numbers),
-    st.builds(Release, numbers),
-    st.builds(Reserve.of, number, st.lists(st.builds(Wanted, names, name, name, st.booleans()), max_size=3)),
+    st.builds(wire.Renew, numbers),
+    st.builds(wire.Cancel, numbers),
+    st.builds(wire.Take, numbers),
+    st.builds(wire.Release, numbers),
+    st.builds(wire.Reserve.of, number, st.lists(st.builds(Wanted, names, name, name, st.booleans()), max_size=3)),
     st.builds(
-        lambda epoch, sealed: Seal(
+        lambda epoch, sealed: wire.Seal(
             epoch, [n for n, _ in sealed], [len(t) for _, t in sealed], [each for _, t in sealed for each in t]
         ),
         number,
         st.lists(st.tuples(number, st.lists(tokens, max_size=4)), max_size=3),
     ),
-    st.builds(Abandon, st.sampled_from(Outcome), numbers),
-    st.builds(Computed, number, time, number),
-    st.builds(Holds, names.map(b"".join)),
-    st.builds(Lookup, names.map(b"".join), time),
-    st.builds(Ended, st.binary(min_size=16, max_size=16)),
-    st.just(Bye()),
-    st.just(Reset()),
-    st.builds(Drain, time, st.booleans()),
-    st.just(Check()),
+    st.builds(wire.Abandon, st.sampled_from(Outcome), numbers),
+    st.builds(wire.Computed, number, time, number),
+    st.builds(wire.Holds, names.map(b"".join)),
+    st.builds(wire.Lookup, names.map(b"".join), time),
+    st.builds(wire.Ended, st.binary(min_size=16, max_size=16)),
+    st.just(wire.Bye()),
+    st.just(wire.Reset()),
+    st.builds(wire.Drain, time, st.booleans()),
+    st.just(wire.Check()),
 )  # fmt: skip
 child = st.builds(ChildBlock, name, tokens.filter(bool))
 anything = st.recursive(
@@ -100,12 +64,6 @@ anything = st.recursive(
 )  # fmt: skip
 
 
-def body_of(frame: bytes) -> memoryview:
-    bodies: list[memoryview] = FrameReader(MAX_FRAME).feed(frame)
-    [body] = bodies
-    return body
-
-
 def packed(value: object) -> bytes:
     body: bytes = msgpack.packb(value)
     return body
@@ -113,14 +71,14 @@ def packed(value: object) -> bytes:
 
 @given(number, st.lists(operation, max_size=4))
 def test_requests_come_out_as_they_went_in(request: int, operations: list[Any]) -> None:
-    assert unpack_request(body_of(pack_request(request, operations))) == (request, operations)
+    assert unpack_request(body_of(wire.pack_request(request, operations))) == (request, operations)
 
 
 def test_where_both_ends_meet_comes_out_as_it_went_in_and_lies_within_what_was_found() -> None:
-    def told(split: Any) -> News:
+    def told(split: Any) -> wire.News:
         found = Attribution(5, l1=1, file=3, miss=1)
         news = news_of(7, found, None, 0.0, [], [], split=split)
-        told = unpack_reply(body_of(pack_reply(0, 2, [], [news]))).news[0]
+        told = unpack_reply(body_of(wire.pack_reply(0, 2, [], [news]))).news[0]
         assert told.check(found) == ([], [])
         return told
 
@@ -135,24 +93,24 @@ def test_replies_come_out_as_they_went_in() -> None:
     found = Attribution(5, l1=1, l2=2, file=1, miss=1)
     news = news_of(7, found, None, 0.0, [3, 9, 1], [1, 1, 2**40])
     nothing = news_of(8, Attribution(2, miss=2), Outcome.NO_SLOT, 0.05, [], [])
-    granted: Granted = ([0, 2], [4, 5], [1, 9])
-    nothing_free: Granted = ([], [], [])
+    granted: wire.Granted = ([0, 2], [4, 5], [1, 9])
+    nothing_free: wire.Granted = ([], [], [])
     reply = unpack_reply(
-        body_of(pack_reply(3, 2, [pack_grants([granted, None, nothing_free]), b"\1\0"], [news, nothing]))
+        body_of(wire.pack_reply(3, 2, [wire.pack_grants([granted, None, nothing_free]), b"\1\0"], [news, nothing]))
     )
-    assert (reply.request, reply.epoch, unpack_answer(reply.answers[1], bytes)) == (3, 2, b"\1\0")
+    assert (reply.request, reply.epoch, wire.unpack_answer(reply.answers[1], bytes)) == (3, 2, b"\1\0")
     again, empty = reply.news
-    assert (again.claim, unpack_found(again.found), again.check(found)) == (7, found, ([3, 9, 1], [1, 1, 2**40]))
+    assert (again.claim, wire.unpack_found(again.found), again.check(found)) == (7, found, ([3, 9, 1], [1, 1, 2**40]))
     assert (empty.refusal, empty.good_for, len(empty.slots)) == (Outcome.NO_SLOT, 0.05, 0)
-    grant, none, empty_grant = unpack_grants(reply.answers[0], num_wanted=[3, 1, 2], num_slots=6)
+    grant, none, empty_grant = wire.unpack_grants(reply.answers[0], num_wanted=[3, 1, 2], num_slots=6)
     assert (grant, none, empty_grant) == (granted, None, nothing_free)
-    assert unpack_grants(Raw(packed(pack_grants([None, None]))), [1, 1], 6) == [None, None]
+    assert wire.unpack_grants(Raw(packed(wire.pack_grants([None, None]))), [1, 1], 6) == [None, None]
 
 
 @given(st.lists(child, max_size=8, unique_by=lambda each: each.chain_hash))
 def test_children_come_out_as_they_went_in(children: list[ChildBlock]) -> None:
     told = news_of(7, found := Attribution(2, miss=2), None, 0.0, [], [], children)
-    (news,) = unpack_reply(body_of(pack_reply(0, 0, [], [told]))).news
+    (news,) = unpack_reply(body_of(wire.pack_reply(0, 0, [], [told]))).news
     assert news.check(found) == ([], [])
     assert list(news.children) == children
     assert all(isinstance(each, ChildBlock) for each in news.children)
@@ -181,7 +139,7 @@ def test_children_come_out_as_they_went_in(children: list[ChildBlock]) -> None:
 def test_children_that_are_none(children: object, why: str) -> None:
     """FAULTS 39."""
     nothing = Attribution(1, miss=1)
-    body = packed([0, 0, [], [[7, pack_found(nothing), None, 0.0, b"", b"", children, None]]])
+    body = packed([0, 0, [], [[7, wire.pack_found(nothing), None, 0.0, b"", b"", children, None]]])
     with pytest.raises(FormatError, match=why):
         unpack_reply(body).news[0].check(nothing)
 
@@ -189,28 +147,30 @@ def test_children_that_are_none(children: object, why: str) -> None:
 def test_of_many_children_those_that_fit_are_sent() -> None:
     large, nothing = [ChildBlock(bytes([n]) * 32, bytes(16 << 10)) for n in range(8)], Attribution(1, miss=1)
 
-    def told() -> list[News]:
+    def told() -> list[wire.News]:
         return [news_of(n, nothing, None, 0.0, [], [], large[:1] if n in (3, 4) else large) for n in range(20)]
 
-    reply = unpack_reply(body_of(pack_reply(0, 0, [], told())))
+    reply = unpack_reply(body_of(wire.pack_reply(0, 0, [], told())))
     assert [each.claim for each in reply.news] == list(range(20))  # told of all claims …
-    assert sum(len(each.children) for each in reply.news) * (16 << 10) <= MAX_CHILDREN_BYTES  # … not of all children
+    assert (
+        sum(len(each.children) for each in reply.news) * (16 << 10) <= wire.MAX_CHILDREN_BYTES
+    )  # … not of all children
     assert [len(each.children) for each in reply.news[:10]] == [8, 8, 8, 1, 1, 8, 8, 8, 8, 0]
-    without = unpack_reply(body_of(pack_reply(0, 0, [], told(), room=0)))
+    without = unpack_reply(body_of(wire.pack_reply(0, 0, [], told(), room=0)))
     assert not any(each.children for each in without.news)
 
 
 def sealed(body: bytes) -> list[tuple[int, list[bytes]]]:
     """What the one seal of a request says is filled."""
     _, [seal] = unpack_request(body)
-    assert isinstance(seal, Seal)
+    assert isinstance(seal, wire.Seal)
     return seal.filled()
 
 
 def wanted_of(body: bytes) -> list[Wanted]:
     """What the one reservation of a request is for."""
     _, [reserve] = unpack_request(body)
-    assert isinstance(reserve, Reserve)
+    assert isinstance(reserve, wire.Reserve)
     return reserve.wanted()
 
 
@@ -259,13 +219,13 @@ def test_what_is_sent_together_does_what_it_did_apart(operations: list[Any]) -> 
         alone: list[Any] = []
         for operation in operations:
             match operation:
-                case Seal(epoch, reservations, counts, tokens):
+                case wire.Seal(epoch, reservations, counts, tokens):
                     left = iter(tokens)
                     for reservation, count in zip(reservations, counts, strict=True):
-                        alone.append(Seal(epoch, [reservation], [count], [next(left) for _ in range(count)]))
-                case Abandon(reason, reservations):
-                    alone += [Abandon(reason, [number]) for number in reservations]
-                case Cancel(numbers) | Release(numbers):
+                        alone.append(wire.Seal(epoch, [reservation], [count], [next(left) for _ in range(count)]))
+                case wire.Abandon(reason, reservations):
+                    alone += [wire.Abandon(reason, [number]) for number in reservations]
+                case wire.Cancel(numbers) | wire.Release(numbers):
                     alone += [type(operation)([number]) for number in numbers]
                 case _:
                     alone.append(operation)
@@ -273,11 +233,11 @@ def test_what_is_sent_together_does_what_it_did_apart(operations: list[Any]) -> 
 
     apart, together = each_alone(operations), list[Any]()
     for operation in each_alone(operations):
-        if not (together and coalesce(together[-1], operation, 3)):
+        if not (together and wire.coalesce(together[-1], operation, 3)):
             together.append(operation)
     assert each_alone(together) == apart
     assert len(together) <= len(apart)
-    of_a_kind = (Seal, Abandon, Cancel, Release)
+    of_a_kind = (wire.Seal, wire.Abandon, wire.Cancel, wire.Release)
     assert all(
         len(astuple(each)[-1]) <= 3 or len(each_alone([each])) == 1 for each in together if isinstance(each, of_a_kind)
     )
@@ -295,21 +255,21 @@ def test_what_is_sent_together_does_what_it_did_apart(operations: list[Any]) -> 
 def test_a_grant_outside_the_request(num_wanted: list[int], num_slots: int, why: str) -> None:
     grant = ([0, 2], [4, 5], [1, 9])
     with pytest.raises(FormatError, match=why):
-        unpack_grants(Raw(packed(pack_grants([grant, grant]))), num_wanted, num_slots)
+        wire.unpack_grants(Raw(packed(wire.pack_grants([grant, grant]))), num_wanted, num_slots)
 
 
 @given(anything)
 def test_any_value_is_a_grant_or_a_format_error(value: Any) -> None:
     try:
-        unpack_grants(Raw(packed(value)), [1, 2], 8)
+        wire.unpack_grants(Raw(packed(value)), [1, 2], 8)
     except FormatError:
         return
 
 
 @given(st.lists(operation, min_size=1, max_size=3), st.lists(st.integers(1, 50), min_size=1))
 def test_frames_cut_anywhere(operations: list[Any], cuts: list[int]) -> None:
-    stream = b"".join(pack_request(n, [each]) for n, each in enumerate(operations))
-    reader, bodies, at = FrameReader(MAX_FRAME), [], 0
+    stream = b"".join(wire.pack_request(n, [each]) for n, each in enumerate(operations))
+    reader, bodies, at = wire.FrameReader(wire.MAX_FRAME), [], 0
     while at < len(stream):
         size = cuts[at % len(cuts)]
         bodies += reader.feed(stream[at : at + size])
@@ -321,7 +281,7 @@ def test_frames_cut_anywhere(operations: list[Any], cuts: list[int]) -> None:
 @given(st.binary(max_size=200))
 def test_any_bytes_are_frames_or_a_format_error(stream: bytes) -> None:
     try:
-        FrameReader(MAX_HELLO).feed(stream)
+        wire.FrameReader(wire.MAX_HELLO).feed(stream)
     except FormatError:
         return
 
@@ -330,7 +290,7 @@ def test_any_bytes_are_frames_or_a_format_error(stream: bytes) -> None:
 @given(anything)
 def test_any_value_is_a_message_or_a_format_error(value: Any) -> None:
     body = packed(value)
-    for unpack in (unpack_handshake, unpack_handshake_reply, unpack_request, unpack_reply):
+    for unpack in (wire.unpack_handshake, wire.unpack_handshake_reply, unpack_request, unpack_reply):
         try:
             unpack(body)
         except FormatError:
@@ -340,11 +300,11 @@ def test_any_value_is_a_message_or_a_format_error(value: Any) -> None:
 @settings(max_examples=brief(60, 300))
 @given(st.lists(operation, min_size=1, max_size=2), st.data())
 def test_a_flipped_byte_is_another_message_or_a_format_error(operations: list[Any], data: st.DataObject) -> None:
-    frame = bytearray(pack_request(1, operations))
+    frame = bytearray(wire.pack_request(1, operations))
     at = data.draw(st.integers(4, len(frame) - 1))
     frame[at] ^= data.draw(st.integers(1, 255))
     try:
-        for body in FrameReader(MAX_FRAME).feed(bytes(frame)):
+        for body in wire.FrameReader(wire.MAX_FRAME).feed(bytes(frame)):
             unpack_request(body)
     except FormatError:
         return
@@ -353,9 +313,9 @@ def test_a_flipped_byte_is_another_message_or_a_format_error(operations: list[An
 def test_a_length_is_refused_before_anything_is_allocated() -> None:
     """FAULTS 32, 39."""
     tracemalloc.start()
-    for size in (0, MAX_HELLO + 1, 1 << 30, 0xFFFFFFFF):
-        with pytest.raises(FormatError, match=f"frame of {size} bytes: this side takes 1 to {MAX_HELLO}"):
-            FrameReader(MAX_HELLO).feed(size.to_bytes(4, "little") + b"\xc0")
+    for size in (0, wire.MAX_HELLO + 1, 1 << 30, 0xFFFFFFFF):
+        with pytest.raises(FormatError, match=f"frame of {size} bytes: this side takes 1 to {wire.MAX_HELLO}"):
+            wire.FrameReader(wire.MAX_HELLO).feed(size.to_bytes(4, "little") + b"\xc0")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 20
@@ -367,7 +327,7 @@ def test_a_length_is_refused_before_anything_is_allocated() -> None:
         b"\xdd\x7f\xff\xff\xff",  # an array of two thousand million
         b"\xdf\x7f\xff\xff\xff",  # a map of as many
         b"\xc6\x7f\xff\xff\xff",  # bytes of as many
-        b"\xdc" + (MAX_ITEMS + 1).to_bytes(2, "big") + b"\xc0" * (MAX_ITEMS + 1),
+        b"\xdc" + (wire.MAX_ITEMS + 1).to_bytes(2, "big") + b"\xc0" * (wire.MAX_ITEMS + 1),
         b"\xdc\x10\x00" * 5000,  # arrays in arrays, each of which claims to have 4,096 items
         b"\xc7\x00\x05",  # an extension
         b"\x81\x01\x02",  # a map: there are none
@@ -379,13 +339,13 @@ def test_what_claims_to_be_large_stays_small(hostile: bytes) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     body = hostile.ljust(1, b"\xc1")
     with pytest.raises(FormatError):
-        unpack_request(FrameReader(MAX_FRAME).feed(len(body).to_bytes(4, "little") + body)[0])
+        unpack_request(wire.FrameReader(wire.MAX_FRAME).feed(len(body).to_bytes(4, "little") + body)[0])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
 
 
 def test_nothing_is_packed_that_no_reader_takes() -> None:
     with pytest.raises(ValueError, match="at most"):
-        pack_frame(bytes(MAX_FRAME))
+        wire.pack_frame(bytes(wire.MAX_FRAME))
 
 
 # What a step says to the daemon and is answered: one message for all its stores, never with too many items.
@@ -435,7 +395,7 @@ def test_what_was_granted_arrives(counts: list[int | None]) -> None:
     """A step of one block each takes a way of its own through the decoder."""
     for granted in (counts, [1] * len(counts)):
         grants = [None if n is None else ([*range(n)], [*range(7, 7 + n)], [*range(n)]) for n in granted]
-        told = unpack_grants(
-            Raw(encode(pack_grants(grants))), [n or 0 if granted is counts else 1 for n in granted], 64
+        told = wire.unpack_grants(
+            Raw(encode(wire.pack_grants(grants))), [n or 0 if granted is counts else 1 for n in granted], 64
         )
         assert told == grants

@@ -37,21 +37,8 @@ from service_rig import (
     where,
 )
 
+from kvtier.connector.daemon import wire
 from kvtier.connector.daemon.client import RemoteTiers
-from kvtier.connector.daemon.wire import (
-    MAX_FRAME,
-    Ask,
-    Cancel,
-    FrameReader,
-    Hello,
-    Refused,
-    Welcome,
-    pack_found,
-    pack_frame,
-    pack_handshake,
-    pack_reply,
-    unpack_handshake,
-)
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Wanted, load_and_lease
 from kvtier.tiers.host.host import HostRegion
@@ -84,14 +71,14 @@ class FakeDaemon:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            (body,) = FrameReader(MAX_FRAME).feed(connection.recv(4096))
-            self.hellos.append(unpack_handshake(body))
+            (body,) = wire.FrameReader(wire.MAX_FRAME).feed(connection.recv(4096))
+            self.hellos.append(wire.unpack_handshake(body))
             if self._welcome:
                 assert self.welcomes.wait(PATIENCE)
-                welcome = Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 60.0)
+                welcome = wire.Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 60.0)
                 assert self.region.fd is not None
                 try:
-                    sockets.send_fds(connection, [pack_handshake(welcome)], [self.region.fd])
+                    sockets.send_fds(connection, [wire.pack_handshake(welcome)], [self.region.fd])
                 except BrokenPipeError:  # its client has waited long enough
                     connection.close()
                     continue
@@ -145,7 +132,7 @@ def client(path: Path) -> Iterator[Client]:
     clients: list[RemoteTiers] = []
 
     def start(clock: FakeClock | None = None, patience: float = PATIENCE, **options: Any) -> RemoteTiers:
-        hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
+        hello = wire.Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False)
         made = attach(path, **options) if clock is None else RemoteTiers(path, hello, patience, clock, **options)
         clients.append(made)
         return made
@@ -162,13 +149,13 @@ def asked(tiers: RemoteTiers, chain: TokenChain) -> Claim:
 def news(number: int, *slots: int, blocks: int = 4) -> bytes:
     """The first claim is number 1."""
     found = Attribution(blocks, l2=len(slots), miss=blocks - len(slots))
-    return pack_reply(0, 0, [], [news_of(number, found, None, 0.0, [*slots], [1] * len(slots))])
+    return wire.pack_reply(0, 0, [], [news_of(number, found, None, 0.0, [*slots], [1] * len(slots))])
 
 
 def children_told(*children: ChildBlock) -> bytes:
     """Of the first claim, of four blocks."""
     told = news_of(1, Attribution(4, miss=4), None, 0.0, [], [], children)
-    return pack_reply(0, 0, [], [told])
+    return wire.pack_reply(0, 0, [], [told])
 
 
 # not there
@@ -401,9 +388,9 @@ def test_a_slow_look_into_other_tiers_costs_a_look_and_not_the_link(fake: Fake, 
         assert clock.now - expired == pytest.approx(1.5, abs=0.1)
     # Its other answers are not late for that, and the link is the same.
     assert (tiers._attachment.link, link.overdue) == (link, {})
-    daemon.say(pack_reply(1, 0, [pack_found(Attribution(4, miss=4))], []))
+    daemon.say(wire.pack_reply(1, 0, [wire.pack_found(Attribution(4, miss=4))], []))
     wait_until(lambda: (tiers.tick(), not link.overdue_aside)[1])
-    daemon.say(pack_reply(2, 0, [pack_found(found := Attribution(4, l2=4))], []))
+    daemon.say(wire.pack_reply(2, 0, [wire.pack_found(found := Attribution(4, l2=4))], []))
     assert tiers.locate(chain.hashes, 0.0) == found
     # One that never answers is cut off.
     with pytest.MonkeyPatch.context() as patch:
@@ -462,8 +449,8 @@ def test_a_question_waits_long_only_for_a_daemon_that_says_it_has_read_it(fake: 
     tiers.tick()
     wait_until(lambda: daemon.connection is not None)
     assert daemon.connection is not None
-    ((request, _),) = map(unpack_request, FrameReader(MAX_FRAME).feed(daemon.connection.recv(1 << 16)))
-    daemon.say(pack_reply(request, 0, [], []))
+    ((request, _),) = map(unpack_request, wire.FrameReader(wire.MAX_FRAME).feed(daemon.connection.recv(1 << 16)))
+    daemon.say(wire.pack_reply(request, 0, [], []))
     link = tiers._attachment.link
     assert link is not None
     assert link.wait(PATIENCE)
@@ -558,9 +545,9 @@ def test_a_query_without_waiters_is_withdrawn(fake: Fake, client: Client) -> Non
     tiers.tick()
     wait_until(lambda: daemon.connection is not None)
     assert daemon.connection is not None
-    bodies = FrameReader(MAX_FRAME).feed(daemon.connection.recv(1 << 16))
+    bodies = wire.FrameReader(wire.MAX_FRAME).feed(daemon.connection.recv(1 << 16))
     told = [operation for body in bodies for operation in unpack_request(body)[1]]
-    assert [type(operation) for operation in told] == [Ask, Cancel]
+    assert [type(operation) for operation in told] == [wire.Ask, wire.Cancel]
 
 
 def test_a_promise_that_expired_in_a_long_step_is_claimed_once_more(fake: Fake, client: Client) -> None:
@@ -645,14 +632,14 @@ def test_a_promise_is_not_taken_late(fake: Fake, client: Client) -> None:
     [
         b"\xff\xff\xff\xff",
         b"\x01\x00\x00\x00\xc1",
-        pack_frame([0, 0, [], [[1, [4, 0, 4, 0, 0, 1], None, 0.0, b"", b"", []]]]),  # does not sum
-        pack_frame([0, 0, [], [[1, [4, 0, 0, 0, 0, 4], None, 0.0, b"", b""]]]),  # as version 1 had it
+        wire.pack_frame([0, 0, [], [[1, [4, 0, 4, 0, 0, 1], None, 0.0, b"", b"", []]]]),  # does not sum
+        wire.pack_frame([0, 0, [], [[1, [4, 0, 0, 0, 0, 4], None, 0.0, b"", b""]]]),  # as version 1 had it
         children_told(ChildBlock(b"n" * 32, bytes(4 * BLOCK_SIZE + 4))),  # longer than a block
         children_told(*(ChildBlock(bytes([n]) * 32, bytes(4)) for n in range(9))),  # too many
         news(1, 0, 1, 8),  # a slot outside the region
         news(1, 0, 1, blocks=5),  # of other blocks than asked about
-        pack_frame([0, -1, [], []]),
-        pack_frame(["kvtier", 3, "Welcome"]),
+        wire.pack_frame([0, -1, [], []]),
+        wire.pack_frame(["kvtier", 3, "Welcome"]),
     ],
 )
 def test_a_daemon_that_lies_is_left_alone(fake: Fake, client: Client, frame: bytes) -> None:
@@ -673,7 +660,7 @@ def test_slots_that_were_never_granted(fake: Fake, client: Client, answer: objec
     daemon = fake()
     tiers, chain = client(), chain_of(4)
     daemon.say(b"")
-    threading.Timer(0.05, lambda: daemon.say(pack_frame([2, 0, [answer], []]))).start()
+    threading.Timer(0.05, lambda: daemon.say(wire.pack_frame([2, 0, [answer], []]))).start()
     assert tiers.reserve([wanted(chain)]) == [None]
 
 
@@ -683,8 +670,11 @@ def test_slots_that_were_never_granted(fake: Fake, client: Client, answer: objec
 @pytest.mark.parametrize(
     ("frame", "why"),
     [
-        (pack_handshake(Refused("no room, lower it")), "no room, lower it"),
-        (pack_handshake(Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 1.0)), "a welcome without its region"),
+        (wire.pack_handshake(wire.Refused("no room, lower it")), "no room, lower it"),
+        (
+            wire.pack_handshake(wire.Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 1.0)),
+            "a welcome without its region",
+        ),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "frame of 1347703880 bytes"),
     ],
 )

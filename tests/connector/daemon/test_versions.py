@@ -11,36 +11,16 @@ import pytest
 from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, wait_until
 from service_rig import FINGERPRINT, PATIENCE, DaemonThread, attach, load, store
 
+from kvtier.connector.daemon import wire
 from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.daemon.link import join
-from kvtier.connector.daemon.wire import (
-    MAX_FRAME,
-    OLDEST,
-    RELEASES,
-    VERSION,
-    FrameReader,
-    Hello,
-    Join,
-    Joined,
-    Lookup,
-    Refused,
-    Welcome,
-    pack_found,
-    pack_frame,
-    pack_handshake,
-    pack_request,
-    unpack_found,
-    unpack_handshake,
-    unpack_handshake_reply,
-    version_of,
-)
 from kvtier.tiers.hierarchy.cache_tiers import Attribution
 from kvtier.tiers.host.host import HostRegion
 
 
 def bodies_of(connection: sockets.socket) -> list[memoryview]:
     """The next frames."""
-    reader = FrameReader(MAX_FRAME)
+    reader = wire.FrameReader(wire.MAX_FRAME)
     while not (bodies := reader.feed(data := connection.recv(1 << 16))):
         assert data, "it hung up"
     return bodies
@@ -70,18 +50,18 @@ class OlderDaemon:
             self.heard.append(parts[1])
             if parts[1] != self._version:
                 why = f"protocol version {parts[1]}, this side speaks {self._version}: run one kvtier on both sides"
-                connection.sendall(pack_frame(["kvtier", self._version, "Refused", why]))
+                connection.sendall(wire.pack_frame(["kvtier", self._version, "Refused", why]))
                 connection.close()
                 continue
-            said = unpack_handshake(body)
-            if isinstance(said, Join):
-                connection.sendall(pack_handshake(Joined(), self._version))
+            said = wire.unpack_handshake(body)
+            if isinstance(said, wire.Join):
+                connection.sendall(wire.pack_handshake(wire.Joined(), self._version))
                 connection.close()
                 continue
             assert len(parts) == 3 + 6
-            welcome = Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 60.0)
+            welcome = wire.Welcome(b"c" * 16, b"i" * 16, 8, SLOT_BYTES, 0, False, 60.0)
             assert self.region.fd is not None
-            sockets.send_fds(connection, [pack_handshake(welcome, self._version)], [self.region.fd])
+            sockets.send_fds(connection, [wire.pack_handshake(welcome, self._version)], [self.region.fd])
             self._open.append(connection)
             threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
@@ -92,7 +72,7 @@ class OlderDaemon:
             while True:
                 for request, operations in map(msgpack.unpackb, bodies_of(connection)):
                     if operations[0][0] == 10:
-                        connection.sendall(pack_frame([request, 0, [[4, 0, 1, 1, 1, 1]], []]))
+                        connection.sendall(wire.pack_frame([request, 0, [[4, 0, 1, 1, 1, 1]], []]))
         except (OSError, AssertionError):
             return
 
@@ -120,23 +100,25 @@ def older(path: Path) -> Iterator[Callable[[int], OlderDaemon]]:
 def test_an_engine_speaks_as_an_older_daemon_does(
     path: Path, older: Callable[[int], OlderDaemon], caplog: pytest.LogCaptureFixture
 ) -> None:
-    daemon = older(OLDEST)
+    daemon = older(wire.OLDEST)
     with caplog.at_level(logging.WARNING):
         tiers = attach(path, kv_probe=b"what its model computes")
-    assert daemon.heard == [VERSION, OLDEST]
+    assert daemon.heard == [wire.VERSION, wire.OLDEST]
     assert tiers.member is not None
-    assert [f"a daemon of kvtier {RELEASES[OLDEST]}; upgrade it" in line for line in caplog.messages] == [True]
+    assert [f"a daemon of kvtier {wire.RELEASES[wire.OLDEST]}; upgrade it" in line for line in caplog.messages] == [
+        True
+    ]
     assert tiers.locate(chain_of(4).hashes, PATIENCE) == Attribution(4, l2=1, file=1, redis=1, miss=1)
     join(path, b"c" * 16)  # a worker of it does the same
-    assert daemon.heard[2:] == [VERSION, OLDEST]
+    assert daemon.heard[2:] == [wire.VERSION, wire.OLDEST]
     tiers.close(0.1)
 
 
 def test_a_client_that_needs_a_later_daemon_runs_without_one(
     path: Path, older: Callable[[int], OlderDaemon], caplog: pytest.LogCaptureFixture
 ) -> None:
-    older(OLDEST)
-    hello = Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 8 * SLOT_BYTES, reset=False, lossy="fp8")
+    older(wire.OLDEST)
+    hello = wire.Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 8 * SLOT_BYTES, reset=False, lossy="fp8")
     with caplog.at_level(logging.WARNING):
         tiers = RemoteTiers(path, hello, patience=PATIENCE)
     assert tiers.member is None
@@ -144,7 +126,7 @@ def test_a_client_that_needs_a_later_daemon_runs_without_one(
     tiers.close(0.1)
 
 
-@pytest.mark.parametrize(("version", "which"), [(OLDEST - 1, "the other side"), (VERSION + 1, "this side")])
+@pytest.mark.parametrize(("version", "which"), [(wire.OLDEST - 1, "the other side"), (wire.VERSION + 1, "this side")])
 def test_versions_too_far_apart_are_one_line_and_the_engine_starts(
     path: Path, older: Callable[[int], OlderDaemon], caplog: pytest.LogCaptureFixture, version: int, which: str
 ) -> None:
@@ -153,7 +135,7 @@ def test_versions_too_far_apart_are_one_line_and_the_engine_starts(
         tiers = attach(path)
     assert tiers.member is None
     (line,) = caplog.messages
-    assert f"protocol version {version}, this side speaks {OLDEST} to {VERSION} (kvtier 0.1 to 0.2)" in line
+    assert f"protocol version {version}, this side speaks {wire.OLDEST} to {wire.VERSION} (kvtier 0.1 to 0.2)" in line
     assert f"upgrade {which}; daemons before their engines" in line
     tiers.close(0.1)
 
@@ -165,22 +147,26 @@ def test_a_daemon_speaks_as_an_older_engine_does(home: Path) -> None:
         store(tiers, chain)
         with sockets.socket(sockets.AF_UNIX) as older:
             older.connect(str(home / "s"))
-            older.sendall(pack_handshake(Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), OLDEST))
+            older.sendall(
+                wire.pack_handshake(wire.Hello(FINGERPRINT, BLOCK_SIZE, SLOT_BYTES, 1 << 18, reset=False), wire.OLDEST)
+            )
             (body,) = bodies_of(older)
-            assert version_of(body) == OLDEST
-            assert isinstance(unpack_handshake_reply(body), Welcome)
-            older.sendall(pack_request(1, [Lookup(b"".join(chain.hashes), 1.0)]))
+            assert wire.version_of(body) == wire.OLDEST
+            assert isinstance(wire.unpack_handshake_reply(body), wire.Welcome)
+            older.sendall(wire.pack_request(1, [wire.Lookup(b"".join(chain.hashes), 1.0)]))
             ((_, _, [found], _),) = map(msgpack.unpackb, bodies_of(older))
             assert found == [4, 0, 4, 0, 0, 0]
             protocols = {each.protocol for each in daemon.daemon.call(daemon.daemon.clients)}
-            assert protocols == {OLDEST, VERSION}
+            assert protocols == {wire.OLDEST, wire.VERSION}
         assert load(tiers, chain) == 4
         with sockets.socket(sockets.AF_UNIX) as older:  # refused in its own words, too
             older.connect(str(home / "s"))
-            older.sendall(pack_handshake(Hello(FINGERPRINT, BLOCK_SIZE, 2 * SLOT_BYTES, 1, reset=False), OLDEST))
+            older.sendall(
+                wire.pack_handshake(wire.Hello(FINGERPRINT, BLOCK_SIZE, 2 * SLOT_BYTES, 1, reset=False), wire.OLDEST)
+            )
             (body,) = bodies_of(older)
             parts = msgpack.unpackb(body)
-            assert parts[:3] == ["kvtier", OLDEST, "Refused"]
+            assert parts[:3] == ["kvtier", wire.OLDEST, "Refused"]
             assert len(parts) == 4
         tiers.close()
         wait_until(lambda: not daemon.daemon.call(daemon.daemon.clients))
@@ -191,7 +177,9 @@ def test_a_daemon_speaks_as_an_older_engine_does(home: Path) -> None:
 
 def test_blocks_of_tiers_that_an_older_engine_does_not_know_are_counted_as_shared_ones() -> None:
     found = Attribution(9, l1=1, l2=2, file=1, peers=2, redis=1, objects=1, miss=1)
-    assert pack_found(found, OLDEST) == (9, 1, 2, 1, 4, 1)
-    assert unpack_found(pack_found(found, OLDEST)) == Attribution(9, l1=1, l2=2, file=1, redis=4, miss=1)
-    assert unpack_found(pack_found(found)) == found
-    assert unpack_handshake_reply(msgpack.packb(["kvtier", OLDEST, "Refused", "no room"])) == Refused("no room")
+    assert wire.pack_found(found, wire.OLDEST) == (9, 1, 2, 1, 4, 1)
+    assert wire.unpack_found(wire.pack_found(found, wire.OLDEST)) == Attribution(9, l1=1, l2=2, file=1, redis=4, miss=1)
+    assert wire.unpack_found(wire.pack_found(found)) == found
+    assert wire.unpack_handshake_reply(msgpack.packb(["kvtier", wire.OLDEST, "Refused", "no room"])) == wire.Refused(
+        "no room"
+    )

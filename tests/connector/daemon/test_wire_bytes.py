@@ -5,42 +5,9 @@ from typing import Any, Final
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from service_rig import news_of, unpack_request
+from service_rig import body_of, news_of, unpack_request
 
-from kvtier.connector.daemon.wire import (
-    MAX_FRAME,
-    REQUESTS,
-    Abandon,
-    Ask,
-    Bye,
-    Cancel,
-    Check,
-    Computed,
-    Drain,
-    Ended,
-    FrameReader,
-    Hello,
-    Holds,
-    Join,
-    Joined,
-    Lookup,
-    Refused,
-    Release,
-    Renew,
-    RequestEnded,
-    Reserve,
-    Reset,
-    Seal,
-    Take,
-    Welcome,
-    pack_found,
-    pack_grants,
-    pack_handshake,
-    pack_reply,
-    pack_request,
-    unpack_handshake,
-    unpack_handshake_reply,
-)
+from kvtier.connector.daemon import wire
 from kvtier.tiers.errors import FormatError
 from kvtier.tiers.hierarchy.cache_tiers import Attribution, Overlap, SplitPoint, Wanted
 from kvtier.tiers.reuse import Hint, RequestEnd
@@ -53,64 +20,63 @@ header = "a6" + b"kvtier".hex() + "07"
 one = (1).to_bytes(8, "little").hex()
 two = (2).to_bytes(8, "little").hex()
 
+HELLO = wire.Hello(b"f" * 32, 16, 4096, 1 << 34, reset=False)
+
 # Printed by the code of kvtier 0.1, each operation alone in request 1.
 OPERATIONS: Final = [
-    (Ask(7, P, 1, 16, A + B, Overlap.NONE), f"6d0000009201919700 07 c420{p} 01 10 c440{a}{b} 00"),
-    (Ask(7, P, 0, 16, A, Overlap.BACK), f"4d0000009201919700 07 c420{p} 00 10 c420{a} 02"),
-    (Renew([1, 2]), "080000009201919201 920102"),
-    (Cancel([3]), "070000009201919202 9103"),
-    (Take([4, 300]), "0a0000009201919203 9204cd012c"),
-    (Release([5]), "070000009201919204 9105"),
+    (wire.Ask(7, P, 1, 16, A + B, Overlap.NONE), f"6d0000009201919700 07 c420{p} 01 10 c440{a}{b} 00"),
+    (wire.Ask(7, P, 0, 16, A, Overlap.BACK), f"4d0000009201919700 07 c420{p} 00 10 c420{a} 02"),
+    (wire.Renew([1, 2]), "080000009201919201 920102"),
+    (wire.Cancel([3]), "070000009201919202 9103"),
+    (wire.Take([4, 300]), "0a0000009201919203 9204cd012c"),
+    (wire.Release([5]), "070000009201919204 9105"),
     (
-        Reserve.of(9, [Wanted([A, B], P, T), Wanted([A], P, T, is_partial=True)]),
+        wire.Reserve.of(9, [Wanted([A, B], P, T), Wanted([A], P, T, is_partial=True)]),
         f"000100009201919705 09 c410{two}{one} c460{a}{b}{a} c440{p}{p} c440{t}{t} 9101",
     ),
     (
-        Seal(3, [9, 10], [1, 1], [b"\1\0\0\0", b"\2\0\0\0"]),
+        wire.Seal(3, [9, 10], [1, 1], [b"\1\0\0\0", b"\2\0\0\0"]),
         "190000009201919506 03 92090a 920101 92 c40401000000 c40402000000",
     ),
-    (Abandon(Outcome.ABORTED, [9, 10]), "100000009201919307 a761626f72746564 92090a"),
-    (Computed(512, 0.25, 300), "140000009201919408 cd0200 cb3fd0000000000000 cd012c"),
-    (Holds(A), f"270000009201919209 c420{a}"),
-    (Lookup(A + B, 1.5), f"50000000920191930a c440{a}{b} cb3ff8000000000000"),
-    (Ended(b"c" * 16), f"17000000920191920b c410{c}"),
-    (Bye(), "05000000920191910c"),
-    (Reset(), "05000000920191910d"),
-    (Drain(2.0, True), "0f000000920191930e cb4000000000000000 c3"),
-    (Check(), "05000000920191910f"),
+    (wire.Abandon(Outcome.ABORTED, [9, 10]), "100000009201919307 a761626f72746564 92090a"),
+    (wire.Computed(512, 0.25, 300), "140000009201919408 cd0200 cb3fd0000000000000 cd012c"),
+    (wire.Holds(A), f"270000009201919209 c420{a}"),
+    (wire.Lookup(A + B, 1.5), f"50000000920191930a c440{a}{b} cb3ff8000000000000"),
+    (wire.Ended(b"c" * 16), f"17000000920191920b c410{c}"),
+    (wire.Bye(), "05000000920191910c"),
+    (wire.Reset(), "05000000920191910d"),
+    (wire.Drain(2.0, True), "0f000000920191930e cb4000000000000000 c3"),
+    (wire.Check(), "05000000920191910f"),
     (
-        RequestEnded.of(RequestEnd([A, B], 1, 300, Hint.TOOL, 7, True, 1.5, "r-1", 25, 0.5)),
+        wire.RequestEnded.of(RequestEnd([A, B], 1, 300, Hint.TOOL, 7, True, 1.5, "r-1", 25, 0.5)),
         f"690000009201919b 10 c440{a}{b} 01 cd012c a4746f6f6c 07 c3 cb3ff8000000000000 a3722d31 19 cb3fe0000000000000",
     ),
-    (RequestEnded.of(RequestEnd([A], 1, 9)), f"400000009201919b 10 c420{a} 01 09 a0 00 c2 cb{0:016x} a0 00 cb{0:016x}"),
+    (
+        wire.RequestEnded.of(RequestEnd([A], 1, 9)),
+        f"400000009201919b 10 c420{a} 01 09 a0 00 c2 cb{0:016x} a0 00 cb{0:016x}",
+    ),
 ]
-
-
-def body_of(frame: bytes) -> memoryview:
-    bodies: list[memoryview] = FrameReader(MAX_FRAME).feed(frame)
-    [body] = bodies
-    return body
 
 
 @pytest.mark.parametrize(("operation", "frame"), OPERATIONS, ids=lambda each: type(each).__name__)
 def test_an_operation(operation: Any, frame: str) -> None:
-    assert pack_request(1, [operation]) == bytes.fromhex(frame)
+    assert wire.pack_request(1, [operation]) == bytes.fromhex(frame)
     assert unpack_request(body_of(bytes.fromhex(frame))) == (1, [operation])
 
 
 def test_several_operations_without_an_answer() -> None:
-    assert pack_request(0, [Renew([1]), Bye()]).hex() == "0900000092009292019101910c"
+    assert wire.pack_request(0, [wire.Renew([1]), wire.Bye()]).hex() == "0900000092009292019101910c"
 
 
 def test_a_reply() -> None:
     found = Attribution(5, l1=1, l2=2, file=1, miss=1)
-    granted = pack_grants([([0, 2], [4, 5], [1, 9]), None])
+    granted = wire.pack_grants([([0, 2], [4, 5], [1, 9]), None])
     followers = [ChildBlock(A, b"\1\0\0\0"), ChildBlock(B, b"\2\0\0\0" * 2)]
     news = [
         news_of(7, found, None, 0.0, [3, 9], [1, 2], followers, SplitPoint(2, 0.25)),
         news_of(8, Attribution(2, miss=2), Outcome.NO_SLOT, 0.5, [], []),
     ]
-    reply = 3, 2, [granted, b"\1\0", pack_found(found), True, ""], news
+    reply = 3, 2, [granted, b"\1\0", wire.pack_found(found), True, ""], news
     columns = [(2, -1), (0, 2), (4, 5), (1, 9)]  # how many slots each has, then of all: index, slot, generation
     packed = "".join("c410" + np.array(each, "<i8").tobytes().hex() for each in columns)
     where = "980501020100000001"
@@ -118,50 +84,50 @@ def test_a_reply() -> None:
     children = f"92 92c420{a}c40401000000 92c420{b}c4080200000002000000 92 02 cb3fd0000000000000"
     nothing = "98 08 980200000000000002 a7 6e6f5f736c6f74 cb3fe0000000000000 c400 c400 90 c0"
     expected = bytes.fromhex(f"1a010000 94 03 02 95 94{packed} c4020100 {where} c3 a0 92 {told} {children} {nothing}")
-    assert pack_reply(*reply) == expected
+    assert wire.pack_reply(*reply) == expected
 
 
 @pytest.mark.parametrize(
     ("said", "frame"),
     [
         (
-            Hello(b"f" * 32, 16, 4096, 1 << 34, reset=True, about=(("dtype", "fp16"),), lossy="fp8", kv_probe=b"kv"),
+            replace(HELLO, reset=True, about=(("dtype", "fp16"),), lossy="fp8", kv_probe=b"kv"),
             f"9b{header}a548656c6c6fc420{'66' * 32}10cd1000cf{1 << 34:016x}c3 91 92 a56474797065 a466703136 a3667038"
             " c4026b76",
         ),
-        (Join(b"c" * 16), f"94{header}a44a6f696ec410{c}"),
+        (wire.Join(b"c" * 16), f"94{header}a44a6f696ec410{c}"),
         (
-            Welcome(b"c" * 16, b"i" * 16, 8, 4096, 3, True, 60.0),
+            wire.Welcome(b"c" * 16, b"i" * 16, 8, 4096, 3, True, 60.0),
             f"9a{header}a757656c636f6d65c410{c}c410{i}08cd100003c3cb404e000000000000",
         ),
-        (Joined(), f"93{header}a64a6f696e6564"),
-        (Refused("no room", True), f"95{header}a752656675736564a76e6f20726f6f6dc3"),
+        (wire.Joined(), f"93{header}a64a6f696e6564"),
+        (wire.Refused("no room", True), f"95{header}a752656675736564a76e6f20726f6f6dc3"),
     ],
     ids=lambda each: type(each).__name__,
 )  # fmt: skip
 def test_the_first_frame(said: Any, frame: str) -> None:
-    unpack = unpack_handshake if isinstance(said, Hello | Join) else unpack_handshake_reply
+    unpack = wire.unpack_handshake if isinstance(said, wire.Hello | wire.Join) else wire.unpack_handshake_reply
     body = bytes.fromhex(frame)
-    assert pack_handshake(said, 7) == len(body).to_bytes(4, "little") + body
-    assert unpack(body_of(pack_handshake(said, 7))) == said
+    assert wire.pack_handshake(said, 7) == len(body).to_bytes(4, "little") + body
+    assert unpack(body_of(wire.pack_handshake(said, 7))) == said
 
 
 def test_version_8_says_whether_promises_may_end_inside_a_block() -> None:
-    said = Hello(b"f" * 32, 16, 4096, 1 << 34, reset=False, takes_parts=False)
-    frame = pack_handshake(said, 8)
+    said = replace(HELLO, takes_parts=False)
+    frame = wire.pack_handshake(said, 8)
     assert frame[4:] == bytes.fromhex(
         f"9c{header[:-2]}08a548656c6c6fc420{'66' * 32}10cd1000cf{1 << 34:016x}c2 90 c0 c0 c2"
     )
-    assert unpack_handshake(body_of(frame)) == said
-    assert pack_handshake(said, 7) == pack_handshake(replace(said, takes_parts=True), 7)
+    assert wire.unpack_handshake(body_of(frame)) == said
+    assert wire.pack_handshake(said, 7) == wire.pack_handshake(replace(said, takes_parts=True), 7)
 
 
 def test_version_9_says_what_is_traced_if_anything_is() -> None:
     span = f"00-{'ab' * 16}-{'cd' * 8}-01"
-    frame = pack_request(1, [Cancel([3])], [(7, span)])
+    frame = wire.pack_request(1, [wire.Cancel([3])], [(7, span)])
     assert frame[4:] == bytes.fromhex(f"93 01 91 9202 9103 91 92 07 d937 {span.encode().hex()}")
-    (read,) = FrameReader(MAX_FRAME, REQUESTS).feed(frame)
+    (read,) = wire.FrameReader(wire.MAX_FRAME, wire.REQUESTS).feed(frame)
     assert read.traces == [(7, span)]
     for wrong in (f"00-{'ab' * 16}-{'cd' * 8}-01\n", f"01-{'ab' * 16}-{'cd' * 8}-01", "a prompt"):
         with pytest.raises(FormatError):
-            FrameReader(MAX_FRAME, REQUESTS).feed(pack_request(1, [Cancel([3])], [(7, wrong)]))
+            wire.FrameReader(wire.MAX_FRAME, wire.REQUESTS).feed(wire.pack_request(1, [wire.Cancel([3])], [(7, wrong)]))

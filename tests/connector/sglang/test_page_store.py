@@ -1,7 +1,7 @@
 """Pages between an engine's memory and the tiers: every batch fits, nothing hangs, what is loaded was stored."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +9,7 @@ import pytest
 import torch
 from at_once import at_once
 from doubles import SLOT_BYTES, chain_of, payload_of
-from fault_rig import FaultyIO, drops, forget_l2, misses, over_slab, settle
+from fault_rig import FaultyIO, Settled, drops, forget_l2, misses, over_slab
 from numpy.typing import NDArray
 
 from kvtier.connector.sglang import page_store
@@ -61,18 +61,14 @@ Open = Callable[..., Engine]
 
 
 @pytest.fixture
-def open_engine(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+def open_engine(disk_dir: Path, settled: Settled, monkeypatch: pytest.MonkeyPatch) -> Open:
     monkeypatch.setattr(page_store, "_STORE_WAIT", 60.0)
-    opened: list[Engine] = []
 
     def open_(io: FaultyIO | None = None, *, slots: int = 32, load_deadline: float = 60.0) -> Engine:
         patience = PortSettings(deadline=60.0, failures=3, retry_after=0.05)
-        opened.append(Engine(over_slab(disk_dir, io, slots=slots, patience=patience), load_deadline))
-        return opened[-1]
+        return Engine(settled(over_slab(disk_dir, io, slots=slots, patience=patience)), load_deadline)
 
-    yield open_
-    for engine in opened:
-        settle(engine.hierarchy)
+    return open_
 
 
 def test_a_batch_larger_than_l2_passes_through_it_both_ways(open_engine: Open) -> None:

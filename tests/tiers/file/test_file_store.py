@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +18,7 @@ import pytest
 import slab_rig
 from at_once import at_once
 from extent import brief
-from slab_rig import hash_of, payload_of, record_of, verify
+from slab_rig import ended, hash_of, payload_of, record_of, verify
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.errors import ConfigError, FingerprintMismatch, StoreLocked, TierUnavailable
@@ -28,7 +29,6 @@ from kvtier.tiers.tier import BlockRecord, Outcome
 
 MODEL, OTHER = b"model".ljust(32, b"."), b"other".ljust(32, b".")
 SLOT = 8192
-KEYS: list[bytes | None] = [None, bytes(range(32))]
 
 
 def slots(count: int, num_bytes: int, shift: int = 0) -> list[memoryview]:
@@ -90,17 +90,8 @@ class OpenStore(Protocol):
                  durable: bool = ..., io: FileIO | None = ...) -> FileStore: ...  # fmt: skip
 
 
-@pytest.fixture(params=KEYS, ids=["plain", "encrypted"])
-def key(request: pytest.FixtureRequest) -> bytes | None:
-    """Every story is told of a slab in the clear and of an encrypted one."""
-    chosen: bytes | None = request.param
-    return chosen
-
-
 @pytest.fixture
-def open_store(disk_dir: Path, key: bytes | None) -> Iterator[OpenStore]:
-    opened: list[FileStore] = []
-
+def open_store(disk_dir: Path, key: bytes | None, at_end: ExitStack) -> OpenStore:
     def factory(
         size: int = 1 << 20,
         fingerprint: bytes = MODEL,
@@ -111,13 +102,9 @@ def open_store(disk_dir: Path, key: bytes | None) -> Iterator[OpenStore]:
     ) -> FileStore:
         store = FileStore.open(disk_dir, fingerprint, slot_bytes=slot_bytes, block_size=4, size=size, mode=mode,
                                durable=durable, key=key, io=io)  # fmt: skip
-        opened.append(store)
-        return store
+        return ended(store, at_end)
 
-    yield factory
-    for store in opened:
-        store.check()
-        store.close()
+    return factory
 
 
 @pytest.mark.parametrize("slot_bytes", brief([1, 5000, 8192], [1, 4096, 5000, 8192, 131_072]))

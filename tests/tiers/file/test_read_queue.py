@@ -5,6 +5,7 @@ import errno
 import os
 import random
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles import FakeClock
-from slab_rig import get, hash_of, put, record_of
+from slab_rig import ended, get, hash_of, put, record_of
 
 from kvtier.tiers.file import file_io
 from kvtier.tiers.file.file_io import FileIO, ReadQueue, address, writable_address
@@ -24,20 +25,15 @@ OpenStore = Callable[..., FileStore]
 
 
 @pytest.fixture
-def open_store(disk_dir: Path, way: str) -> Iterator[OpenStore]:
+def open_store(disk_dir: Path, way: str, at_end: ExitStack) -> OpenStore:
     """Opened for direct I/O, on a disk; every story is told of the Python way and of its twin."""
-    opened: list[FileStore] = []
 
     def factory(io: FileIO | None = None) -> FileStore:
         store = FileStore.open(disk_dir, b"queue".ljust(32, b"."), slot_bytes=SLOT, block_size=4, size=4 << 20,
                                mode="direct", io=io)  # fmt: skip
-        opened.append(store)
-        return store
+        return ended(store, at_end)
 
-    yield factory
-    for store in opened:
-        store.check()
-        store.close()
+    return factory
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from at_once import beside
 from doubles import wait_until
 from extent import brief
 from fault_rig import DyingIO, FaultyIO, killed
-from slab_rig import BLOCK_SIZE, SLOT, get, hash_of, put, verify
+from slab_rig import BLOCK_SIZE, SLOT, ended, get, hash_of, put, verify
 
 from kvtier.tiers.errors import StoreLocked, TierUnavailable
 from kvtier.tiers.file import slab
@@ -53,18 +54,9 @@ def taken(directory: Path) -> int:
 
 
 @pytest.fixture
-def open_store(tmp_path: Path) -> Iterator[OpenStore]:
-    """`open_store(model, …)`; at the end each store's laws hold, its slab is whole, and it is closed."""
-    stores: list[FileStore] = []
-
-    def open_one(model: int = 0, size: int = SIZE, io: FileIO | None = None) -> FileStore:
-        stores.append(open_in(tmp_path, model, size, io))
-        return stores[-1]
-
-    yield open_one
-    for store in stores:
-        store.check()
-        store.close()
+def open_store(tmp_path: Path, at_end: ExitStack) -> OpenStore:
+    """`open_store(model, …)`; at the end each store's laws hold, and it is closed."""
+    return lambda model=0, size=SIZE, io=None: ended(open_in(tmp_path, model, size, io), at_end)
 
 
 def test_models_that_come_later_get_their_share_of_one_that_is_open_and_full(

@@ -70,17 +70,6 @@ def story() -> Iterator[Story]:
     story.host.close()
 
 
-def test_a_chain_is_demoted_in_order_and_its_end_is_reported(story: Story) -> None:
-    demoter = story.demoter(batch=3)
-    hashes = story.put(chain_of(8))
-    assert demoter.offer(hashes, story.note) == 8
-    story.settle()
-    assert story.tier.writes == hashes
-    assert story.ended == [(h, Outcome.OK) for h in hashes]
-    assert demoter.num_waiting == 0
-    assert story.metrics.snapshot()['kvtier_store_blocks_total{tier="file"}'] == 8
-
-
 def test_what_waits_is_leased_and_bounded_and_the_newest_tail_is_refused(story: Story) -> None:
     story.tier.gate.clear()
     demoter = story.demoter(max_blocks=5)

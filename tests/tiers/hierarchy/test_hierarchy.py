@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from doubles import FakeClock, MemoryTier, chain_of, hierarchy_of, payload_of, reserve, store, wait_until
+from doubles import FakeClock, MemoryTier, chain_of, hierarchy_of, reserve, store, wait_until
 from fault_rig import Settled, drops, over_slab, settle
 from hypothesis import given, strategies
 
@@ -34,25 +34,6 @@ class Stories:
 @pytest.fixture
 def stories(settled: Settled) -> Stories:
     return Stories(settled)
-
-
-def test_write_through_reaches_the_lower_tier_and_is_loaded_back(stories: Stories) -> None:
-    tier = MemoryTier()
-    hierarchy = stories.open(slots=16, tier=tier)
-    chain, other = chain_of(4), chain_of(16, first_token=1000)
-    store(hierarchy, chain)
-    assert hierarchy.drain(60)
-    assert set(tier.blocks) == set(chain.hashes)  # written at seal
-    store(hierarchy, other)  # L2 has sixteen slots: the first chain is overwritten
-    assert hierarchy.lookup(chain.hashes) == Attribution(4, file=4)
-    prefetch = hierarchy.submit(chain.hashes, chain.root)
-    wait_until(lambda: hierarchy.poll(prefetch) is not PENDING)
-    assert hierarchy.poll(prefetch) == 4
-    with hierarchy.lease(prefetch) as lease:
-        assert lease.hashes == chain.hashes
-        for slot, chain_hash in zip(lease.slots, lease.hashes, strict=True):
-            assert bytes(hierarchy.host.region.slot(int(slot))) == payload_of(chain_hash)
-    tier.check()
 
 
 def test_attribution_follows_a_run_through_the_tiers_and_always_sums(stories: Stories) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from pools import Chain, PoolOf, reserved, store
+from pools import Chain, PoolOf, store
 
 from kvtier.tiers.pool.backlog import Backlog
 from kvtier.tiers.pool.pool import SlotPool
@@ -14,36 +14,6 @@ def names_of(line: Backlog, count: int = 99) -> list[ChainHash]:
     names, slots = line.take(count)
     assert len(names) == len(slots)
     return names
-
-
-def test_blocks_come_out_in_the_order_they_were_added_and_once(pool_of: PoolOf, chain: Chain) -> None:
-    pool = pool_of(8)
-    first, second = chain(1, 2, 3), chain(11, 12)
-    store(pool, first)
-    store(pool, second)
-    line = pool.backlog()
-    line.add(second)
-    line.add([*first, second[0]])  # it keeps its place
-    assert len(line) == 5
-    assert names_of(line, 3) == [*second, first[0]]
-    line.add(first[:1])  # it goes to the end now
-    assert names_of(line) == [first[1], first[2], first[0]]
-    assert (len(line), line.take_lost()) == (0, 0)
-    assert names_of(line) == []
-
-
-def test_what_was_evicted_is_passed_over_and_counted(pool_of: PoolOf, chain: Chain) -> None:
-    pool = pool_of(4)
-    blocks = chain(1, 2, 3, 4)
-    store(pool, blocks)
-    line = pool.backlog()
-    line.add(blocks)
-    store(pool, chain(11, 12))  # 4 and 3 make room
-    assert len(line) == 4  # nobody has looked
-    assert names_of(line, 2) == blocks[:2]
-    assert names_of(line) == []
-    assert line.take_lost() == 2
-    assert line.take_lost() == 0
 
 
 def test_a_slot_that_was_taken_again_is_another_blocks_place_in_line(pool_of: PoolOf, chain: Chain) -> None:
@@ -81,14 +51,6 @@ def test_a_look_finds_what_has_left_and_a_reset_forgets_all(pool_of: PoolOf, cha
     line.add(blocks[:2])
     pool.reset()
     assert (len(line), line.take_lost(look=True)) == (0, 0)
-
-
-def test_a_block_that_still_fills_is_not_in_line(pool_of: PoolOf, chain: Chain) -> None:
-    pool = pool_of(4)
-    line = pool.backlog()
-    with reserved(pool, chain(1)):
-        line.add(chain(1))
-        assert len(line) == 0
 
 
 def test_an_eviction_looks_past_so_many_dirty_blocks_and_no_further(

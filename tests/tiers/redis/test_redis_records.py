@@ -2,7 +2,6 @@
 
 import hashlib
 import hmac
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -156,17 +155,6 @@ def test_every_flipped_bit_of_a_head_and_some_of_a_payload_show(form: RecordForm
 
 
 @every_form
-def test_another_blocks_record_is_not_this_ones(form: RecordForm) -> None:
-    value = written(form)
-    other = {Outcome.CHECKSUM} if form is HIDDEN else {Outcome.KEY_MISMATCH}  # of what is encrypted nobody can tell
-    assert taken(form, value, chain_hash=PARENT) in other
-    assert taken(form, value, epoch=EPOCH + 1) in other
-    for model in (OTHER, MODEL[:31] + b"?"):
-        for stranger in forms_of(model):
-            assert stranger.head_bytes != form.head_bytes or taken(stranger, value) in {*other, Outcome.CHECKSUM}
-
-
-@every_form
 def test_the_head_of_one_store_and_the_payload_of_another_are_no_record(form: RecordForm) -> None:
     """Both whole, of one block: stored twice, as by two engines whose numbers differ in the last bits."""
     again = hashlib.shake_128(b"block, computed elsewhere").digest(4096)
@@ -174,25 +162,6 @@ def test_the_head_of_one_store_and_the_payload_of_another_are_no_record(form: Re
     assert isinstance(taken(form, first), BlockRecord)
     assert isinstance(taken(form, second), BlockRecord)
     assert taken(form, first[: form.head_bytes] + second[form.head_bytes :]) is Outcome.CHECKSUM
-
-
-def forms_of(model: bytes) -> Iterator[RecordForm]:
-    """Every way to store a model's blocks: in the clear, by either of two secrets, by either of two keys."""
-    yield ClearForm(model, 4096, 4)
-    for secret in (SECRET, SECRET + "!"):
-        yield ClearForm(model, 4096, 4, secret)
-    for key in (KEY, KEY[::-1]):
-        yield EncryptedForm(model, 4096, 4, key)
-
-
-def test_no_two_forms_meet_under_one_name() -> None:
-    """Nobody finds, and so nobody deletes, what is stored in another form, by another secret or under another key."""
-    forms = [form for model in (MODEL, OTHER) for form in forms_of(model)]
-    assert len({form.name for form in forms}) == len(forms)
-    values = [written(form) for form in forms]
-    for form in forms:
-        others = [value for other, value in zip(forms, values, strict=True) if other is not form]
-        assert not any(isinstance(taken(form, value), BlockRecord) for value in others if len(value) > form.head_bytes)
 
 
 def test_a_payload_is_encrypted_beside_and_decrypted_in_its_place() -> None:

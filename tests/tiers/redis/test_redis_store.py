@@ -112,15 +112,6 @@ def test_every_key_has_the_prefix_and_every_block_an_expiry_that_a_hit_puts_off(
         assert sum(int(server.cli("PTTL", key)) > 3_500_000 for key in keys) == 4
 
 
-def test_a_block_written_again_heals_the_one_there(server: RedisServer, store: RedisStore) -> None:
-    """A key that exists proves nothing: a write is never skipped."""
-    written(store, CHAIN)
-    for key in block_keys(server):
-        server.cli("SETRANGE", key, "1000", "rubbish")
-    written(store, CHAIN)
-    assert whole(read(store, CHAIN))
-
-
 # resets
 
 
