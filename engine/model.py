@@ -20,7 +20,7 @@ from transformers import (
 
 from kvtier.connector.models import cache_option, dtype_of, identity_of, live_model, name_of, rope_limit, weights_of
 from kvtier.connector.segments import PAGED_ATTENTION, PackedAttention
-from kvtier.connector.transformers import CacheForm, GoingOn, how_it_goes_on, probe_of
+from kvtier.connector.transformers import CacheForm, GoingOn, how_it_goes_on, probe_of, require_causal
 from kvtier.engine.config import EngineConfig
 from kvtier.tiers import ConfigError, RequestError
 from kvtier.tiers.naming import KVProbe, KVShape, ModelIdentity, with_lossy
@@ -221,6 +221,8 @@ class Model:
         if config.exact and reason is not None:
             raise ConfigError(f"exact, model kind {self.kind!r}: {reason}; leave exact off")
         form = self.form(config.block_size)
+        if self.one_by_one:  # else attention is ours
+            require_causal(self.module)
         self._live = live_model(self.module, settled=[_TEMPERATURE])
         if self._live.refusal is not None:
             raise ConfigError(f"model {self.name!r}: {self._live.refusal}")
