@@ -264,6 +264,8 @@ class Engine:
             self.connector.reset()
             self.identity = replace(self.model.identity(self.config), apart=self.identity.apart)
             self._names = PromptNames(self.identity.fingerprint(), self.config)
+            if self.segments is not None:
+                self.segments.follow()
 
     @property
     def has_unfinished(self) -> bool:

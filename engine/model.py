@@ -20,7 +20,7 @@ from transformers import (
 
 from kvtier.connector.models import cache_option, dtype_of, identity_of, live_model, name_of, rope_limit, weights_of
 from kvtier.connector.segments import PAGED_ATTENTION, PackedAttention
-from kvtier.connector.transformers import CacheForm, GoingOn, how_it_goes_on, probe_of
+from kvtier.connector.transformers import CacheForm, GoingOn, how_it_goes_on, probe_of, require_causal
 from kvtier.engine.config import EngineConfig
 from kvtier.tiers import ConfigError, RequestError
 from kvtier.tiers.naming import KVProbe, KVShape, ModelIdentity, with_lossy
@@ -135,6 +135,7 @@ class Model:
             part.layer_idx: part.expand_kv for part in parts if hasattr(part, "expand_kv")
         }
         self._form, self.probe = _form_of(module, self.kind)
+        self._named: tuple[str, str] | None = None  # its weights and configuration, whose KV `probe` is
         self.going_on: GoingOn | None = how_it_goes_on(module, self._form) if self.has_own_cache else None
         if not self._form.layers:
             self.max_model_len = max(self.max_model_len, _ENDLESS)
@@ -221,6 +222,8 @@ class Model:
         if config.exact and reason is not None:
             raise ConfigError(f"exact, model kind {self.kind!r}: {reason}; leave exact off")
         form = self.form(config.block_size)
+        if self.one_by_one:  # else attention is ours
+            require_causal(self.module)
         self._live = live_model(self.module, settled=[_TEMPERATURE])
         if self._live.refusal is not None:
             raise ConfigError(f"model {self.name!r}: {self._live.refusal}")
@@ -236,6 +239,11 @@ class Model:
         if self._variant is not None:  # adapters that were loaded with it
             digest = hashlib.sha256(identity.revision.encode() + self._variant)
             identity = replace(identity, revision=f"sha256:{digest.hexdigest()}")
+        if self._named == (named := (identity.revision, identity.config_digest)):
+            self._require_same_kv()
+        elif self._named is not None:
+            _, self.probe = _form_of(self.module, self.kind)
+        self._named = named
         return with_lossy(form.named(identity), config.lossy, form.block_bytes)
 
     def require_same(self, *, in_pass: bool = False) -> None:
@@ -246,10 +254,19 @@ class Model:
         live = self._live
         if not live.watch.holds(in_pass=in_pass):
             live.look()
+            if live.refusal is None and live.variant == self._variant:
+                self._require_same_kv()  # something changed that no name covers
         if live.refusal is not None:
             raise RequestError(f"the engine's model was changed: {live.refusal}")
         if live.variant != self._variant:
             raise RequestError("the engine's weights or adapters are others now; call reset_cache() first")
+
+    def _require_same_kv(self) -> None:
+        """RequestError, until it changes again, if the model computes other KV than it did under its name."""
+        _, probe = _form_of(self.module, self.kind)
+        if self.probe.is_finite and (apart := probe.distance(self.probe)) > probe.tolerance:
+            self._live.refuse(f"it computes other KV than when it was named (by {apart:.2g}); start another engine")
+            raise RequestError(f"the engine's model was changed: {self._live.refusal}")
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, paged: PackedAttention

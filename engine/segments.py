@@ -216,10 +216,15 @@ class SegmentRequests:
             raise ConfigError(
                 f'segments "on": model kind {kind!r}: a blend supports the layers of {known}; set them "off"'
             )
-        self._blender = Blender(model.module, pool.tensor, require_rotatable(model.module), config.token_budget)
+        self.follow()
         self._children: dict[str, Sequence] = {}
         is_unmarked = config.segments == "auto"
         self.unmarked = UnmarkedSegments(config.block_size, config.segment_min_tokens) if is_unmarked else None
+
+    def follow(self) -> None:
+        """Move keys by the model's RoPE as it is now. ConfigError if they cannot be moved."""
+        module = self._model.module
+        self._blender = Blender(module, self._pool.tensor, require_rotatable(module), self._config.token_budget)
 
     def wanted(self, segments: abc.Sequence[Segment] | None, repair: Repair | None, num_tokens: int) -> WantedReuse:
         """A request's reuse, validated; RequestError if this model or mode does not support it."""

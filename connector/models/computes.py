@@ -130,6 +130,11 @@ class LiveModel:
         self._look(parts)
         self.refusal = self.refusal or unreadable
 
+    @property
+    def own(self) -> tuple[object, ...]:
+        """What names it beside adapters. It changes with the model's weights, settings and modules."""
+        return self._own, self._weights, self._modules
+
     def refuse(self, why: str) -> None:
         """Refuse the model until the next `look`."""
         self.refusal = why

@@ -1,5 +1,7 @@
 """The identity of a transformers model: everything its KV depends on."""
 
+import hashlib
+import sys
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +17,7 @@ from kvtier.connector.models.ordinary import bytes_of
 from kvtier.tiers import ConfigError
 from kvtier.tiers.naming import DTYPE_BYTES, KVShape, ModelIdentity, config_digest
 
+_REMOTE: Final = "transformers_modules"  # the package of checkpoints' own code
 _UNQUANTISED: Final = "load the model unquantised, or as a checkpoint whose quantised weights are plain tensors"
 _ALL_IN_MEMORY: Final = 'load the whole model into memory (a device_map without "disk", and no meta device)'
 
@@ -64,10 +67,26 @@ def live_model(model: "PreTrainedModel", label: str | None = None, settled: Coll
 
 def weights_name(model: "PreTrainedModel") -> tuple[str, str]:
     """`revision` and `config_digest` of the model's own weights as they are now, without adapters. Reads all."""
+    path, code = Path(model.name_or_path or "/"), _code_of(model)
     names = _names_of_checkpoint(model)
-    if names is not None:
+    if names is None:
+        names = f"xxh3:{weights_digest(weights_of(model).items())}", config_digest(model.config.to_dict())
+    elif code <= {hashlib.sha256(file.read_bytes()).hexdigest() for file in path.glob("*.py")}:
+        return names  # which cover that code
+    if not code:
         return names
-    return f"xxh3:{weights_digest(weights_of(model).items())}", config_digest(model.config.to_dict())
+    return f"sha256:{hashlib.sha256(' '.join([names[0], *sorted(code)]).encode()).hexdigest()}", names[1]
+
+
+def _code_of(model: "PreTrainedModel") -> set[str]:
+    """The SHA-256 of each file of a checkpoint's own code that computes in the model (`trust_remote_code`)."""
+    packages = {kind.__module__.rpartition(".")[0] for kind in {type(each) for each in model.modules()}}
+    ours = tuple(f"{each}." for each in packages if each.partition(".")[0] == _REMOTE)
+    files = {vars(each).get("__file__") for name, each in list(sys.modules.items()) if ours and name.startswith(ours)}
+    try:
+        return {hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file is not None}
+    except OSError as error:
+        raise ConfigError(f"the model's own code cannot be read ({error}); load the model anew") from None
 
 
 def _names_of_checkpoint(model: "PreTrainedModel") -> tuple[str, str] | None:

@@ -31,7 +31,7 @@ from kvtier.connector import Answered, ChatPrefix, Turns, open_apart
 from kvtier.connector.models import identity_of, live_model, name_of, rope_limit, weights_of, without_adapters
 from kvtier.connector.segments import Repair, WantedReuse
 from kvtier.connector.transformers.blocks import BlendedCache, Blocks, blocks_of, fill, is_whole
-from kvtier.connector.transformers.cache_form import CacheForm, empty_cache, probe_of
+from kvtier.connector.transformers.cache_form import CacheForm, empty_cache, probe_of, require_causal
 from kvtier.connector.transformers.calls import (
     Call,
     UnheldCallError,
@@ -165,6 +165,7 @@ class KVTier:
         self._config = Config.of(config)
         self._said: set[str] = set()
         self._is_sure = True  # whether the name covers all changes of the model since it was named
+        self._is_tested = True  # whether it computed a few tokens since anything but adapters changed
         self._turn = _TURNS.of(next((each for each in model.modules() if isinstance(each, PreTrainedModel)), model))
         self._opened: CacheTiers | None = None
         self._inherited: CacheTiers | None = None  # in a forked child: its parent's, never collected
@@ -194,6 +195,7 @@ class KVTier:
         named = with_lossy(self._form.named(identity), cache.lossy, self._form.block_bytes)
         self._probed = self._probe() if variant is None and self._live.refusal is None else None
         self._opened, named = open_apart(self._config, named, self._form, self._probed)
+        self._own = self._live.own  # what `_probed` was computed with
         self._fingerprint = named.fingerprint()
         self._blocks = TierBlocks(self._opened, self._root(), self._form, self._config, model.device)
         self._carried = Carried(model)  # without the state that the probe's tokens left
@@ -401,27 +403,31 @@ class KVTier:
     def _notice(self, *, in_pass: bool) -> None:
         """Name new rows after what the model computes now."""
         if not self._live.holds(in_pass=in_pass):
-            was = self._live.variant
+            was, own = self._live.variant, self._live.own
             self._live.look()
-            self._is_sure = not self._live.variant is was is None  # else something changed that the name does not cover
+            if self._probed is not None and (self._live.variant == was or self._live.refusal is not None):
+                self._is_sure = False  # perhaps something changed that the name does not cover
+            self._is_tested = self._is_tested and self._is_sure and self._live.own == own
             self._blocks.root = self._root()
 
     def _follow(self) -> bool:
         """`_notice`; False if what it computes has no name."""
         self._notice(in_pass=False)
-        if not self._is_sure:
-            self._require_same_kv()
-            self._is_sure = True
+        if not self._is_tested and self._live.refusal is None:
+            self._test()
+            self._is_sure = self._is_tested = self._live.refusal is None
         return self._live.refusal is None
 
-    def _require_same_kv(self) -> None:
-        if self._live.refusal is not None or self._probed is None:
-            return
+    def _test(self) -> None:
+        """Refuse the model if it is not causal now, or computes other KV under the name it was given."""
+        named = self._probed if not self._is_sure and self._live.own == self._own else None
         try:
-            apart = self._probe().distance(self._probed)
+            with without_adapters(self.model):
+                require_causal(self.model)
+            apart = 0.0 if named is None else self._probe().distance(named)
         except ConfigError as error:
             return self._live.refuse(str(error))
-        if apart > self._probed.tolerance:
+        if named is not None and apart > named.tolerance:
             why = f"the model computes other KV than when it was named (by {apart:.2g}), and nothing in it shows why"
             self._live.refuse(f"{why}; make another KVTier")
 
@@ -555,7 +561,7 @@ class KVTier:
         if self.segments is not None and wanted:
             if any(pads):
                 self._say_once("no segments are reused behind padding; pass such a prompt as a batch of its own")
-            elif (blended := self.segments.blend(rows, blocks, wanted)) is not None:
+            elif (blended := self._blend(self.segments, rows, blocks, wanted)) is not None:
                 self.num_segment_tokens = self.segments.num_segment_tokens
                 self.num_repaired_tokens = self.segments.num_repaired_tokens
                 return blended
@@ -563,6 +569,15 @@ class KVTier:
         fill(cache, self._form, blocks, num_columns, self.model.device)
         move_behind_padding(cache, self._form, pads)
         return cache
+
+    def _blend(
+        self, segments: SegmentCalls, rows: Sequence[PromptRow], blocks: Sequence[Blocks], wanted: Sequence[WantedReuse]
+    ) -> DynamicCache | None:
+        try:
+            return segments.blend(rows, blocks, wanted)
+        except ConfigError as error:
+            self._say_once(f"no segments are reused: {error}")
+            return None
 
     def _fetch(self, row: PromptRow) -> Blocks:
         """The row's leading known blocks, copied to memory of their own."""

@@ -211,6 +211,7 @@ def _states(cache: Any) -> Iterator[tuple[int, str, int, torch.Tensor]]:
 _OWN_CACHE: Final = "MiniMaxCache"  # the one model-specific class with K and V as in others
 _KEYS: Final = ("keys", "values", "indexer_keys")  # tensors of a cache layer with a row per token
 _NUM_TOKENS: Final = 7  # of the probe; unlikely to be another dimension of a tensor
+_FIRST: Final = 4  # of them, also computed alone
 _INDEXED: Final = (5, 19)  # from this transformers on indexers work after a prefix: 5.12's select future tokens
 _OTHERS: Final = "docs/models.md lists the models that are kept; leave kvtier out for this one"
 
@@ -285,6 +286,7 @@ class CacheForm:
             raise ConfigError(f"model kind {kind!r}: {problem}; {_OTHERS}")
         if not layers and states is None:
             raise ConfigError(f"model kind {kind!r}: its cache has no tensor with a row for each token; {_OTHERS}")
+        require_causal(model, cache)
         if any(part.name == "indexer_keys" for layer in layers for plane in layer for part in plane.parts):
             _require_indexers(kind)
         return cls(layers, block_size, dtype, states)
@@ -388,6 +390,30 @@ def probe_of(model: PreTrainedModel, form: CacheForm) -> KVProbe:
     return KVProbe.of([each.detach().float().cpu().numpy() for each in (*rows, *states)], form.dtype)
 
 
+def tolerance_of(model: PreTrainedModel) -> float:
+    """The relative distance that rounding alone may cause in a token's KV; another computation is off by far more."""
+    return 5e-3 if model.dtype is torch.float32 else 0.1
+
+
+def require_causal(model: PreTrainedModel, known: DynamicCache | None = None) -> None:
+    """ConfigError if a token's KV depends on later tokens: then two texts with one beginning have other KV of it.
+
+    Tests it: a few tokens (`known`: their cache) and the first of them alone. Weights on the meta device compute none.
+    """
+    whole, alone = known or _probe(model), _probe(model, _FIRST)
+    for layer, first in zip(whole.layers, alone.layers, strict=True):
+        for name in _KEYS:
+            wanted, found = per_token(first, name), per_token(layer, name)
+            if wanted is None or found is None or wanted.is_meta:
+                continue
+            expected = wanted[0].float()  # [heads, tokens, dim]
+            off = (found[0, :, :_FIRST].float() - expected).norm(dim=(0, 2)) / expected.norm(dim=(0, 2))
+            if float(off.median()) > tolerance_of(model):  # NaN is compared with nothing
+                kind = model.config.get_text_config(decoder=True).model_type
+                problem = "a token's KV depends on later tokens (attention that is not causal)"
+                raise ConfigError(f"model kind {kind!r}: {problem}; leave kvtier out for this one")
+
+
 def layers_of(cache: DynamicCache, num_rows: int, num_tokens: int, model: PreTrainedModel) -> tuple[Layer, ...]:
     """Each cache layer's planes for these tokens, without trailing layers that have none.
 
@@ -465,10 +491,10 @@ def _require_indexers(kind: str) -> None:
         raise ConfigError(f"model kind {kind!r}: {problem}; install {'.'.join(map(str, _INDEXED))} or newer")
 
 
-def _probe(model: PreTrainedModel) -> DynamicCache:
+def _probe(model: PreTrainedModel, num_tokens: int = _NUM_TOKENS) -> DynamicCache:
     """A cache that the model filled with a few plain tokens."""
     module: Any = model
-    ids = torch.tensor([plain_tokens(model, _NUM_TOKENS)], device=model.device)
+    ids = torch.tensor([plain_tokens(model, num_tokens)], device=model.device)
     kind = model.config.get_text_config(decoder=True).model_type
     before = _beside(model)
     try:
@@ -477,7 +503,7 @@ def _probe(model: PreTrainedModel) -> DynamicCache:
             module(input_ids=ids, use_cache=True, **cache_option(model, cache))
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        problem = f"{_NUM_TOKENS} tokens could not be put into its cache ({reason})"
+        problem = f"{num_tokens} tokens could not be put into its cache ({reason})"
         raise ConfigError(f"model kind {kind!r}: {problem}; {_OTHERS}") from error
     after = _beside(model)
     if beside := {name for (module, name), tensor in after.items() if tensor is not before.get((module, name))}:

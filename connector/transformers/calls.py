@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
-from transformers import DynamicCache, QuantizedCache
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, QuantizedCache
 from transformers import __version__ as _version
 
 from kvtier.connector.models import cache_option, given_cache
@@ -88,6 +88,9 @@ _OTHER_THAN_TEXT: Final = frozenset((
     "video", "vision", "visual",
 ))  # fmt: skip
 _SPECIAL_TOKENS: Final = ("pad_token_id", "eos_token_id", "bos_token_id")
+_OF_GENERATE: Final = frozenset(
+    {*inspect.signature(GenerationMixin.generate).parameters, *vars(cast(Any, GenerationConfig)()), "logits_to_keep"}
+)
 _CHUNKS_GO_ON: Final = tuple(map(int, _version.split(".")[:2])) >= (5, 23)  # else chunks count from position 0
 
 
@@ -278,11 +281,17 @@ def _special(model: Any, options: Mapping[str, Any]) -> tuple[int | None, list[i
 
 
 def _require_tokens_alone(options: Mapping[str, Any]) -> None:
-    """UnheldCallError if tensors beside tokens and mask shape the KV: images, embeddings, positions."""
+    """UnheldCallError if more than tokens and mask may shape the KV: images, positions, options of the passes."""
     plain = {"attention_mask", *_SPECIAL_TOKENS}
-    if more := sorted(name for name, value in options.items() if name not in plain and _holds_tensors(value)):
+    others = {name: value for name, value in options.items() if name not in plain}
+    if more := sorted(name for name, value in others.items() if _holds_tensors(value) or _is_of_pass(name, value)):
         way = "leave it out if it changes nothing; prompts of tokens alone work"
         raise UnheldCallError(f"{', '.join(more)}: KV that depends on more than the tokens; {way}")
+
+
+def _is_of_pass(name: str, value: Any) -> bool:
+    """Whether `generate` knows nothing of this option, and gives it to the model's passes."""
+    return value is not None and name not in _OF_GENERATE and not name.startswith(("output_", "return_"))
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -11,10 +11,8 @@ import torch
 from transformers import DynamicCache
 
 from kvtier.connector.models import cache_option
-from kvtier.connector.transformers.cache_form import CacheForm, empty_cache, per_token
+from kvtier.connector.transformers.cache_form import CacheForm, empty_cache, per_token, tolerance_of
 
-_TOLERANCE: Final = {torch.float32: 5e-3}  # relative; KV of a token shifted by padding is off by far more
-_COARSE: Final = 0.1  # for 16-bit types
 _NUM_TOKENS: Final = 12
 _NUM_PADS: Final = 5
 # raised by a model with another signature
@@ -98,7 +96,7 @@ def why_padding_shows(model: Any, form: CacheForm) -> str | None:
     except _FAILURES as error:
         reason = str(error).partition("\n")[0]
         return f"padding that it does not take ({type(error).__name__}: {reason})"
-    tolerance = _TOLERANCE.get(model.dtype, _COARSE)
+    tolerance = tolerance_of(model)
     for expected, found in zip(alone, behind, strict=True):
         if found.shape[2] != _NUM_PADS + _NUM_TOKENS or expected.shape[2] != _NUM_TOKENS:
             return "layers that drop tokens"

@@ -27,6 +27,7 @@ from kvtier.connector.segments import (
     require_rotatable,
 )
 from kvtier.connector.transformers.blocks import BlendedCache, Blocks, blocks_of, fill
+from kvtier.connector.transformers.cache_form import tolerance_of
 from kvtier.connector.transformers.tier_blocks import PromptRow, TierBlocks
 from kvtier.tiers import ChainHash, ConfigError, RequestError
 from kvtier.tiers.config import Config
@@ -35,8 +36,6 @@ from kvtier.tiers.naming import KVShape
 _NUM_TOKENS: Final = 24
 _BLOCK: Final = 8  # tokens
 _TABLE: Final = [0, 1, 2]  # the blocks of 24 tokens
-_TOLERANCE: Final = {torch.float32: 5e-3}  # relative; another computation is off by far more
-_COARSE: Final = 0.1  # for 16-bit types
 _DECODER: Final = ("embed_tokens", "rotary_emb", "layers")
 _LAYER: Final = ("input_layernorm", "self_attn")
 _ATTENTION: Final = ("layer_idx", "head_dim", "k_proj", "v_proj")
@@ -132,7 +131,7 @@ def _unheeded(model: PreTrainedModel) -> str | None:
 @torch.inference_mode()
 def _difference(model: PreTrainedModel, own: DynamicCache, shape: KVShape, inv_freq: torch.Tensor) -> str | None:
     """How a blend's K and V differ from the model's own; None: they agree."""
-    tolerance = _TOLERANCE.get(model.dtype, _COARSE)
+    tolerance = tolerance_of(model)
     size = (shape.num_layers, 2, _BLOCK, shape.num_kv_heads, shape.head_dim)
     tensor = torch.zeros(2 * len(_TABLE), *size, dtype=model.dtype, device=model.device)
     blender = Blender(model, tensor, inv_freq, _NUM_TOKENS)
@@ -217,6 +216,7 @@ class SegmentCalls:
         self._shape = blocks.form.shape
         self._config = config.cache
         self._inv_freq = inv_freq
+        self._tested = blocks.root  # what computes so: blends agreed with it
         is_unmarked = config.cache.segments == "auto"
         size = self._shape.block_size
         self.unmarked = UnmarkedSegments(size, config.cache.segment_min_tokens) if is_unmarked else None
@@ -260,7 +260,7 @@ class SegmentCalls:
     ) -> BlendedCache | None:
         """A cache of all tokens of every row but the last, after its `loaded` ones; None: nothing is reused.
 
-        Sets each row's `num_exact`.
+        Sets each row's `num_exact`. ConfigError if the model was changed, and its KV cannot be moved any more.
         """
         self.num_segment_tokens = self.num_repaired_tokens = 0
         found = [self._found(row) if one.segments is None else None for row, one in zip(rows, wanted, strict=True)]
@@ -270,6 +270,8 @@ class SegmentCalls:
         ]
         if not any(uses):
             return None
+        if self._tested != (root := self._blocks.root):  # it computes something else now
+            self._inv_freq, self._tested = require_blendable(self._model, self._shape), root
         sources = self._gather([use for row in uses for use in row])
         tensor, tables = self._paged([*sources.values(), *loaded], len(rows), len(rows[0].token_ids))
         blocks_of_segment = dict(zip(sources, tables, strict=False))

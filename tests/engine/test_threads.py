@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from at_once import at_once
 from small_engines import GREEDY, end, settled, small_engine
 from tiny_models import config_of, prompt
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from kvtier.connector.local import LocalConnector
 from kvtier.engine.config import EngineConfig
@@ -215,3 +217,21 @@ def test_a_step_under_other_weights_is_refused_and_nothing_of_it_is_kept(
     bare = small_engine()
     assert bare.generate([asked], GREEDY)[0].token_ids == answer.token_ids
     end(bare)
+
+
+def test_code_that_no_name_covers_is_found_by_what_it_computes(
+    tmp_path: Path, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = over_slab(tmp_path)
+    assert engine.generate([PROMPTS[0]], GREEDY)[0].token_ids == texts[0]
+    other = "it computes other KV than when it was named"
+    with monkeypatch.context() as swapped:
+        swapped.setattr(LlamaMLP, "forward", torch.nn.Identity.forward)  # known code in another's place
+        for _ in range(2):
+            with pytest.raises(RequestError, match=other):
+                engine.generate([PROMPTS[0]], GREEDY)
+        with pytest.raises(RequestError, match=other):  # its weights have the same name
+            engine.reset_cache()
+    [answer] = engine.generate([PROMPTS[0]], GREEDY)  # as it was
+    assert answer.token_ids == texts[0]
+    end(engine)

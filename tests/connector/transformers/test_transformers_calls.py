@@ -255,6 +255,7 @@ REFUSED = [
     ({"num_beam_groups": 2, "num_beams": 2}, "leave it at 1, num_beams alone works"),
     ({"pixel_values": torch.ones(1, 3, 4, 4)}, "pixel_values: KV that depends on more than the tokens; leave it out"),
     ({"mm_encoder_outputs": {"image": [torch.ones(1)]}}, "prompts of tokens alone work"),
+    ({"is_causal": False}, "is_causal: KV that depends on more than the tokens; leave it out"),
     ({"position_ids": torch.arange(40)[None]}, "leave it out if it changes nothing; prompts of tokens alone work"),
     (
         {"cache_implementation": "quantized", "prefill_chunk_size": 8},

@@ -172,6 +172,18 @@ def test_a_cache_with_segments_is_kept_as_far_as_it_is_exact(open_tier: Open, co
     assert all(held_names(kv, tokens))
 
 
+def test_after_a_change_of_rope_segments_are_moved_by_the_new_one(open_tier: Open) -> None:
+    kv = open_tier(plain("llama"))
+    reuse: dict[str, Any] = {"segments": SEGMENTS, "repair": Repair(share=0.0)}
+    before = logits_of(kv, ids(PROMPT), **reuse)
+    rope = kv.model.model.rotary_emb
+    rope.register_buffer("inv_freq", rope.inv_freq * 0.5, persistent=False)
+    found = logits_of(kv, ids(PROMPT), **reuse)
+    assert kv.num_segment_tokens
+    assert not torch.equal(found, before)
+    assert torch.equal(found, logits_of(open_tier(kv.model), ids(PROMPT), **reuse))
+
+
 def test_what_the_exact_prefix_has_is_not_reused(open_tier: Open) -> None:
     kv = open_tier()
     tokens, segments = DOCUMENTS[0] + DOCUMENTS[2] + QUESTION, [Segment(0, 48), Segment(48, 112)]

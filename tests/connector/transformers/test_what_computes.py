@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import json
 import logging
 import pickle
 from collections.abc import Callable, Iterator
@@ -16,10 +17,17 @@ from _architectures import ARCHITECTURES
 from adapter_library import LoraLinear, Router, each, installed, with_adapters
 from extent import brief
 from kv_tier_rig import GREEDY, Open, tiers_over
+from safetensors.torch import save_file
 from state_models import CONFIGS, config_of
 from tiny_models import SIZES, plain, prompt
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    dynamic_module_utils,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -392,6 +400,58 @@ def test_a_call_under_autocast_is_refused_and_counted(open_tier: Open, caplog: p
     assert answered(open_tier(bare())) == HELD
 
 
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+
+class OwnRotaryEmbedding(LlamaRotaryEmbedding):
+    def forward(self, x, position_ids):
+        return super().forward(x, position_ids.clamp(max=LAST))
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.rotary_emb = OwnRotaryEmbedding(config)
+"""
+
+
+@pytest.mark.parametrize("weights", ["pytorch_model.bin", "model.safetensors"])
+def test_a_checkpoints_own_code_is_in_the_name_whatever_its_weights_are(
+    open_tier: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
+) -> None:
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    state = bare().state_dict()
+    if weights.endswith(".bin"):
+        torch.save(state, checkpoint / weights)
+    else:
+        save_file(state, checkpoint / weights, metadata={"format": "pt"})
+    auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    config = {**SIZES, "model_type": "own_llama", "architectures": ["OwnModel"], "auto_map": auto_map}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+
+    def loaded(last: int) -> Any:  # its code ends RoPE at this position, past a probe's tokens
+        (checkpoint / "own.py").write_text(CODE.replace("LAST", str(last)))
+        return AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True).eval()
+
+    first = loaded(1000)
+    assert [answered(open_tier(first)) for _ in range(2)] == [0, HELD]
+    other = loaded(20)
+    assert [answered(open_tier(model)) for model in (other, other, first)] == [
+        0,
+        HELD,
+        HELD if ".bin" in weights else 0,
+    ]
+    assert answered(open_tier(loaded(1000))) == HELD
+
+
 def test_reset_forgets_and_names_anew_without_reading_weights(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bare()
     kv = open_tier(model)
@@ -714,18 +774,52 @@ def test_a_model_that_computes_something_else_is_kept_apart_with_one_warning(
     assert all("the KV kept under this model's name was computed otherwise" in each for each in warnings)
 
 
+@pytest.mark.parametrize("active", [[], ["a"]])
 def test_known_code_in_anothers_place_is_found_by_what_it_computes(
-    open_tier: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    open_tier: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, active: list[str]
 ) -> None:
     model = bare()
+    layers = with_adapters(model, a=1, b=2)
+    each(layers, active=active)
     kv = open_tier(model)
     answered(kv)
     with monkeypatch.context() as swapped:
         swapped.setattr(LlamaMLP, "forward", torch.nn.Identity.forward)  # nothing of a name tells
         for _ in range(2):
             assert answered(kv) == 0
+        for _ in range(2):  # nor under another adapter's name
+            each(layers, active=["b"])
+            assert answered(kv) == 0
+        each(layers, active=active)
     assert "the model computes other KV than when it was named" in caplog.text
     assert answered(kv) == HELD
+
+
+# attention that is not causal
+
+
+def sees_all(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+
+
+def is_an_encoder(model: Any) -> None:
+    model.config.is_causal = False
+
+
+@pytest.mark.parametrize("change", [sees_all, is_an_encoder])
+def test_a_model_whose_tokens_see_later_ones_finds_and_leaves_nothing(
+    open_tier: Open, caplog: pytest.LogCaptureFixture, change: Callable[[Any], None]
+) -> None:
+    model, other = bare(), TOKENS.clone()
+    other[:, 40:] = torch.tensor([prompt(2, 30)])  # one beginning, and it has other KV
+    kv = open_tier(model)
+    answered(kv)
+    change(model)  # while it is used …
+    assert [answered(kv, each) for each in (TOKENS, other, other)] == [0, 0, 0]
+    kv = open_tier(model)  # … and from the start
+    assert [answered(kv, each) for each in (TOKENS, other, other)] == [0, 0, 0]
+    assert caplog.text.count("a token's KV depends on later tokens (attention that is not causal)") == 2
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
