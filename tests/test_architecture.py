@@ -95,6 +95,7 @@ EXPLAINED: Final = {
     "tiers/file/store.py:open": "the tier's whole configuration; every caller names each",
     "tiers/file/store.py:FileStore": "a tier's verbs, and what it tells: children, lineage, ends, room",
     "service/archive/archive.py:export_blocks": "the namespace, and all that may be said of its export",
+    "service/archive/archive.py:import_blocks": "the same of its import",
     "kvtier/cli/servers_cli.py:serve_engine": "one parameter for each option of the command line",
     "kvtier/cli/servers_cli.py:route": "the same",
     "kvtier/__init__.py:kvtier.tiers.extras": "`import kvtier` alone imports no other part of kvtier",

@@ -300,7 +300,8 @@ class Transfers:
                 names, _ = await asyncio.to_thread(selection.names, namespace, _PATIENCE)
             what = namespace.hierarchy, namespace.fingerprint, namespace.blocks.block_size
             file = await self._archive(body.file)
-            steps = export_blocks(*what, file, names, force=body.force, key=await self._key())
+            probe, key = namespace.kv_probe, await self._key()
+            steps = export_blocks(*what, file, names, force=body.force, key=key, probe=probe)
             async with aclosing(steps):
                 async for progress in steps:
                     yield _shown(namespace, progress)
@@ -309,7 +310,12 @@ class Transfers:
         async with self._copying(), self._held_open(body.model) as namespace:
             what = namespace.hierarchy, namespace.fingerprint, namespace.blocks.block_size
             file = await self._archive(body.file)
-            steps = import_blocks(*what, file, await self._key(), unsealed=body.unsealed)
+
+            def require_alike(probe: bytes) -> None:
+                self._daemon.call(lambda: namespace.require_alike(probe))
+
+            key = await self._key()
+            steps = import_blocks(*what, file, key, unsealed=body.unsealed, require_alike=require_alike)
             try:
                 async with aclosing(steps):
                     async for progress in steps:

@@ -6,7 +6,7 @@ import os
 import struct
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -18,11 +18,13 @@ from kvtier import tiers
 from kvtier.service.web import LoopFile
 from kvtier.tiers import BlockRecord, ChainHash, Encryption, FingerprintMismatch, FormatError, Outcome, checksum
 from kvtier.tiers.hierarchy import HeldRun, Hierarchy, held_runs, load_and_lease
+from kvtier.tiers.naming import PROBE_BYTES, KVProbe
 from kvtier.tiers.pool import Lease, Reservation
 
 MAGIC: Final = b"KVTARCHV"
 VERSION: Final = 1
-ENCRYPTED_VERSION: Final = 2  # version of an archive with encrypted records
+ENCRYPTED: Final = 1  # added to the version: records are encrypted
+PROBED: Final = 2  # added to it: the model's KV probe is behind the header
 HEADER_BYTES: Final = 128
 TRAILER_BYTES: Final = 40
 
@@ -42,6 +44,11 @@ class Header:
     block_size: int  # most tokens of a block
     num_blocks: int  # planned blocks; the archive has fewer if some were lost during the export
     encryption: Encryption | None = None  # None: blocks are not encrypted
+    probe: bytes = b""  # a packed `KVProbe` of the model whose KV it is; empty: not known
+
+    @property
+    def version(self) -> int:
+        return VERSION + (ENCRYPTED if self.encryption else 0) + (PROBED if self.probe else 0)
 
     @property
     def entry_bytes(self) -> int:
@@ -55,25 +62,37 @@ class Header:
 
 def encode_header(header: Header) -> bytes:
     lock = header.encryption or Encryption(b"", b"")
-    version = ENCRYPTED_VERSION if header.encryption else VERSION
-    sizes = header.slot_bytes, header.block_size, header.num_blocks
-    return _summed(_HEADER.pack(MAGIC, version, HEADER_BYTES, header.fingerprint, *sizes, lock.key_id, lock.salt))
+    probe = header.probe.ljust(PROBE_BYTES if header.probe else 0, b"\0")
+    sizes = HEADER_BYTES + len(probe), header.fingerprint, header.slot_bytes, header.block_size, header.num_blocks
+    return _summed(_HEADER.pack(MAGIC, header.version, *sizes, lock.key_id, lock.salt)) + probe
+
+
+def header_bytes_of(data: bytes | bytearray) -> int:
+    """Bytes of the header that begins with these HEADER_BYTES."""
+    version = int.from_bytes(data[len(MAGIC) : len(MAGIC) + 4], "little")
+    return HEADER_BYTES + (PROBE_BYTES if version in (VERSION + PROBED, VERSION + PROBED + ENCRYPTED) else 0)
 
 
 def decode_header(data: bytes) -> Header:
-    """Decode a header that `encode_header` wrote. Raises FormatError for anything else."""
+    """Decode what `encode_header` wrote. Raises FormatError for anything else."""
     if data[: len(MAGIC)] != MAGIC:
         raise FormatError("not a kvtier archive")
     if len(data) < HEADER_BYTES:
         raise FormatError(f"breaks off in its header, after {len(data)} bytes")
     _, version, header_bytes, fingerprint, slot_bytes, block_size, num_blocks, *lock = _HEADER.unpack_from(data)
-    if version not in (VERSION, ENCRYPTED_VERSION):
-        known = f"{VERSION} and {ENCRYPTED_VERSION}"
+    newest = VERSION + ENCRYPTED + PROBED
+    if not VERSION <= version <= newest:
+        known = f"{VERSION} to {newest}"
         raise FormatError(f"an archive of version {version}, but this kvtier reads {known}; export it again")
-    if not _is_whole(data) or header_bytes != HEADER_BYTES:
+    if not _is_whole(data[:HEADER_BYTES]) or header_bytes != header_bytes_of(data):
         raise FormatError("its header is damaged")
-    encryption = Encryption(*lock) if version == ENCRYPTED_VERSION else None
-    return Header(fingerprint, slot_bytes, block_size, num_blocks, encryption)
+    probe = data[HEADER_BYTES:header_bytes]
+    if probe:
+        probe = KVProbe.unpack(probe).packed()
+    elif header_bytes > HEADER_BYTES:
+        raise FormatError("breaks off in its header")
+    encryption = Encryption(*lock) if version - VERSION & ENCRYPTED else None
+    return Header(fingerprint, slot_bytes, block_size, num_blocks, encryption, probe)
 
 
 def encode_entry(header: Header, number: int, record: BlockRecord) -> bytes:
@@ -464,10 +483,12 @@ async def export_blocks(
     *,
     force: bool = False,
     key: bytes | None = None,
+    probe: KVProbe | None = None,
 ) -> AsyncGenerator[ArchiveProgress, None]:
     """Write all blocks of L2 and of tiers that can list theirs to `path`, or one prompt's only (`hashes`, head first).
 
-    `block_size` is the namespace's, in tokens. With `key` (32 bytes) the archive is encrypted. Blocks stored meanwhile
+    `block_size` is the namespace's, in tokens. With `key` (32 bytes) the archive is encrypted. `probe` is that of the
+    model, for the import to compare. Blocks stored meanwhile
     are left out. If a block is evicted meanwhile, it and those after it in its chain are lost. The file is written as
     `path`.part, and renamed at the end. The export takes at most an eighth of L2, and gives it back. To leave it early,
     call `aclose` (`contextlib.aclosing`); the hierarchy must stay open until then.
@@ -491,7 +512,8 @@ async def export_blocks(
             runs = [HeldRun(UNKNOWN, list(hashes))]
         encryption = Encryption.fresh(key) if key is not None else None
         num_blocks = sum(len(run.hashes) for run in runs)
-        header = Header(fingerprint, hierarchy.host.region.slot_bytes, block_size, num_blocks, encryption)
+        packed = b"" if probe is None else probe.packed()
+        header = Header(fingerprint, hierarchy.host.region.slot_bytes, block_size, num_blocks, encryption, packed)
         export = Export(hierarchy, header, file, key)
         await export.begin()
         for run in runs:
@@ -519,10 +541,13 @@ async def import_blocks(
     key: bytes | None = None,
     *,
     unsealed: bool = False,
+    require_alike: Callable[[bytes], object] | None = None,
 ) -> AsyncGenerator[ArchiveProgress, None]:
     """Store every block of an archive as if it had been computed now. Each is verified before it can be found.
 
-    With `key` an archive that is not encrypted by it is refused, unless `unsealed`: its origin is unknown. To leave
+    With `key` an archive that is not encrypted by it is refused, unless `unsealed`: its origin is unknown.
+    `require_alike` gets the archive's KV probe, if it has one, and raises KVMismatch if the model here computes other
+    KV. To leave
     the import early, call `aclose`; the hierarchy must stay open until then. However it ends, blocks stored so far are
     whole and stay.
 
@@ -535,9 +560,13 @@ async def import_blocks(
     try:
         encoded = bytearray(HEADER_BYTES)
         encoded = encoded[: await file.read_into(memoryview(encoded))]
+        more = bytearray(header_bytes_of(encoded) - HEADER_BYTES)
+        encoded += more[: await file.read_into(memoryview(more))]
         header = decode_header(bytes(encoded))
         _require_same(header, Header(fingerprint, hierarchy.host.region.slot_bytes, block_size, 0))
         _require_key(header, key, path, unsealed=unsealed)
+        if header.probe and require_alike is not None:
+            await asyncio.to_thread(require_alike, header.probe)
         work = Import(hierarchy, header, bytes(encoded), key)
         buffer = memoryview(bytearray(work.batch * header.record_bytes))
         while True:

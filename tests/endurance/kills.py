@@ -39,7 +39,7 @@ from endurance import Progress, options, origin, tell  # noqa: E402
 from node_rig import free_port  # noqa: E402
 from service_rig import FINGERPRINT, attach, load, patient_options  # noqa: E402
 
-from kvtier.service.archive.archive import HEADER_BYTES, Parser, decode_header  # noqa: E402
+from kvtier.service.archive.archive import Parser, decode_header, header_bytes_of  # noqa: E402
 from kvtier.tiers.errors import KVTierError  # noqa: E402
 from kvtier.tiers.file.store import FileStore  # noqa: E402
 from kvtier.tiers.tier import BlockRecord, Outcome  # noqa: E402
@@ -307,9 +307,10 @@ class DaemonStory:
 
     def _judge_archive(self, data: bytes) -> None:
         try:
-            header = decode_header(data[:HEADER_BYTES])
-            parser = Parser(header, data[:HEADER_BYTES])
-            for record, payload in parser.blocks(memoryview(data)[HEADER_BYTES:]):
+            encoded = data[: header_bytes_of(data)]
+            header = decode_header(encoded)
+            parser = Parser(header, encoded)
+            for record, payload in parser.blocks(memoryview(data)[len(encoded) :]):
                 self._verdict.blocks_checked += 1
                 if bytes(payload) != payload_of(record.chain_hash, header.slot_bytes):
                     self._verdict.wrong_bytes.append(f"archive: {record.chain_hash.hex()}")

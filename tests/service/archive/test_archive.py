@@ -16,6 +16,7 @@ from threading import Event
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 import xxhash
 from doubles import (
@@ -54,7 +55,9 @@ from kvtier.tiers.hierarchy import demote
 from kvtier.tiers.hierarchy.cache_tiers import Pending
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings
+from kvtier.tiers.hierarchy.opening import require_alike
 from kvtier.tiers.naming.chain import TokenChain
+from kvtier.tiers.naming.kv_probe import KVProbe
 from kvtier.tiers.tier import ChainHash, Outcome
 
 T = TypeVar("T")
@@ -419,13 +422,47 @@ def test_another_models_archive_is_refused_naming_both(archive_of_12: Path) -> N
     target.close()
 
 
+def test_kv_of_another_computation_is_not_imported(tmp_path: Path) -> None:
+    """It has the probe of its model: a daemon whose model computes other KV refuses it, one without takes it."""
+    planes = np.random.default_rng(1).normal(size=(4, 7, 8))
+    made, other = KVProbe.of(list(planes), "float32"), KVProbe.of(list(planes + 0.1), "float32")
+    source = hierarchy_of(slots=16)
+    store(source, chain_of(12))
+    run(last(export_blocks(source, FINGERPRINT, BLOCK_SIZE, tmp_path / "probed", key=key, probe=made)))
+    source.close()
+    for own, num_imported in ((other, 0), (made, 12), (None, 12)):
+        target, seen = hierarchy_of(slots=16), list[bytes]()
+
+        def require(packed: bytes, own: KVProbe | None = own, seen: list[bytes] = seen) -> None:
+            seen.append(packed)
+            if own is not None:
+                require_alike(own, KVProbe.unpack(packed), "host memory")
+
+        steps = import_blocks(target, FINGERPRINT, BLOCK_SIZE, tmp_path / "probed", key, require_alike=require)
+        if num_imported:
+            run(last(steps))
+        else:
+            with pytest.raises(FingerprintMismatch, match="probed: host memory: the KV kept under this model's name"):
+                run(last(steps))
+        assert seen == [made.packed()]
+        assert num_held(target, chain_of(12)) == num_imported
+        target.close()
+    damaged = bytearray((tmp_path / "probed").read_bytes())
+    damaged[HEADER_BYTES + 40] ^= 1
+    (tmp_path / "damaged").write_bytes(damaged)
+    target = hierarchy_of(slots=16)
+    with pytest.raises(FormatError, match="a KV probe that is not whole; 0 blocks were imported"):
+        imported(target, tmp_path / "damaged")
+    target.close()
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
         (b"", "not a kvtier archive"),
         (b"KVTIER01" + bytes(4096), "not a kvtier archive"),
         (b"KVTARCHV", "breaks off in its header"),
-        (b"KVTARCHV" + (9).to_bytes(4, "little") + bytes(200), "version 9, but this kvtier reads 1 and 2"),
+        (b"KVTARCHV" + (9).to_bytes(4, "little") + bytes(200), "version 9, but this kvtier reads 1 to 4"),
         (b"KVTARCHV" + (1).to_bytes(4, "little") + b"\xff" * 200, "header is damaged"),
     ],
 )
