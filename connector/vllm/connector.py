@@ -31,7 +31,7 @@ except ImportError as error:
     raise ImportError(f"kvtier.connector.vllm needs vLLM from 0.32 on ({error}); pip install vllm") from error
 
 from kvtier.connector import open_tiers
-from kvtier.connector.vllm.identity import fingerprint, identity, name_instead
+from kvtier.connector.vllm.identity import adapter_settings, fingerprint, identity, name_instead
 from kvtier.connector.vllm.interface import require_supported_version
 from kvtier.connector.vllm.keys import ServedAdapters, watch_engine_core
 from kvtier.connector.vllm.messages import LAST_REPORTS, CopyReports, StepMessage
@@ -205,7 +205,7 @@ class KVTierConnector(Halves[SchedulerHalf, WorkerHalf], KVConnectorBase_V1, Sup
         config = options.shared(parallel.data_parallel_rank, parallel.data_parallel_size)
         adapters = None
         if (lora := vllm_config.lora_config) is not None:
-            adapters = ServedAdapters(lora.max_cpu_loras or lora.max_loras)
+            adapters = ServedAdapters(lora.max_cpu_loras or lora.max_loras, adapter_settings(vllm_config))
             watch_engine_core()
         tracing.start("kvtier-vllm", otlp_target(config.tracing.endpoint))
         tiers = open_tiers(config, named, plan, model_identity, takes_parts=plan.has_one_table)

@@ -118,9 +118,10 @@ class ServedAdapters:
     and reloads one only on request, or if other adapters have displaced it.
     """
 
-    def __init__(self, capacity: int = _MOST) -> None:
-        """`capacity`: adapters that vLLM keeps loaded, `max_cpu_loras`."""
+    def __init__(self, capacity: int = _MOST, settings: str = "") -> None:
+        """`capacity`: adapters that vLLM keeps loaded, `max_cpu_loras`. `settings`: what else changes their effect."""
         self._capacity = capacity
+        self._settings = settings
         self._adapters: dict[int, _Adapter] = {}  # by vLLM's number
         self._doubtful: set[int] = set()  # perhaps not loaded yet, or reloaded: their files must not change
         self._has_changed = False  # since the last `look`
@@ -213,7 +214,7 @@ class ServedAdapters:
 
     def _read(self, path: str, stamps: tuple[FileStamp, ...]) -> bytes | None:
         try:
-            digest = revision_of(Path(path)).encode()
+            digest = f"{revision_of(Path(path))}{self._settings}".encode()
         except (ConfigError, OSError) as error:
             self._warn(path, str(error))
             return None

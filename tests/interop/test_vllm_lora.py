@@ -57,6 +57,17 @@ def test_with_an_adapter_and_without(tmp_path: Path) -> None:
         assert (answer(vllm, adapter), answer(vllm, None)) == ((adapted, 192), (bare, 192))
 
 
+def test_an_adapter_on_other_parts_of_the_model_has_other_kv(tmp_path: Path) -> None:
+    """Of this adapter the server leaves out the queries and values; the next one has it whole."""
+    model, adapter = make_checkpoint("llama", tmp_path / "llama"), make_adapter(tmp_path / "adapter")
+    with engine(model, **LORA) as plain:
+        whole = answer(plain, adapter)[0]
+    with engine(model, tiers(tmp_path / "store"), **LORA, lora_target_modules=["o_proj"]) as part:
+        assert answer(part, adapter)[0] != whole
+    with engine(model, tiers(tmp_path / "store"), **LORA) as vllm:
+        assert answer(vllm, adapter) == (whole, 0)
+
+
 OTHER: Final = prompt(2, 200)
 
 
