@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,10 @@ from kvtier.tiers.naming import config_digest
 _log = logging.getLogger(__name__)
 
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")  # the first kind that exists
-_BESIDE: Final = ("*.py", "adapter_config.json", "*processor_config.json", "tekken.json")  # Mistral's has its images'
+_OF_FORMAT: Final = {"pt": ("*.pt",), "npcache": ("*.bin", "*.pt")}  # vLLM's and SGLang's formats with another order
+_BESIDE: Final = (  # the last two are Mistral's: its images' settings, and what vLLM may read for config.json
+    *("*.py", "adapter_config.json", "*processor_config.json", "*quant*_config.json", "tekken.json", "params.json"),
+)
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _BLOB: Final = re.compile(r"[0-9a-f]{64}")  # a large file's name in the hub's cache: its SHA-256
 _PIECE: Final = 4 << 20  # bytes read at a time
@@ -74,20 +78,21 @@ def name_of(path: Path) -> str:
     return path.name
 
 
-def revision_of(path: Path) -> str:
+def revision_of(path: Path, load_format: str = "auto") -> str:
     """A name for the weights in a checkpoint directory, for `ModelIdentity.revision`.
 
-    It is computed from the SHA-256 of each weight file, and of code and settings of adapters and processors beside
-    them: equal files have one name wherever they are. Files in the hub's cache are already named by it; others are
-    read, again only when they change. Raises ConfigError if there are no weights or they are being written, OSError if
-    they are unreadable.
+    It is computed from the SHA-256 of each weight file, and of code and settings of adapters, processors and quantisers
+    beside them: equal files have one name wherever they are. Files in the hub's cache are already named by it; others
+    are read, again only when they change. `load_format`: the engine's, which may pick another kind of file. Raises
+    ConfigError if there are no weights or they are being written, OSError if they are unreadable.
     """
     path = path.resolve()
-    weights, others = _named_files(path)
+    kinds = _OF_FORMAT.get(load_format, _WEIGHTS)
+    weights, others = _named_files(path, kinds)
     if not weights and path.parent.name == "snapshots" and _COMMIT.fullmatch(path.name):
         return f"git:{path.name}"
     if not weights:
-        fix = f"name a directory with one of {', '.join(_WEIGHTS)}"
+        fix = f"name a directory with one of {', '.join(kinds)}"
         raise ConfigError(f"checkpoint {path}: no weights there; {fix}")
     reading = _Reading(path, sum(file.stat().st_size for file in weights))
     with ThreadPoolExecutor(min(_NUM_READERS, len(weights), os.cpu_count() or 1), "kvtier-naming") as readers:
@@ -102,14 +107,16 @@ def file_stamps(path: Path) -> tuple[FileStamp, ...]:
     return tuple(map(FileStamp.of, [*weights, *others, *path.glob("config.json")]))
 
 
-def _named_files(path: Path) -> tuple[list[Path], list[Path]]:
-    """Weights; code, and the settings of adapters and of what turns images, audio and video into an encoder's input."""
-    return weight_files(path), sorted(file for pattern in _BESIDE for file in path.glob(pattern))
+def _named_files(path: Path, kinds: Sequence[str] = _WEIGHTS) -> tuple[list[Path], list[Path]]:
+    """Weights; code, and the settings of adapters, quantisers and what turns images, audio and video into an encoder's
+    input.
+    """
+    return weight_files(path, kinds), sorted(file for pattern in _BESIDE for file in path.glob(pattern))
 
 
-def weight_files(path: Path) -> list[Path]:
+def weight_files(path: Path, kinds: Sequence[str] = _WEIGHTS) -> list[Path]:
     """The weight files of a checkpoint directory, sorted by name."""
-    found = (sorted(path.glob(pattern)) for pattern in _WEIGHTS)
+    found = (sorted(path.glob(pattern)) for pattern in kinds)
     return next((files for files in found if files), [])
 
 
@@ -118,16 +125,14 @@ def config_digest_of(path: Path) -> str:
     return config_digest(config_of(path))
 
 
-def config_of(path: Path) -> dict[str, Any]:
+def config_of(path: Path, file: str = "config.json") -> dict[str, Any]:
     """The checkpoint's configuration as saved. Raises ConfigError if there is none."""
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((path / file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"checkpoint {path}: config.json cannot be read ({error}); name a model's directory"
-        ) from None
+        raise ConfigError(f"checkpoint {path}: {file} cannot be read ({error}); name a model's directory") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"checkpoint {path}: config.json holds no object; name a model's directory")
+        raise ConfigError(f"checkpoint {path}: {file} holds no object; name a model's directory")
     return config
 
 

@@ -12,6 +12,7 @@ from kvtier.connector.models import SHORT_ROPE, config_of, name_of, revision_of
 from kvtier.connector.sglang.pieces import Piece
 from kvtier.connector.sglang.pool import PoolPages
 from kvtier.tiers import ConfigError
+from kvtier.tiers.config import engine_variables
 from kvtier.tiers.naming import ModelIdentity, config_digest
 
 _LENGTH_ROPE: Final = "length-rope:"  # before a configuration's digest
@@ -42,12 +43,46 @@ HASH_SCHEME: Final = "sglang"  # `key_schemes.sglang_hashes`
 _OF_ALL_RANKS: Final = ("MLATokenToKVPoolHost", "DSAIndexerPoolHost")  # the same bytes on every rank
 
 
+_ELSEWHERE: Final = ("ipc_cache", "private", "rdma", "remote", "remote_instance")
+_SETTINGS: Final = (  # change what SGLang computes with the same weights
+    *("custom_weight_loader", "deepep_dispatcher_output_dtype", "dllm_algorithm", "enable_decoder_swa_bounded_replay"),
+    *("enable_encoder_swa_bounded_replay", "enable_quant_communications", "enable_w4a4_mxfp4_megamoe"),
+    *("flashinfer_a2a_dispatch_type", "flashinfer_mxfp4_moe_precision", "forward_hooks", "hisparse_config"),
+    *("model_config_parser", "modelopt_quant", "prefill_kv_cache_dequant_dtype", "quantize_and_serve"),
+)
+_FILES: Final = ("dllm_algorithm_config", "kt_weight_path", "modelopt_checkpoint_restore_path", "rl_quant_profile")
+_USUAL: Final = (None, False, "auto", "default")
+
+
+def _computes(args: Any) -> str:
+    """What else than the checkpoint and its dtype decides what SGLang computes; empty as it usually is started."""
+    given = {name: value for name in _SETTINGS if (value := getattr(args, name, None)) not in _USUAL}
+    given |= {name: _content(Path(path)) for name in _FILES if (path := getattr(args, name, None))}
+    if "kt_weight_path" in given:
+        given |= {name: getattr(args, name, None) for name in ("kt_method", "kt_num_gpu_experts")}
+    return engine_variables("SGLANG_") + "".join(f" {name}={value}" for name, value in given.items())
+
+
+def _content(path: Path) -> str:
+    """A digest of weights in a directory, or of a file. ConfigError if there is neither."""
+    if path.is_dir():
+        return revision_of(path)
+    if not path.is_file():
+        raise ConfigError(f"SGLang: {str(path)!r}: no such file; give the path of what the server reads")
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def configuration_of(args: Any) -> dict[str, Any]:
     """The checkpoint's configuration as SGLang's arguments `args` change it. ConfigError for unnamed weights."""
     if args.load_format == "dummy":
         raise ConfigError("--load-format dummy: random weights have no name to store after; save them, serve those")
+    if args.load_format in _ELSEWHERE or getattr(args, "weight_cache_mode", None) == "client":
+        fix = "leave --load-format and --weight-cache-mode out"
+        raise ConfigError(f"--load-format {args.load_format}: weights from elsewhere than the checkpoint; {fix}")
     directory = _checkpoint(args.model_path, args.revision, args.download_dir)
-    return {**config_of(directory), **json.loads(args.json_model_override_args or "{}")}
+    file = getattr(args, "decrypted_config_file", None) or "config.json"
+    return {**config_of(directory, file.strip()), **json.loads(args.json_model_override_args or "{}")}
 
 
 def model_identity(args: Any, pool: Any, pages: PoolPages, slot_bytes: int, epoch: int, piece: Piece) -> ModelIdentity:
@@ -58,12 +93,12 @@ def model_identity(args: Any, pool: Any, pages: PoolPages, slot_bytes: int, epoc
     digest = config_digest(configuration)
     return ModelIdentity(
         model=name_of(directory),
-        revision=revision_of(directory),
+        revision=revision_of(directory, args.load_format),
         config_digest=digest,
         rope_factor=rope_factor(configuration, digest, args.context_length),
         dtype=dtype,
         kv_dtype=pages.dtype,
-        compute_dtype=dtype if args.dtype == "auto" else args.dtype,
+        compute_dtype=(dtype if args.dtype == "auto" else args.dtype) + _computes(args),
         quantization=args.quantization,
         num_kv_heads=piece.heads[1] - piece.heads[0],
         head_dim=pool.kv_cache_dim if pages.is_latent else pool.head_dim,

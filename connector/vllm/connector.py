@@ -31,7 +31,7 @@ except ImportError as error:
     raise ImportError(f"kvtier.connector.vllm needs vLLM from 0.32 on ({error}); pip install vllm") from error
 
 from kvtier.connector import open_tiers
-from kvtier.connector.vllm.identity import fingerprint, identity, name_instead
+from kvtier.connector.vllm.identity import adapter_settings, fingerprint, identity, name_instead
 from kvtier.connector.vllm.interface import require_supported_version
 from kvtier.connector.vllm.keys import ServedAdapters, watch_engine_core
 from kvtier.connector.vllm.messages import LAST_REPORTS, CopyReports, StepMessage
@@ -205,8 +205,8 @@ class KVTierConnector(Halves[SchedulerHalf, WorkerHalf], KVConnectorBase_V1, Sup
         config = options.shared(parallel.data_parallel_rank, parallel.data_parallel_size)
         adapters = None
         if (lora := vllm_config.lora_config) is not None:
-            adapters = ServedAdapters(lora.max_cpu_loras or lora.max_loras)
-            watch_engine_core()
+            adapters = ServedAdapters(lora.max_cpu_loras or lora.max_loras, adapter_settings(vllm_config))
+        watch_engine_core()
         tracing.start("kvtier-vllm", otlp_target(config.tracing.endpoint))
         tiers = open_tiers(config, named, plan, model_identity, takes_parts=plan.has_one_table)
         self._scheduler_half = SchedulerHalf(plan, tiers, cache, named, kv_cache_config.num_blocks, num_ranks, adapters)
@@ -238,6 +238,16 @@ class KVTierConnector(Halves[SchedulerHalf, WorkerHalf], KVConnectorBase_V1, Sup
     def served_adapters(self) -> ServedAdapters | None:
         """vLLM's loaded adapters, for `watch_engine_core`; None in a worker's half."""
         return None if self._scheduler_half is None else self._scheduler_half.names.adapters
+
+    def weights_change(self) -> None:
+        """The model's weights are about to change; with `on_reset` "keep" the user says that they never do."""
+        if self._drops and self._scheduler_half is not None:
+            self._scheduler_half.weights_change()
+
+    def cache_emptied(self) -> None:
+        """vLLM has emptied its own prefix cache."""
+        if self._scheduler_half is not None:
+            self._scheduler_half.cache_emptied()
 
     @property
     def requires_kv_delivery(self) -> bool:

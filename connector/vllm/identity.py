@@ -25,11 +25,12 @@ from kvtier.connector.vllm.slot_plan import (
     is_uneven,
     layer_index,
     layer_specs,
+    require_named,
     specs_of_group,
 )
 from kvtier.connector.vllm.slots import SlotPlan
 from kvtier.tiers import ConfigError
-from kvtier.tiers.config import CacheConfig
+from kvtier.tiers.config import CacheConfig, engine_variables
 from kvtier.tiers.naming import DTYPE_BYTES, ModelIdentity, config_digest, root_hash, with_lossy
 
 if TYPE_CHECKING:
@@ -84,16 +85,16 @@ def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: Cach
     specs = layer_specs(kv_cache_config)
     spec = specs[plan.layers[0]] if plan.layers else None
     dtype = str(model.dtype).removeprefix("torch.")
-    draft = _draft_layout(vllm_config.speculative_config, plan)
+    draft = _draft_layout(vllm_config, plan)
     num_ranks = plan.num_pieces or plan.num_parts  # those that a slot is laid out for
     exact = ModelIdentity(
         model=name_of(path),
-        revision=revision_of(path),
+        revision=_weights(model, vllm_config.load_config),
         config_digest=digest,
         rope_factor=rope_factor(model, digest),
         dtype=dtype,
         kv_dtype=dtype if spec is None else _kv_dtype(vllm_config, spec),
-        compute_dtype=dtype,
+        compute_dtype=dtype + _computes(model),
         quantization=_quantization(model),
         num_kv_heads=1 if spec is None else spec.num_kv_heads * plan.num_parts,
         head_dim=1 if spec is None else spec.head_size,
@@ -122,12 +123,12 @@ def encoder_identity(vllm_config: Any, width: int, rows: int, cache: CacheConfig
     path, dtype = checkpoint_path(model), str(model.dtype).removeprefix("torch.")
     return ModelIdentity(
         model=name_of(path),
-        revision=revision_of(path),
+        revision=_weights(model, vllm_config.load_config),
         config_digest=config_digest(model.hf_config.to_dict()),
         rope_factor=float(model.max_model_len),
         dtype=dtype,
         kv_dtype=dtype,
-        compute_dtype=dtype,
+        compute_dtype=dtype + _computes(model),
         quantization=_quantization(model),
         num_kv_heads=1,
         head_dim=width,
@@ -172,14 +173,15 @@ def _layers(vllm_config: Any, plan: SlotPlan) -> tuple[int, ...]:
     return tuple(sorted({layer_index(name) for name in _kept_layers(plan)}))
 
 
-def _draft_layout(speculative: Any, plan: SlotPlan) -> str:
+def _draft_layout(vllm_config: Any, plan: SlotPlan) -> str:
     """An identifier of a draft model's KV in a slot: the method, its checkpoint and settings. Empty without such KV."""
+    speculative = vllm_config.speculative_config
     if not has_kv(speculative):
         return ""
     model = speculative.draft_model_config
-    path = checkpoint_path(model)
+    weights, digest = _weights(model, vllm_config.load_config), _config_digest(model, checkpoint_path(model))
     parts = (
-        *(speculative.method, plan.lookahead, plan.layers, revision_of(path), _config_digest(model, path)),
+        *(speculative.method, plan.lookahead, plan.layers, weights, digest),
         *(model.dtype, model.quantization, model.quantization_config),
     )
     return f"/draft:{hashlib.sha256(' '.join(map(str, parts)).encode()).hexdigest()}"
@@ -245,6 +247,30 @@ def _quantization(model: Any) -> str | None:
     return model.quantization if settings is None else f"{model.quantization} {settings}"
 
 
+def adapter_settings(vllm_config: Any) -> str:
+    """The server's settings that change what an adapter does: the parts it is applied to, and the weights' dtype."""
+    lora, dtype = vllm_config.lora_config, str(vllm_config.model_config.dtype).removeprefix("torch.")
+    given = str(lora.lora_dtype).removeprefix("torch.")
+    text = "" if given in ("auto", dtype) else f" {given}"
+    return text if lora.target_modules is None else f"{text} on {sorted(lora.target_modules)}"
+
+
+def _computes(model: Any) -> str:
+    """What else than the checkpoint and its dtype decides what vLLM computes: variables, and classes in its place."""
+    text, classes = engine_variables("VLLM_"), getattr(model, "model_class_overrides", None)
+    if classes:
+        text += f" classes {sorted(classes.items())}"
+    if isinstance(model.hf_overrides, dict) and (file := model.hf_overrides.get("quantization_config_file")):
+        text += f" quantised by {hashlib.sha256(Path(file).read_bytes()).hexdigest()}"
+    return text
+
+
+def _weights(model: Any, load: Any) -> str:
+    """The name of the weights that vLLM loads. ConfigError if those are not files of the checkpoint."""
+    require_named(load.load_format)
+    return revision_of(checkpoint_path(model, load.download_dir), load.load_format)
+
+
 def hash_scheme(algorithm: str) -> str:
     """How vLLM names blocks: its hash algorithm and the chains' root. Raises ConfigError if that is random."""
     function = get_hash_fn_by_name(algorithm)
@@ -255,13 +281,17 @@ def hash_scheme(algorithm: str) -> str:
     return f"vllm-{algorithm}-{function(seed).hex()}"
 
 
-def checkpoint_path(model_config: Any) -> Path:
-    """The local directory from which vLLM reads the model. Raises ConfigError if there is none."""
+def checkpoint_path(model_config: Any, downloads: str | None = None) -> Path:
+    """The local directory from which vLLM reads the model; its weights are in `downloads`, if that is set.
+
+    Raises ConfigError if there is none.
+    """
     path = Path(model_config.model)
     if path.is_dir():
         return path.resolve()
     try:
-        return Path(snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True))
+        name, revision = model_config.model, model_config.revision
+        return Path(snapshot_download(name, revision=revision, cache_dir=downloads, local_files_only=True))
     except (LocalEntryNotFoundError, HfHubHTTPError, ValueError, OSError) as error:
         raise ConfigError(f"model {model_config.model!r}: no local checkpoint to name blocks after ({error})") from None
 
@@ -307,7 +337,7 @@ def native_identity(config: VllmConfig, spec: "OffloadingSpec", revision: str | 
         config_digest=digest,
         dtype=_plain(model.dtype),
         kv_dtype=spec.config.model.dtype,
-        compute_dtype=_plain(model.dtype),
+        compute_dtype=_plain(model.dtype) + _computes(model),
         num_kv_heads=max(1, heads),
         head_dim=model.get_head_size(),
         block_size=spec.config.cache.tokens_per_hash,
@@ -346,11 +376,9 @@ def _native_layout(config: VllmConfig, spec: "OffloadingSpec") -> str:
 
 def _revision(config: VllmConfig) -> str:
     """The commit or digest of the weights, and of a draft model's, whose KV is in the same chunks."""
-    if config.load_config.load_format == "dummy":
-        raise ConfigError('load_format "dummy": random weights have no name; give the tier a "revision" in hex')
     drafter = getattr(config.speculative_config, "draft_model_config", None)
     models = [model for model in (config.model_config, drafter) if model is not None]
-    revisions = list(dict.fromkeys(revision_of(checkpoint_path(model)) for model in models))
+    revisions = list(dict.fromkeys(_weights(model, config.load_config) for model in models))
     return revisions[0] if len(revisions) == 1 else hashlib.sha256(" ".join(revisions).encode()).hexdigest()
 
 

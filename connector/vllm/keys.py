@@ -4,6 +4,7 @@ import functools
 import hashlib
 import logging
 import re
+import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,9 +119,10 @@ class ServedAdapters:
     and reloads one only on request, or if other adapters have displaced it.
     """
 
-    def __init__(self, capacity: int = _MOST) -> None:
-        """`capacity`: adapters that vLLM keeps loaded, `max_cpu_loras`."""
+    def __init__(self, capacity: int = _MOST, settings: str = "") -> None:
+        """`capacity`: adapters that vLLM keeps loaded, `max_cpu_loras`. `settings`: what else changes their effect."""
         self._capacity = capacity
+        self._settings = settings
         self._adapters: dict[int, _Adapter] = {}  # by vLLM's number
         self._doubtful: set[int] = set()  # perhaps not loaded yet, or reloaded: their files must not change
         self._has_changed = False  # since the last `look`
@@ -213,7 +215,7 @@ class ServedAdapters:
 
     def _read(self, path: str, stamps: tuple[FileStamp, ...]) -> bytes | None:
         try:
-            digest = revision_of(Path(path)).encode()
+            digest = f"{revision_of(Path(path))}{self._settings}".encode()
         except (ConfigError, OSError) as error:
             self._warn(path, str(error))
             return None
@@ -242,16 +244,21 @@ def _stamps(path: str) -> tuple[FileStamp, ...]:
         return ()
 
 
-def watch_engine_core() -> None:
-    """Have vLLM's engine core tell its connectors which adapters it loads and removes. Idempotent.
+_CHANGES: Final = re.compile("weight|param|apply_model|load_model")  # in names of calls of all workers
+_READ: Final = re.compile("checksum|transfer_engine|^get_")
 
-    vLLM itself does not tell them, and a server loads adapters before any request needs them.
+
+def watch_engine_core() -> None:
+    """Have vLLM's engine core notify its connectors of adapters that it loads and removes, and of changed weights.
+
+    Idempotent. vLLM itself does not, and a server loads adapters before any request needs them.
     """
     from vllm.v1.engine.core import EngineCore  # only needed here, and not installed for this module's tests
 
     if getattr(EngineCore.add_lora, "is_watched", False):
         return
     add, remove = EngineCore.add_lora, EngineCore.remove_lora
+    call, reset = EngineCore.collective_rpc, EngineCore.reset_prefix_cache
 
     @functools.wraps(add)
     def add_lora(core: Any, lora_request: Any) -> Any:
@@ -274,14 +281,33 @@ def watch_engine_core() -> None:
             each.removed(lora_id)
         return remove(core, lora_id)
 
+    @functools.wraps(call)
+    def collective_rpc(core: Any, method: Any, *arguments: Any, **named: Any) -> Any:
+        if not isinstance(method, str) or (_CHANGES.search(method) and not _READ.search(method)):
+            for connector in _connectors(core):
+                getattr(connector, "weights_change", bool)()
+        return call(core, method, *arguments, **named)
+
+    @functools.wraps(reset)
+    def reset_prefix_cache(core: Any, *arguments: Any, **named: Any) -> Any:
+        answer = reset(core, *arguments, **named)
+        for connector in _connectors(core) if answer else ():
+            getattr(connector, "cache_emptied", bool)()
+        return answer
+
     add_lora.is_watched = True  # type: ignore[attr-defined]
     EngineCore.add_lora, EngineCore.remove_lora = add_lora, remove_lora
+    EngineCore.collective_rpc, EngineCore.reset_prefix_cache = collective_rpc, reset_prefix_cache
+
+
+def _connectors(core: Any) -> list[Any]:
+    connector = getattr(getattr(core, "scheduler", None), "connector", None)
+    return list(getattr(connector, "sub_connectors", [connector]))
 
 
 def _served_by(core: Any) -> list[ServedAdapters]:
     """The adapters' state in each of an engine's kvtier connectors."""
-    connector = getattr(getattr(core, "scheduler", None), "connector", None)
-    found = [getattr(each, "served_adapters", None) for each in getattr(connector, "sub_connectors", [connector])]
+    found = [getattr(each, "served_adapters", None) for each in _connectors(core)]
     return [each for each in found if isinstance(each, ServedAdapters)]
 
 
@@ -426,6 +452,22 @@ class RequestNames:
         self._kept = HashCache()  # of our own chains
         self.adapters = adapters or ServedAdapters()
         self.name_instead: NameInstead | None = None  # without it only full blocks that vLLM named are reused
+        self._changed: bytes | None = None  # random, once the model's weights have changed
+        self._mixes = False  # since then vLLM has not emptied its own cache
+
+    def weights_change(self) -> None:
+        """The model's weights may be others from now on, which nothing identifies: their names are random."""
+        self._changed, self._mixes = secrets.token_bytes(_DIGEST), True
+
+    def cache_emptied(self) -> bool:
+        """vLLM's own cache has no blocks of earlier weights any more: what was stored upon those is not found.
+
+        Returns whether names are other ones now.
+        """
+        mixed, self._mixes = self._mixes, False
+        if mixed:
+            self._changed = secrets.token_bytes(_DIGEST)
+        return mixed
 
     def of(self, request: Any) -> VllmChain | AheadChain | OwnChain | None:
         """The request's chain; None if its blocks cannot be named."""
@@ -436,6 +478,8 @@ class RequestNames:
         digest = None if lora is None else self.adapters.digest(lora)
         if lora is not None and digest is None:
             return None
+        if self._changed is not None:
+            digest = hashlib.sha256(self._changed + (digest or b"")).digest()
         if not self._plan.canonical:
             sizes = self._plan.block_size, self._plan.hash_size
             return self._ahead(VllmChain(request, self._root, sizes, digest, self.name_instead), request)

@@ -297,6 +297,23 @@ class SchedulerHalf:
         if drops:
             self.side.tiers.reset()
 
+    def weights_change(self) -> None:
+        """The model's weights are about to change: what runs now is neither loaded nor stored any more."""
+        self.names.weights_change()
+        self._forget_all()
+
+    def cache_emptied(self) -> None:
+        """vLLM has emptied its own cache: requests of before may look up what was stored upon blocks of other weights.
+
+        Their KV is computed again, so they are named anew.
+        """
+        if self.names.cache_emptied():
+            self._forget_all()
+
+    def _forget_all(self) -> None:
+        for row in list(self._rows.values()):
+            self._forget(row)
+
     def close(self) -> None:
         """Release what was never reported, then flush and close the tiers. Idempotent."""
         self.side.close()

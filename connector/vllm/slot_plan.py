@@ -86,11 +86,22 @@ def require_supported(vllm_config: Any) -> None:
             fix = "set it to 1, and divide the model by tensor_parallel_size or pipeline_parallel_size"
             raise ConfigError(f"{name} {size}: a rank's blocks would not hold consecutive tokens; {fix}")
     require_known_method(vllm_config.speculative_config)
-    if vllm_config.load_config.load_format == "dummy":
-        raise ConfigError('load_format "dummy": random weights have no name for their blocks; load a checkpoint')
+    require_named(vllm_config.load_config.load_format)
     if model.is_encoder_decoder:
         fix = "start it without --kv-transfer-config; decoder-only models are kept"
         raise ConfigError(f"model {model.model!r}: vLLM has no KV connectors for encoder-decoder models; {fix}")
+
+
+_UNNAMED: Final = {
+    "dummy": "random weights have",
+    **dict.fromkeys(("ipc_cache", "modelexpress", "tensorizer"), "weights from elsewhere than the checkpoint have"),
+}
+
+
+def require_named(load_format: str) -> None:
+    """Raise ConfigError if the weights that vLLM loads are not the checkpoint's files."""
+    if (why := _UNNAMED.get(load_format)) is not None:
+        raise ConfigError(f'load_format "{load_format}": {why} no name for their blocks; load a checkpoint')
 
 
 def why_none(vllm_config: Any) -> str | None:

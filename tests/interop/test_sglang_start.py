@@ -168,6 +168,9 @@ def change(**changes: Any) -> Callable[[SimpleNamespace], None]:
         (change(json_model_override_args='{"rope_theta": 5000.0}'), {}),
         (change(), {"pool": MHATokenToKVPoolHost(dtype=torch.bfloat16)}),
         (change(), {"pool": MHATokenToKVPoolHost(page_size=2 * TOKENS)}),
+        (change(modelopt_quant="fp8"), {}),
+        (change(decrypted_config_file="generation_config.json"), {}),
+        (change(), {"variable": "SGLANG_SIMULATE_UNIFORM_EXPERTS"}),
         (change(), {"extra": {"cache": {"epoch": 1}}}),
     ],
 )
@@ -177,11 +180,14 @@ def test_whatever_changes_kv_is_another_name(
     tmp_path: Path,
     started: Callable[[SimpleNamespace], None],
     options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     open_storage().close()
     open_storage().close()
     assert len(list((tmp_path / "slabs").glob("*.slab"))) == 1
     started(arguments)
+    if (variable := options.pop("variable", None)) is not None:
+        monkeypatch.setenv(variable, "1")
     open_storage(**options).close()
     assert len(list((tmp_path / "slabs").glob("*.slab"))) == 2
 
@@ -228,6 +234,9 @@ def test_what_cannot_be_served_is_one_line(
 def test_models_without_a_name_are_refused(open_storage: Open, arguments: SimpleNamespace) -> None:
     arguments.load_format = "dummy"
     with pytest.raises(ConfigError, match="--load-format dummy: random weights have no name"):
+        open_storage()
+    arguments.load_format = "remote_instance"
+    with pytest.raises(ConfigError, match="--load-format remote_instance: weights from elsewhere"):
         open_storage()
     arguments.load_format, arguments.model_path = "auto", "somebody/nothing"
     with pytest.raises(ConfigError, match="--model-path 'somebody/nothing': no checkpoint of that name here"):

@@ -180,7 +180,7 @@ def kv_cache_configs(layout: str, specs: dict[str, Any]) -> tuple[Any, Any, Any]
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False, max_num_batched_tokens=256),
         attention_config=SimpleNamespace(hisparse_config=None, backend=None),
-        load_config=SimpleNamespace(load_format="auto"),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
         speculative_config=None,
         kv_transfer_config=object(),
         num_prefill_lookahead_tokens=0,

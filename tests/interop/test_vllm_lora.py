@@ -1,4 +1,4 @@
-"""An adapter in a real vLLM: its requests are kept apart from the model's, warm and after a restart."""
+"""Adapters and changed weights in a real vLLM: their requests are kept apart, warm and after a restart."""
 
 import json
 from pathlib import Path
@@ -55,6 +55,39 @@ def test_with_an_adapter_and_without(tmp_path: Path) -> None:
         assert (answer(vllm, adapter), answer(vllm, None)) == ((adapted, 192), (bare, 192))
     with engine(model, tiers(tmp_path / "store"), **LORA) as vllm:  # after a restart
         assert (answer(vllm, adapter), answer(vllm, None)) == ((adapted, 192), (bare, 192))
+
+
+def test_an_adapter_on_other_parts_of_the_model_has_other_kv(tmp_path: Path) -> None:
+    """Of this adapter the server leaves out the queries and values; the next one has it whole."""
+    model, adapter = make_checkpoint("llama", tmp_path / "llama"), make_adapter(tmp_path / "adapter")
+    with engine(model, **LORA) as plain:
+        whole = answer(plain, adapter)[0]
+    with engine(model, tiers(tmp_path / "store"), **LORA, lora_target_modules=["o_proj"]) as part:
+        assert answer(part, adapter)[0] != whole
+    with engine(model, tiers(tmp_path / "store"), **LORA) as vllm:
+        assert answer(vllm, adapter) == (whole, 0)
+
+
+@pytest.mark.parametrize("empties", [False, True])
+def test_weights_that_change_in_a_running_server(tmp_path: Path, empties: bool) -> None:
+    """Whatever resets the caller forgets but vLLM's own, and whichever process comes next."""
+    model, trained = make_checkpoint("llama", tmp_path / "m"), make_checkpoint("llama", tmp_path / "trained", seed=1)
+    texts = []
+    for each in (model, trained):
+        with engine(each) as plain:
+            texts.append(answer(plain, None)[0])
+    assert texts[0] != texts[1]
+    with engine(model, tiers(tmp_path / "store")) as vllm:
+        assert answer(vllm, None) == (texts[0], 0)
+        vllm.settle()
+        vllm.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(trained)})
+        assert vllm.llm.llm_engine.reset_prefix_cache(reset_connector=empties)
+        assert answer(vllm, None) == (texts[1], 0)
+        vllm.forget_l1()
+        assert answer(vllm, None) == (texts[1], 192)
+    for path, text in ((model, texts[0]), (trained, texts[1])):
+        with engine(path, tiers(tmp_path / "store")) as vllm:
+            assert answer(vllm, None)[0] == text
 
 
 OTHER: Final = prompt(2, 200)

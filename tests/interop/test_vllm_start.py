@@ -11,12 +11,13 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 import torch
 import vllm
+from safetensors.torch import load_file
 from vllm.config import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched import output
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, KVQuantMode, MambaSpec, MLAAttentionSpec
-from vllm_rig import Engine, make_checkpoint, tiers
+from vllm_rig import Engine, engine, make_checkpoint, prompt, tiers
 
 from kvtier.connector.vllm import interface
 from kvtier.connector.vllm import slot_plan as vllm_slot_plan
@@ -40,7 +41,7 @@ def configs(spec: Any = SPEC, *, tp: int = 1, replicas: int = 1, **changed: Any)
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
         model_config=SimpleNamespace(model="m", is_encoder_decoder=False, dtype=torch.float32),
-        load_config=SimpleNamespace(load_format="auto"),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
         speculative_config=None,
     )
     for path, value in changed.items():
@@ -131,6 +132,7 @@ def test_what_a_new_version_changed_is_named(
         ),
         ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size 2: .* set it to 1, and"),
         ({"load_config__load_format": "dummy"}, 'load_format "dummy": random weights have no name'),
+        ({"load_config__load_format": "tensorizer"}, "weights from elsewhere than the checkpoint have no name"),
         (
             {"speculative_config": SimpleNamespace(method="dflash")},
             "speculative method 'dflash': .* draft_model, eagle, ",
@@ -210,6 +212,18 @@ def test_an_engine_that_cannot_be_served_does_not_start(tmp_path: Path) -> None:
         Engine(model, tiers(), load_format="dummy")
 
 
+def test_weights_of_another_kind_of_file_have_another_name(tmp_path: Path) -> None:
+    """A newer file that --load-format pt picks, beside older ones of the kind that vLLM takes first."""
+    model, trained = make_checkpoint("llama", tmp_path / "m"), make_checkpoint("llama", tmp_path / "trained", seed=1)
+    torch.save(load_file(trained / "model.safetensors"), model / "model.pt")
+    with engine(trained) as plain:
+        text = plain.text([prompt(1, 100)])
+    with engine(model, tiers(tmp_path / "store")) as older:
+        assert older.text([prompt(1, 100)]) != text
+    with engine(model, tiers(tmp_path / "store"), load_format="pt") as served:
+        assert served.text([prompt(1, 100)]) == text
+
+
 def test_every_setting_that_changes_kv_is_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_checkpoint("llama", tmp_path / "m")
     config, kv_cache = configs()
@@ -220,12 +234,14 @@ def test_every_setting_that_changes_kv_is_another_name(tmp_path: Path, monkeypat
         cache = CacheConfig(epoch=changed.pop("epoch", 0), lossy=changed.pop("lossy", "none"))
         algorithm = changed.pop("algorithm", "sha256")
         monkeypatch.setattr(config.cache_config, "prefix_caching_hash_algo", algorithm)
+        load = SimpleNamespace(load_format=changed.pop("load_format", "auto"), download_dir=None)
         settings = SimpleNamespace(**{**vars(config.model_config), **changed})
-        return identity(
-            SimpleNamespace(**{**vars(config), "model_config": settings}), kv_cache, plan, cache
-        ).fingerprint()
+        whole = SimpleNamespace(**{**vars(config), "model_config": settings, "load_config": load})
+        return identity(whole, kv_cache, plan, cache).fingerprint()
 
     overridden = SimpleNamespace(to_dict=lambda: {"rope_theta": 5})
+    by_file = {"quantization_config_file": str(tmp_path / "quantiser.json")}
+    (tmp_path / "quantiser.json").write_text("1")
     other = make_checkpoint("llama", tmp_path / "other", seed=1)
     names = [
         named(),
@@ -238,6 +254,8 @@ def test_every_setting_that_changes_kv_is_another_name(tmp_path: Path, monkeypat
         named(hf_overrides={"rope_theta": 5}, hf_config=overridden),
         named(hf_config_path="elsewhere", hf_config=SimpleNamespace(to_dict=lambda: {"rope_theta": 6})),
         named(quantization="fp8", quantization_config={"ignore": ["model.layers.0"]}),
+        named(model_class_overrides={"LlamaForCausalLM": "own:Class"}),
+        named(hf_overrides=by_file, hf_config=overridden),
         named(multimodal_config=MultiModalConfig()),
         named(multimodal_config=MultiModalConfig(mm_processor_kwargs={"do_normalize": False})),
         named(multimodal_config=MultiModalConfig(media_io_kwargs={"video": {"num_frames": 8}})),
@@ -246,6 +264,10 @@ def test_every_setting_that_changes_kv_is_another_name(tmp_path: Path, monkeypat
         changed.setenv("VLLM_VIDEO_LOADER_BACKEND", "another")
         names.append(named(multimodal_config=MultiModalConfig()))
         assert named() == names[0]  # a model without videos
+        changed.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
+        names.append(named())
+        (tmp_path / "quantiser.json").write_text("2")
+        names.append(named(hf_overrides=by_file, hf_config=overridden))
     assert len(set(names)) == len(names)
     assert named() == names[0]
 

@@ -7,6 +7,7 @@ from .config import options as options
 from .environment import COMPILED as COMPILED
 from .environment import cache_directory as cache_directory
 from .environment import compiled_setting as compiled_setting
+from .environment import engine_variables as engine_variables
 from .environment import otlp_target as otlp_target
 from .environment import preset as preset
 from .quantities import format_size as format_size

@@ -1,6 +1,7 @@
 """Environment variables besides the configuration: this user's cache, extension modules, and what libraries read."""
 
 import os
+import re
 from pathlib import Path
 from typing import Final
 
@@ -45,3 +46,12 @@ def otlp_target(configured: str | None) -> tracing.OtlpTarget | None:
         why = f"[tracing] {shown} by {protocol}: spans go by http/protobuf; set [tracing] endpoint to a port for that"
         return tracing.OtlpTarget(url, why)
     return tracing.OtlpTarget(url)
+
+
+_COMPUTES: Final = re.compile(r"QUANT|FP4|FP8|INT4|INT8|W4A|DTYPE|PRECISION|SIMULAT|SKIP_SOFTMAX|SAGE|EXTERNAL_MODEL")
+
+
+def engine_variables(prefix: str) -> str:
+    """Environment variables of an engine that change what it computes with the same weights, as they are set."""
+    found = sorted(each for each in os.environ.items() if each[0].startswith(prefix) and _COMPUTES.search(each[0]))
+    return "".join(f" {name}={value}" for name, value in found)

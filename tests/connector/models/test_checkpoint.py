@@ -192,7 +192,9 @@ def test_a_hubs_snapshot_that_was_written_to_is_not_what_was_downloaded(
     assert revision_of(snapshot) != before
 
 
-@pytest.mark.parametrize("name", ["adapter_config.json", "modeling_own.py", "video_preprocessor_config.json"])
+@pytest.mark.parametrize(
+    "name", ["adapter_config.json", "modeling_own.py", "video_preprocessor_config.json", "hf_quant_config.json"]
+)
 def test_an_adapters_settings_and_code_beside_the_weights_are_part_of_the_name(tmp_path: Path, name: str) -> None:
     path = saved(tmp_path / "m")
     names = [revision_of(path)]
