@@ -88,7 +88,7 @@ def judge(expected: PromptTexts, cold: TrialRound, warm: TrialRound, restart: Tr
 
 def settings(folder: Path) -> Config:
     file = {"path": str(folder), "size": "64MiB", "deadline": "60s"}
-    return Config.load(host={"size": "32MiB"}, file=file, cache={**_CACHE, "block_size": 16})  # prompts are short
+    return Config.load(host={"size": "64MiB"}, file=file, cache={**_CACHE, "block_size": 16})  # prompts are short
 
 
 def plain_texts(architecture: Architecture) -> PromptTexts:
