@@ -48,7 +48,7 @@ def otlp_target(configured: str | None) -> tracing.OtlpTarget | None:
     return tracing.OtlpTarget(url)
 
 
-_COMPUTES: Final = re.compile(r"QUANT|FP4|FP8|INT4|INT8|W4A|DTYPE|PRECISION|SIMULAT|SKIP_SOFTMAX|SAGE|EXTERNAL_MODEL")
+_COMPUTES: Final = re.compile(r"QUANT|FP4|FP8|INT4|INT8|W4A|DTYPE|PRECISION|SIMULAT|SKIP_SOFTMAX|_SAGE|EXTERNAL_MODEL")
 
 
 def engine_variables(prefix: str) -> str:

@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvtier.tiers.config.config import Config, options
+from kvtier.tiers.config.environment import engine_variables
 from kvtier.tiers.config.quantities import format_size, format_time, parse_size, parse_time
 from kvtier.tiers.errors import ConfigError
 
@@ -333,3 +334,13 @@ def test_a_policys_earlier_name_is_accepted_and_said_once(caplog: pytest.LogCapt
     assert caplog.messages == [
         '[cache] policy "tail" is called "predicted" now; write that: the old name goes with release 0.3'
     ]
+
+
+def test_variables_of_an_engine_that_change_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a name is what quantises or simulates; VLLM_NO_USAGE_STATS and the like are not."""
+    for name in ("VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL", "SGLANG_FP8_IGNORED_LAYERS", "VLLM_MARLIN_INPUT_DTYPE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SGLANG_USE_SAGE_ATTENTION_IMPL", "a")
+    assert "USAGE" not in engine_variables("VLLM_")
+    assert engine_variables("VLLM_").split() == ["VLLM_MARLIN_INPUT_DTYPE=1"]
+    assert engine_variables("SGLANG_").split() == ["SGLANG_FP8_IGNORED_LAYERS=1", "SGLANG_USE_SAGE_ATTENTION_IMPL=a"]
