@@ -11,6 +11,7 @@ from .request import (
     Request,
     StatePieces,
     best_child,
+    borders_to_keep,
     prefill_of,
 )
 from .scheduler import ConnectorUpdate, SchedulerSide
@@ -39,6 +40,7 @@ __all__ = [
     "WorkerSide",
     "agent_hint",
     "best_child",
+    "borders_to_keep",
     "hint_in",
     "is_cache_mark",
     "named_line",

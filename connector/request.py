@@ -1,13 +1,13 @@
 """An engine's requests as the scheduler side sees them: chains, views of stored blocks, and copies under way."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 
 from kvtier.connector.plan import CopyOp
-from kvtier.tiers import L1, L2, TIERS, BlockRecord, ChainHash, ChildBlock, Outcome
+from kvtier.tiers import L1, L2, TIERS, ChainHash, ChildBlock, Outcome
 from kvtier.tiers.hierarchy import Attribution, Claim, Wanted
 from kvtier.tiers.naming import state_name
 from kvtier.tiers.pool import Causes, Lease, Reservation
@@ -137,29 +137,35 @@ def _num_shared(own: bytes, other: bytes) -> int:
 class StatePieces:
     """The recurrent states after a block, as a chain that begins at that block. A `BlockChain`."""
 
-    __slots__ = ("_blocks", "block_size", "border", "hashes", "spares")
+    __slots__ = ("_blocks", "block_size", "border", "hashes", "root", "spares", "tenant")
 
     def __init__(self, blocks: BlockChain, border: int, count: int) -> None:
         """`border` is the number of blocks before the states, which lie in `count` slots."""
         self._blocks = blocks
         self.block_size = blocks.block_size
         self.border = border
+        self.tenant = blocks.tenant
+        self.root = blocks.hashes[border - 1]
         self.hashes: Sequence[ChainHash] = [state_name(self.root, piece) for piece in range(count)]
-
-    @property
-    def tenant(self) -> ChainHash:
-        return self._blocks.tenant
-
-    @property
-    def root(self) -> ChainHash:
-        """The name of the block that the states follow."""
-        return self._blocks.hashes[self.border - 1]
 
     def parent(self, block: int) -> ChainHash:
         return self.hashes[block - 1] if block else self.root
 
     def block_tokens(self, block: int) -> bytes:
         return self._blocks.block_tokens(self.border - 1)
+
+
+_SHORTEST: Final = 512  # tokens before the first state that a long prompt stores at a power of two
+
+
+def borders_to_keep(border: int, last: int, parted: int, block_size: int) -> list[int]:
+    """The borders after `border` at which a prompt's states are stored, if several tokens at once may follow them.
+
+    These are its `last` one, the end of the blocks that were known (`parted`), and powers of two.
+    """
+    powers = [1 << power for power in range(last.bit_length())]
+    wanted = {last, parted, *(each for each in powers if each * block_size >= _SHORTEST)}
+    return [each for each in sorted(wanted) if border < each <= last]
 
 
 _MOST_SPARED: Final = (1 << 20) - 1  # tokens: the daemon's protocol takes no more for one block
@@ -180,37 +186,21 @@ def prefill_of(chunks: Iterable[tuple[int, int]], num_tokens: int) -> tuple[int,
     return num_prefilled, seen / num_prefilled
 
 
-class ClosedChain:
-    """A request's blocks up to a border, then the states to continue from. A `BlockChain` for lookups only.
+class ClosedChain(StatePieces):
+    """A request's blocks up to a border, then the states to continue from: for lookups only.
 
     For a model that keeps only states, it has the states alone. All of it is loaded or nothing: each block `spares`
     its part of the prefix's tokens.
     """
 
-    __slots__ = ("_blocks", "block_size", "border", "hashes", "spares")
+    __slots__ = ()
 
     def __init__(self, blocks: BlockChain, border: int, groups: Sequence[int], *, keeps_blocks: bool) -> None:
-        self._blocks = blocks
-        self.block_size = blocks.block_size
-        self.border = border
-        last = blocks.hashes[border - 1]
+        super().__init__(blocks, border, 0)
         own = blocks.hashes[:border] if keeps_blocks else ()
-        self.hashes: Sequence[ChainHash] = [*own, *(state_name(last, group) for group in groups)]
+        self.hashes = [*own, *(state_name(self.root, group) for group in groups)]
+        self.root = blocks.root
         self.spares = min(border * blocks.block_size // len(self.hashes), _MOST_SPARED)
-
-    @property
-    def tenant(self) -> ChainHash:
-        return self._blocks.tenant
-
-    @property
-    def root(self) -> ChainHash:
-        return self._blocks.root
-
-    def parent(self, block: int) -> ChainHash:
-        return self.hashes[block - 1] if block else self.root
-
-    def block_tokens(self, block: int) -> bytes:
-        return self._blocks.block_tokens(min(block, self.border - 1))
 
 
 @dataclass(slots=True)
@@ -224,33 +214,6 @@ class ClosedRequest:
     def num_tokens(self) -> int:
         """One more than the records have: all of them may be promised."""
         return len(self.chain.hashes) * self.chain.block_size + 1
-
-
-@dataclass(slots=True)
-class PartialChain:
-    """A `BlockChain` of one partial block, without the blocks before it."""
-
-    block: BlockRecord
-    tenant: ChainHash
-    block_size: int  # tokens in a whole block
-
-    @property
-    def hashes(self) -> Sequence[ChainHash]:
-        """Its name."""
-        return [self.block.chain_hash]
-
-    @property
-    def root(self) -> ChainHash:
-        """Its parent."""
-        return self.block.parent
-
-    def parent(self, block: int) -> ChainHash:
-        """The name of the last full block; the root if there is none."""
-        return self.block.parent
-
-    def block_tokens(self, block: int) -> bytes:
-        """Its tokens, fewer than a block has."""
-        return self.block.tokens
 
 
 class Request(Protocol):
@@ -345,7 +308,7 @@ class StoringOp(Wanted):
     """Blocks to be stored: first without slots, then with a reservation."""
 
     request_id: str
-    chain: BlockChain
+    tokens_of: Callable[[int], bytes]  # the tokens of a block of its chain
     first_block: int
     epoch: int
     blocks: list[int]  # in L1, not released yet

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Final
 
-from kvtier.connector.overlapped import Group, GroupCopy, OverlappedLoad
+from kvtier.connector.overlapped import GroupCopy, OverlappedLoad
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
 from kvtier.connector.request import (
     LEAST,
@@ -14,7 +14,6 @@ from kvtier.connector.request import (
     BlockChain,
     ConnectedRequest,
     LoadingOp,
-    PartialChain,
     PartialView,
     Request,
     StoringOp,
@@ -25,7 +24,7 @@ from kvtier.connector.request import (
 )
 from kvtier.tiers import L2, BlockRecord, ChainHash, Outcome, tracing, value
 from kvtier.tiers.hierarchy import PENDING, Attribution, CacheTiers, Claim, Filled, Overlap, Pending, end_lookup
-from kvtier.tiers.pool import Lease, Reservation
+from kvtier.tiers.pool import Reservation
 from kvtier.tiers.reuse import RequestEnd
 
 _NO_OVERLAP: Final = Overlap.NONE  # a member of an enum costs a request more than a name
@@ -121,8 +120,10 @@ class SchedulerSide:
             self._submit(known)
         least = in_l1 * block_size + in_part
         covered = self._answer(known, least, is_fresh=is_fresh)
-        if (claim := known.claim) is not None and claim.split is not None:
-            self._begin_overlapped(known, claim)
+        if (claim := known.claim) is not None and claim.split is not None and request.request_id not in self.overlapped:
+            chain = request.chain
+            back = OverlappedLoad(self.tiers, chain.hashes, chain.root, claim, self._clock)
+            self.overlapped[request.request_id] = back
         if covered is None:
             return PENDING
         return covered - in_l1 * block_size if covered > least else 0
@@ -173,8 +174,8 @@ class SchedulerSide:
                 self._loads[op_id] = LoadingOp(op, num_l1, lease, num_blocks * region.slot_bytes, time.monotonic())
                 self._planned.append(op)
                 loading = num_blocks * size if view is None else min(num_external_tokens, num_blocks * size)
-        if self.overlapped:
-            self._seat_overlapped(known, block_ids, loading)
+        if (back := self.overlapped.get(request_id)) is not None:
+            back.seat(block_ids, known.num_l1 + -(-loading // known.request.chain.block_size))
         return loading
 
     def forget_promises(self) -> None:
@@ -199,19 +200,21 @@ class SchedulerSide:
         """The tier that had the block of which a live request was promised a part; None: no such promise."""
         return self.requests[request_id].found_in_part
 
-    def store(self, request_id: str, first_block: int, block_ids: Sequence[int]) -> int:
+    def store(
+        self, request_id: str, first_block: int, block_ids: Sequence[int], chain: BlockChain | None = None
+    ) -> int:
         """Blocks `first_block…` of the request's table became full in this step; copy those that L2 lacks.
 
         Returns the id of the op that the next plan has, if there is anything to copy. Every block named here must keep
         its content until an update names it in `released`: the engine keeps it referenced in L1, or has the worker
-        `fence` the op before the block is overwritten.
+        `fence` the op before the block is overwritten. `chain`: another one than the request's, such as `StatePieces`.
         """
-        known = self.requests[request_id]
-        chain, blocks = known.request.chain, [*map(int, block_ids)]
-        hashes = chain.hashes[first_block : first_block + len(blocks)]
+        known, blocks = self.requests[request_id], [*map(int, block_ids)]
+        chain = known.request.chain if chain is None else chain
         self._wanted[op_id := next(self._op_ids)] = StoringOp(
-            hashes, chain.parent(first_block), chain.tenant,
-            request_id=request_id, chain=chain, first_block=first_block, epoch=known.epoch, blocks=blocks,
+            chain.hashes[first_block : first_block + len(blocks)], chain.parent(first_block), chain.tenant,
+            request_id=request_id, tokens_of=chain.block_tokens, first_block=first_block, epoch=known.epoch,
+            blocks=blocks,
         )  # fmt: skip
         if self.traces:
             self._wanted[op_id].trace = self._trace_of(request_id)
@@ -244,14 +247,12 @@ class SchedulerSide:
 
         False: the block is not stored, as it has too few tokens to be worth a load, or partial blocks are off.
         """
-        request = self.requests[request_id].request
-        size = request.chain.block_size
-        if not self._partial_blocks or LEAST * (len(partial.tokens) // 4) < size:
+        chain, epoch = self.requests[request_id].request.chain, self.requests[request_id].epoch
+        if not self._partial_blocks or LEAST * (len(partial.tokens) // 4) < chain.block_size:
             return False
-        chain, epoch = PartialChain(partial, request.chain.tenant, size), self.requests[request_id].epoch
         self._wanted[next(self._op_ids)] = StoringOp(
-            chain.hashes, partial.parent, chain.tenant, is_partial=True,
-            request_id=request_id, chain=chain, first_block=0, epoch=epoch, blocks=[block_id],
+            [partial.chain_hash], partial.parent, chain.tenant, is_partial=True,
+            request_id=request_id, tokens_of=lambda _: partial.tokens, first_block=0, epoch=epoch, blocks=[block_id],
         )  # fmt: skip
         return True
 
@@ -262,13 +263,6 @@ class SchedulerSide:
         if known.request is not request:
             self._cancel(known)
             known.request = request
-
-    def store_chain(self, request_id: str, chain: BlockChain, block_ids: Sequence[int]) -> None:
-        """As `store`, for a whole chain other than the request's: its recurrent states at a border."""
-        self._wanted[next(self._op_ids)] = StoringOp(
-            chain.hashes, chain.parent(0), chain.tenant, request_id=request_id, chain=chain, first_block=0,
-            epoch=self.requests[request_id].epoch, blocks=list(block_ids),
-        )  # fmt: skip
 
     def build_plan(self) -> StepPlan:
         """This step's copies; sends everything buffered since the last plan."""
@@ -306,7 +300,7 @@ class SchedulerSide:
         for op_id in report.finished:
             if stores and (store := stores.pop(op_id, None)) is not None:
                 self.released += store.blocks
-                reservation, tokens_of, first = store.reservation, store.chain.block_tokens, store.first_block
+                reservation, tokens_of, first = store.reservation, store.tokens_of, store.first_block
                 assert reservation is not None
                 tokens = [tokens_of(first + index) for index in reservation.indices]
                 filled.append((reservation, tokens, store.epoch))
@@ -360,9 +354,11 @@ class SchedulerSide:
         if known.claim is not None:
             self._cancel(known)
         if answered is not None:
-            self._finished.append(answered.finish_of(known.request.chain, request_id))
-            if not self._wanted:
-                self._report_finished()
+            end = answered.finish_of(known.request.chain, request_id)
+            if self._wanted:
+                self._finished.append(end)
+            else:
+                self.tiers.ended(end)
                 if not self.requests:
                     self.tiers.tick()
 
@@ -395,10 +391,6 @@ class SchedulerSide:
         for end in self._finished:
             self.tiers.ended(end)
         self._finished = []
-
-    def _moved(self, direction: str, num_blocks: int, seconds: float) -> None:
-        if (region := self.tiers.region) is not None:
-            self.tiers.metrics.moved(L2, direction, num_blocks * region.slot_bytes, seconds)
 
     def _submit(self, known: ConnectedRequest) -> None:
         """Claim the request's blocks, as far as they may be promised."""
@@ -444,9 +436,10 @@ class SchedulerSide:
             known.found = found
             known.causes = None if claim.why is None else claim.why()
             self.tiers.count(found, claim.missing, known.causes)
-        may_look = self._partial_blocks and known.view is None and claim.behind is not None
-        if may_look and self._take_view(known, claim, least):
-            return self._answer(known, least)
+        if self._partial_blocks and found is not None and claim.behind is not None and known.view is None:
+            room = known.request.num_tokens - 1 - (found.blocks - found.miss) * known.request.chain.block_size
+            if room > 0 and self._take_view(known, claim, room, least):
+                return self._answer(known, least)
         if isinstance(promised, Pending):
             return None
         if claim.trace is not None:
@@ -468,14 +461,16 @@ class SchedulerSide:
             self._cancel(known)
         return tokens
 
-    def _take_view(self, known: ConnectedRequest, claim: Claim, least: int) -> bool:
-        """Claim the request's blocks in the tiers and the best child after them, instead of its own blocks alone."""
+    def _take_view(self, known: ConnectedRequest, claim: Claim, room: int, least: int) -> bool:
+        """Claim the request's blocks in the tiers and the best child after them, instead of its own blocks alone.
+
+        `room`: tokens after these blocks that may be loaded.
+        """
         chain, size = known.request.chain, known.request.chain.block_size
         if known.whole_only or claim.found is None or claim.refusal is not None:
             return False
         num_found = claim.found.blocks - claim.found.miss
-        room = known.request.num_tokens - 1 - num_found * size  # tokens after them that may be loaded
-        if room <= 0 or num_found * size + min(room, size) <= least or not is_named_by_tokens(chain):
+        if num_found * size + min(room, size) <= least or not is_named_by_tokens(chain):
             return False
         if known.looked_behind == num_found and time.monotonic() < known.look_again:
             return False
@@ -496,32 +491,31 @@ class SchedulerSide:
 
     # overlapped loads
 
-    def _begin_overlapped(self, known: ConnectedRequest, claim: Claim) -> None:
-        request_id, chain = known.request.request_id, known.request.chain
-        if request_id not in self.overlapped:
-            self.overlapped[request_id] = OverlappedLoad(self.tiers, chain.hashes, chain.root, claim, self._clock)
-
-    def _seat_overlapped(self, known: ConnectedRequest, block_ids: Sequence[int], loading: int) -> None:
-        if (back := self.overlapped.get(known.request.request_id)) is not None:
-            back.seat(block_ids, known.num_l1 + -(-loading // known.request.chain.block_size))
-
     def _plan_overlapped(self) -> None:
         region = self.tiers.region
         if region is None or (self._planned and self._region_id != region.region_id):
             return
         for request_id, back in self.overlapped.items():
             for group, lease, blocks in back.collect():
-                self._plan_copy(request_id, back, group, lease, blocks)
                 self._region_id = region.region_id
+                if not blocks:
+                    lease.release()
+                    continue
+                slots, generations = tuple(lease.slots), tuple(lease.generations)
+                op = CopyOp(next(self._op_ids), request_id, tuple(blocks), slots, generations)
+                self._behind[op.op_id] = GroupCopy(op, back, group, lease, self._clock())
+                self._planned.append(op)
+                self.writing += blocks
 
     def _overlapped_copied(self, copy: GroupCopy, *, well: bool) -> None:
         copy.back.copied(copy.group, well=well)
         copy.lease.release()
         self.released += copy.op.device_blocks
-        if well:
-            self._moved("load", len(copy.op), self._clock() - copy.planned_at)
-        else:
+        if not well:
             self.tiers.metrics.missed(Outcome.COPY_FAILED, len(copy.op))
+        elif (region := self.tiers.region) is not None:
+            num_bytes = len(copy.op) * region.slot_bytes
+            self.tiers.metrics.moved(L2, "load", num_bytes, self._clock() - copy.planned_at)
 
     def _cancel_overlapped(self, known: ConnectedRequest) -> None:
         """Copies under way continue."""
@@ -529,16 +523,6 @@ class SchedulerSide:
             back.cancel()
             if known.claim is not None:  # it has no L1 blocks yet: the next claim decides again
                 del self.overlapped[known.request.request_id]
-
-    def _plan_copy(self, request_id: str, back: OverlappedLoad, group: Group, lease: Lease, blocks: list[int]) -> None:
-        if not blocks:
-            lease.release()
-            return
-        slots, generations = tuple(lease.slots), tuple(lease.generations)
-        op = CopyOp(next(self._op_ids), request_id, tuple(blocks), slots, generations)
-        self._behind[op.op_id] = GroupCopy(op, back, group, lease, self._clock())
-        self._planned.append(op)
-        self.writing += blocks
 
     def _cancel(self, known: ConnectedRequest) -> None:
         if self.overlapped:

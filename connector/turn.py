@@ -21,6 +21,7 @@ class Turn:
         self._what = what
         self._pid = os.getpid()
         self._queue = threading.Lock()  # held by the next in line: else the thread that leaves could re-enter first
+        self.is_wanted = self._queue.locked  # whether a thread waits in line
         self._lock = threading.Lock()
         self._holder: int | None = None  # a thread's ident
         self._num_ended = 0

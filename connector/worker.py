@@ -40,7 +40,7 @@ class WorkerSide:
         self._by_layers = by_layers
         self._loads: dict[int, list[tuple[int, CopyEvent]]] = {}  # op → (end layer, event) of each group
         self._stores: dict[int, CopyEvent] = {}
-        self._finished: list[int] = []  # copies that were complete when submitted
+        self.finished: list[int] = []  # copies that were complete when submitted, until the next `poll`
         self._expired: set[int] = set()  # stores whose blocks were overwritten before they were read
         self._begun: object | None = None  # the mark after which the step's loads start, except layerwise ones
         self._layerwise: list[int] = []  # ops of this step's plan that its compute waits for
@@ -85,7 +85,7 @@ class WorkerSide:
                     groups.append((self._num_layers, ended("it could not be started")))
         for ops, groups in zip(kinds, events, strict=True):
             if all(event is COPIED for _, event in groups):
-                self._finished += [op.op_id for op in ops]
+                self.finished += [op.op_id for op in ops]
                 for op in ops:
                     del self._loads[op.op_id]
 
@@ -128,14 +128,14 @@ class WorkerSide:
                 event = (stream or self.connect(plan.region)).store(BlockCopies(blocks, slots))
             finally:
                 if event is COPIED:
-                    self._finished += op_ids
+                    self.finished += op_ids
                 else:
                     failed = ended("it could not be started") if event is None else event
                     self._stores.update(dict.fromkeys(op_ids, failed))
 
     def unstarted(self, plan: StepPlan) -> tuple[int, ...]:
         """Ops of this step's plan that were not started, because the step raised before: no report names them."""
-        started = {*self._loads, *self._stores, *self._finished}
+        started = {*self._loads, *self._stores, *self.finished}
         return tuple(op.op_id for op in (*plan.loads, *plan.stores) if op.op_id not in started)
 
     def fence(self, op_ids: Sequence[int]) -> None:
@@ -151,7 +151,7 @@ class WorkerSide:
 
     def poll(self) -> WorkerReport:
         """The ops that have ended since the last poll."""
-        finished, self._finished = self._finished, []
+        finished, self.finished = self.finished, []
         failed: list[int] = []
         lost: list[int] = []
         for op_id, groups in self._loads.items():
@@ -190,7 +190,7 @@ class WorkerSide:
 
         For an engine with nothing else to do: spinning would keep the GIL from the copying thread.
         """
-        if self._finished:
+        if self.finished:
             return
         for groups in self._loads.values():
             groups[-1][1].wait(timeout)
@@ -202,7 +202,7 @@ class WorkerSide:
     @property
     def idle(self) -> bool:
         """Whether no copy is under way."""
-        return not (self._loads or self._stores or self._finished)
+        return not (self._loads or self._stores or self.finished)
 
     def close(self, timeout: float) -> WorkerReport:
         """Drain for up to `timeout` seconds, then stop. Reports unfinished ops as failed and lost."""

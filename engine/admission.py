@@ -1,7 +1,6 @@
 """Admission by cached prefix: the longest one first, within an aging bound. No torch."""
 
 from bisect import insort
-from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.connector import best_child
@@ -61,7 +60,7 @@ class Admission:
                 continue  # it waits for its segments
             if not sequence.looks_up:
                 self._connector.admit(sequence)
-                ranked.append((self._place(sequence, 0), Admissible(sequence, [], 0, 0, None)))
+                ranked.append(Admissible(sequence, [], 0, 0, None))
                 continue
             usable = list(sequence.hashes[: (sequence.num_tokens - 1) // block_size])
             num_l1 = self._pool.lookup(usable)
@@ -76,13 +75,14 @@ class Admission:
                 self.absent.append(sequence.request_id)
                 self.has_changed = True
                 continue
-            cached = num_l1 * block_size + max(num_external, in_part)
-            ranked.append((self._place(sequence, cached), Admissible(sequence, usable, num_l1, num_external, child)))
-        return [candidate for _, candidate in sorted(ranked, key=itemgetter(0))]
+            ranked.append(Admissible(sequence, usable, num_l1, num_external, child))
+        return sorted(ranked, key=self._place) if len(ranked) > 1 else ranked
 
-    def _place(self, sequence: Sequence, cached: int) -> tuple[bool, int, int]:
-        """The sort key of a request with so many cached tokens: the least is admitted first."""
+    def _place(self, candidate: Admissible) -> tuple[bool, int, int]:
+        """The sort key: the least is admitted first."""
+        sequence, _, num_l1, num_external, child = candidate
         overdue = sequence.num_passed_over >= self._config.max_passed_over
+        cached = num_l1 * self._config.block_size + max(num_external, 0 if child is None else child[1])
         return not overdue, 0 if overdue else -cached, sequence.order
 
     def seat(self, candidate: Admissible, room_to_grow: int) -> bool | None:

@@ -165,12 +165,12 @@ class Engine:
             if request_id is not None and self._knows(request_id):
                 raise RequestError(f"request id {request_id!r}: a live request has it; choose another")
             wanted = wanted_reuse(segments, repair, len(prompt.token_ids), self.segments)
-            return self._queue(prompt, params, request_id, wanted).request_id
+            return self._queue(prompt, params, wanted, request_id).request_id
 
     def step(self) -> list[Output]:
         """Compute one batch. Returns an entry per request that got a token or ended; empty if all wait."""
         with self._turn:
-            self._unclaimed += self._deliver(self._step())  # if that raises, the next step returns them
+            self._step()  # if that raises, the next step returns what is unclaimed
             outputs, self._unclaimed = self._unclaimed, []
             return outputs
 
@@ -196,7 +196,8 @@ class Engine:
             wanted = wanted_by_each(segments, repair, checked, self.segments)
         named = [self._names.named(prompt, cache_salt) for prompt in checked]
         with self._turn:
-            requests = [self._open(*one) for one in zip(named, chosen, wanted, strict=True)]
+            requests = [self._queue(*one) for one in zip(named, chosen, wanted, strict=True)]
+            self._inboxes.update((request.request_id, deque()) for request in requests)
         try:
             return [self._complete(request) for request in requests]
         finally:
@@ -325,7 +326,8 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _step(self) -> list[Output]:
+    def _step(self) -> None:
+        """Compute one batch, and sort its outputs into their requests' inboxes; the others are `_unclaimed`."""
         if self._is_torn:
             raise RequestError(_TORN)
         if self._left:
@@ -344,7 +346,7 @@ class Engine:
                 self.segments.blend(batch)
             if batch.chunks:
                 logits = self.runner.run(batch)  # each layer waits for its own load
-            elif not batch.has_blended:
+            elif not batch.has_blended and not batch.plan.loads:
                 self._wait()
             samples = [] if logits is None else self.runner.sample(batch, logits)
             if self.config.enable_prefix_caching and (batch.chunks or batch.has_blended):
@@ -358,10 +360,15 @@ class Engine:
             self._is_torn = False
             raise
         outputs = self.scheduler.postprocess(batch, samples)
-        if batch.plan.loads:  # a layerwise load ends with its step, and with it its lease
+        if batch.plan.loads or self.worker.finished:  # a layerwise load ends with its step, and with it its lease
             self.scheduler.apply(self.worker.poll())
         self._is_torn = False
-        return outputs
+        for output in outputs:
+            if self.segments is not None and self.segments.takes(output):
+                continue
+            if output.finish_reason is not None:
+                self._requests.pop(output.request_id, None)
+            self._inboxes.get(output.request_id, self._unclaimed).append(output)
 
     def _wait(self) -> None:
         """Nothing can be computed: wait a little for copies or lookups."""
@@ -403,8 +410,8 @@ class Engine:
         self,
         prompt: NamedPrompt,
         params: SamplingParams,
-        request_id: str | None = None,
         wanted: WantedReuse | None = None,
+        request_id: str | None = None,
     ) -> Sequence:
         """Queue a request's prompt, under the next free number if it has no id. The caller has the turn."""
         if self._is_torn:
@@ -425,34 +432,31 @@ class Engine:
         self._requests[request_id] = request
         return request
 
-    def _open(self, prompt: NamedPrompt, params: SamplingParams, wanted: WantedReuse | None = None) -> Sequence:
-        request = self._queue(prompt, params, wanted=wanted)
-        self._inboxes[request.request_id] = deque()
-        return request
-
     def _stream(
         self, tokens: list[int], params: SamplingParams, cache_salt: str | None, wanted: WantedReuse | None
     ) -> Iterator[Output]:
         named = self._names.named(self._checked(tokens, params), cache_salt)
         with self._turn:
-            request = self._open(named, params, wanted)
-        yield from self._follow(request)
-
-    def _follow(self, request: Sequence) -> Iterator[Output]:
-        inbox = self._inboxes[request.request_id]
+            request = self._queue(named, params, wanted)
+            inbox = self._inboxes[request.request_id] = deque[Output]()
+        output: Output | None = None
         try:
-            while True:
-                while not inbox:
-                    with self._turn:
-                        if self._closed:
-                            raise RequestError(_CLOSED)
-                        if not inbox:  # else another thread's step delivered it
-                            self._unclaimed += self._deliver(self._step())
+            while output is None or output.finish_reason is None:
+                self._advance(inbox)
                 yield (output := inbox.popleft())
-                if output.finish_reason is not None:
-                    return
         finally:
             self._leave(request)
+
+    def _advance(self, inbox: deque[Output], *, to_end: bool = False) -> None:
+        """Compute steps until the inbox has an output, or with `to_end` the last one; others' steps deliver, too."""
+        while not inbox or (to_end and inbox[-1].finish_reason is None):
+            with self._turn:
+                if self._closed:
+                    raise RequestError(_CLOSED)
+                while not inbox or (to_end and inbox[-1].finish_reason is None):
+                    self._step()
+                    if self._turn.is_wanted():
+                        break
 
     def _leave(self, request: Sequence) -> None:
         """This request's outputs are no longer read. May run anywhere, even in a garbage collection inside a step."""
@@ -470,10 +474,11 @@ class Engine:
             self._abort(self._left.popleft())
 
     def _complete(self, request: Sequence) -> Completion:
-        outputs, scores, reuse = list(self._follow(request)), request.sampling.scores or {}, request.reuse
+        self._advance(self._inboxes[request.request_id], to_end=True)
+        outputs, scores, reuse = self._inboxes.pop(request.request_id), request.sampling.scores or {}, request.reuse
         return Completion(
             request.request_id,
-            token_ids=request.generated,
+            token_ids=request.token_ids[request.num_prompt_tokens :],
             finish_reason=outputs[-1].finish_reason,
             logits=[output.logits for output in outputs if output.logits is not None],
             logprobs=[output.logprobs for output in outputs if output.logprobs is not None],
@@ -485,21 +490,6 @@ class Engine:
             num_repaired_tokens=0 if reuse is None else reuse.num_repaired,
             ttft=request.ttft,
         )
-
-    def _deliver(self, outputs: list[Output]) -> list[Output]:
-        """Sort outputs into their requests' inboxes; return the rest."""
-        rest = []
-        for output in outputs:
-            if self.segments is not None and self.segments.takes(output):
-                continue
-            if output.finish_reason is not None:
-                self._requests.pop(output.request_id, None)
-            inbox = self._inboxes.get(output.request_id)
-            if inbox is None:
-                rest.append(output)
-            else:
-                inbox.append(output)
-        return rest
 
 
 def _warn_of_l1(num_tokens: int, max_model_len: int, num_blocks: int, shape: KVShape) -> None:

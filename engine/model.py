@@ -40,6 +40,7 @@ class LatentAttention(PackedAttention):
     def __init__(self, expand: Mapping[int, Expand], *packed: Any) -> None:
         """`expand` has one for each layer; the rest as in `PackedAttention`."""
         super().__init__(*packed)
+        self.context = self._expanded
         self._expand = expand
         self._rank = 0  # of a latent; the rest of a row is the rotated key
 
@@ -51,7 +52,7 @@ class LatentAttention(PackedAttention):
         self.write(layer, torch.cat((latent, rotated), -1))
         return latent, rotated
 
-    def context(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
+    def _expanded(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
         [rows] = self.kv.gather(layer, blocks, num_tokens)
         rows = rows.transpose(0, 1)[None]
         expanded = self._expand[layer](rows[..., : self._rank], rows[..., self._rank :])

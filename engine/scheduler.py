@@ -29,10 +29,6 @@ class HeldBlocks:
         self.copies: Counter[int] = Counter()  # under way, by block
         self.left: set[int] = set()  # blocks released by their request
 
-    @property
-    def are_draining(self) -> bool:
-        return bool(self.left)
-
     def hold(self, blocks: abc.Sequence[int]) -> None:
         self._pool.hold(blocks)
         self.copies.update(blocks)
@@ -118,9 +114,8 @@ class Scheduler:
         only = next(iter(self.live.values())) if len(self.live) == 1 else None
         self._connector.computes_alone = only is not None and only.reuse is None and only.find is None
         chunks, budget = self._continue() if self.running else ([], self._token_budget)
-        if self.stats["preempted"] == num_preempted:
-            admitted, budget = self._admit(budget)
-            chunks += admitted
+        if self.waiting and budget and self.stats["preempted"] == num_preempted:
+            budget = self._admit(budget, chunks)
         block_size = self._config.block_size
         for chunk in chunks:
             sequence = chunk.sequence
@@ -137,7 +132,7 @@ class Scheduler:
             self._admission.release_sources()
         if not batch.plan.loads and not batch.has_blended:  # these slow a step down
             chunks = [(num_new, each.start) for each in batch.chunks if (num_new := each.end - each.start) > 1]
-            num_prefilled, position = prefill_of(chunks, batch.num_tokens)
+            num_prefilled, position = prefill_of(chunks, batch.num_tokens) if chunks else (0, 0.0)
             if num_prefilled:
                 self._connector.computed(num_prefilled, time.perf_counter() - batch.started, position)
         left = iter(samples)
@@ -263,7 +258,7 @@ class Scheduler:
         scheduled = {chunk.sequence.request_id for chunk in chunks}
         while (blocks := self._pool.allocate(num_missing)) is None:
             self._connector.drop_late(short_only=True)
-            if self._held.are_draining:  # there is room once their copies end
+            if self._held.left:  # there is room once their copies end
                 return False
             victim = next(other for other in reversed(self.running) if other.request_id not in scheduled)
             self._preempt(victim)
@@ -287,38 +282,32 @@ class Scheduler:
 
     # admission: the longest cached prefix first, unless an earlier request was passed over too often
 
-    def _admit(self, budget: int) -> tuple[list[Chunk], int]:
-        """The chunks of new requests, and the step's remaining `budget` of tokens."""
-        chunks: list[Chunk] = []
-        num_seats = self._config.max_num_seqs - len(self.running) - len(self.loading)
-        now = time.perf_counter()
-        if budget <= 0 or not self.waiting or (num_seats <= 0 and now < self._look_ahead_at):
-            return chunks, budget
+    def _admit(self, budget: int, chunks: list[Chunk]) -> int:
+        """Admit what fits, in the order of ranking, and add its chunks. Returns the step's remaining budget."""
+        now, max_num_seqs = time.perf_counter(), self._config.max_num_seqs
+        if now < self._look_ahead_at and len(self.running) + len(self.loading) >= max_num_seqs:
+            return budget
         self._look_ahead_at = now + _LOOK_AHEAD
-        budget = self._seat_waiting(budget, chunks)
-        while budget and self._admission.has_changed:  # segments were queued, or ended as no tier has them
-            budget = self._seat_waiting(budget, chunks)
-        return chunks, budget
-
-    def _seat_waiting(self, budget: int, chunks: list[Chunk]) -> int:
-        """Admit what fits, in the order of ranking, and add its chunks. Returns the remaining budget."""
-        num_seats = self._config.max_num_seqs - len(self.running) - len(self.loading)
-        ranked = self._admission.rank(num_seats)
-        for request_id in self._admission.absent:
-            self.abort(request_id)
-        for candidate in ranked:
-            if not budget:
+        while budget:
+            num_seats = max_num_seqs - len(self.running) - len(self.loading)
+            ranked = self._admission.rank(num_seats)
+            for request_id in self._admission.absent:
+                self.abort(request_id)
+            for candidate in ranked:
+                if not budget:
+                    break
+                room_to_grow = len(self.running) + len(self.loading)  # a block each, or they would preempt it at once
+                seated = self._admission.seat(candidate, room_to_grow) if num_seats > 0 else None
+                if seated is None:
+                    self._connector.drop_late(short_only=True)
+                    if budget == self._token_budget and not self.has_copies:
+                        self._make_way()
+                    break  # a large request is not overtaken
+                if seated:
+                    num_seats -= 1
+                    budget -= self._begin(candidate.sequence, budget, chunks)
+            if not self._admission.has_changed:  # else segments were queued, or ended as no tier has them
                 break
-            room_to_grow = len(self.running) + len(self.loading)  # a block for each, or they would preempt it at once
-            seated = self._admission.seat(candidate, room_to_grow) if num_seats > 0 else None
-            if seated is None:
-                self._connector.drop_late(short_only=True)
-                if budget == self._token_budget and not self.has_copies:
-                    self._make_way()
-                break  # a large request is not overtaken
-            if seated:
-                num_seats -= 1
-                budget -= self._begin(candidate.sequence, budget, chunks)
         return budget
 
     def _make_way(self) -> None:
@@ -404,10 +393,9 @@ class Scheduler:
         start, end = sequence.num_named, min(sequence.num_computed, sequence.num_shareable) // self._config.block_size
         if end <= start:
             return
-        chain = sequence.chain
-        hashes = chain.hashes[start:end]
-        records = chain.records(start, end) if self._pool.wants_records else ()
-        self._pool.publish(sequence.block_table[start:end], hashes, chain.hashes[start - 1] if start else None, records)
+        chain, numbers = sequence.chain, range(start, end) if self._pool.wants_tokens else ()
+        hashes, parent = chain.hashes[start:end], chain.hashes[start - 1] if start else chain.root
+        self._pool.publish(sequence.block_table[start:end], hashes, parent, [*map(chain.block_tokens, numbers)])
         sequence.num_named = end
         self._forget(sequence, hashes)
 
@@ -435,7 +423,7 @@ class Scheduler:
         sequence.num_generated += 1
         sequence.looks_up = True
         if sequence.is_named:
-            sequence.chain.extend((sample.token_id,))
+            sequence.chain.extend([sample.token_id])
         if self.reasoning is not None and sample.token_id == self.reasoning.begins:
             self._lasts(sequence, sequence.num_tokens - 1)
         sequence.stats["generated_tokens"] += 1
@@ -462,9 +450,7 @@ class Scheduler:
         lasts = self._admission.lasting.pop(sequence.request_id, None) is None
         if not lasts and reason is FinishReason.STOP and not sequence.num_loading:
             assert self.reasoning is not None
-            if self.reasoning.lasts_in_calls and _is_call(
-                sequence, self.calls_tool
-            ):  # then the next turn has the reasoning, too
+            if self.reasoning.lasts_in_calls and self._is_call(sequence):  # then the next turn has the reasoning, too
                 sequence.num_shareable = self._admission.num_shareable(sequence)
                 self._name(sequence)
                 self._store(sequence, min(sequence.num_computed, sequence.num_shareable) // self._config.block_size)
@@ -474,24 +460,29 @@ class Scheduler:
             self._keep_partial(sequence)
         self._release(sequence)
         del self.live[sequence.request_id]
-        self._connector.finished(sequence.request_id, answered_of(sequence, reason, self.calls_tool))
+        answered: Answered | None = None
+        if sequence.num_generated:
+            hint, is_derived = sequence.params.hint, False
+            if hint is None and reason is FinishReason.STOP and self._is_call(sequence):
+                hint, is_derived = Hint.TOOL, True  # an answer that was cut off calls no tool
+            counts, seconds = (sequence.num_prompt_tokens, sequence.num_generated), time.monotonic() - sequence.arrived
+            answered = Answered(*counts, hint, is_derived, seconds, sequence.ttft or 0.0)
+        self._connector.finished(sequence.request_id, answered)
         sequence.state = SequenceState.FINISHED
 
+    def _is_call(self, sequence: Sequence) -> bool:
+        return sequence.params.is_call or (self.calls_tool is not None and self.calls_tool(sequence.generated))
+
     def _keep_partial(self, sequence: Sequence) -> None:
-        """Keep the partial last block, in which a conversation's next turn begins."""
+        """Name the partial last block, in which a conversation's next turn begins, and store it if that is worth it."""
         num_kept = min(sequence.num_computed, sequence.num_shareable)
-        partial = (
-            sequence.chain.partial_block(num_kept)
-            if num_kept // self._config.block_size == sequence.num_named
-            else None
-        )
-        if partial is None:
+        is_next = num_kept // self._config.block_size == sequence.num_named
+        if not is_next or (partial := sequence.chain.partial_block(num_kept)) is None:
             return
-        block = sequence.block_table.pop(sequence.num_named)
+        block = sequence.block_table[sequence.num_named]
         if sequence.stats is self.stats and self._connector.store_partial(sequence.request_id, partial, block):
             self._held.hold([block])
-            self._held.release_request([block])
-        self._pool.retire_partial(block, partial)
+        self._pool.publish([block], [partial.chain_hash], partial.parent, [partial.tokens], is_partial=True)
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.request_id in self._connector.overlapped:
@@ -505,18 +496,3 @@ class Scheduler:
         self._pool.free(sequence.block_table)
         sequence.block_table, sequence.cache = [], None
         sequence.num_computed = sequence.num_named = sequence.num_stored = sequence.num_loading = 0
-
-
-def answered_of(sequence: Sequence, reason: FinishReason, calls_tool: CallsTool | None) -> Answered | None:
-    """A request's outcome; None without an answer. An answer that was cut off calls no tool."""
-    if not sequence.num_generated:
-        return None
-    hint, is_derived = sequence.params.hint, False
-    if hint is None and reason is FinishReason.STOP and _is_call(sequence, calls_tool):
-        hint, is_derived = Hint.TOOL, True
-    lasted, counts = time.monotonic() - sequence.arrived, (sequence.num_prompt_tokens, sequence.num_generated)
-    return Answered(*counts, hint, is_derived, lasted, sequence.ttft or 0.0)
-
-
-def _is_call(sequence: Sequence, calls_tool: CallsTool | None) -> bool:
-    return sequence.params.is_call or (calls_tool is not None and calls_tool(sequence.generated))

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from kvtier.connector import ClosedChain, ClosedRequest, StatePieces
+from kvtier.connector import ClosedChain, ClosedRequest, StatePieces, borders_to_keep
 from kvtier.engine.admission import WINDOW, Admissible, Admission
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.offload import NoOffload
 from kvtier.engine.requests import FinishReason
 from kvtier.engine.scheduler import HeldBlocks, Scheduler
 from kvtier.engine.sequence import Chunk, Sequence, SequenceState
-from kvtier.tiers import L2, TIERS, BlockRecord, ChainHash
+from kvtier.tiers import L2, TIERS, ChainHash
 from kvtier.tiers.hierarchy import Attribution, Pending
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _NEAR: Final = 32  # borders that are tried, from the last one backwards; before them only powers of two
 _ATTEMPTS: Final = 4  # lost borders, before a request stops claiming
-_SHORTEST: Final = 512  # tokens before the first state that a long prompt stores at a power of two
 
 TakenState = Any
 """A copy of one sequence's states, as bytes on the model's device: a tensor, which this module only passes on."""
@@ -179,10 +178,7 @@ class StateBorders:
     # storing
 
     def choose_borders(self, sequence: Sequence, usable: list[ChainHash], border: int) -> None:
-        """Choose the borders, after the one it continues from, at which an admitted request's states are stored.
-
-        As in `KVTier`: the last one before its last token, the end of known blocks, and powers of two.
-        """
+        """Choose the borders, after the one it continues from, at which an admitted request's states are stored."""
         last = (sequence.num_tokens - 1) // self._size
         if not self._config.enable_prefix_caching or border >= last:
             self.of[sequence.request_id].due = ()
@@ -190,14 +186,8 @@ class StateBorders:
         if not self.traits.in_pieces:
             self.of[sequence.request_id].due = (last,) if self._least(sequence.num_tokens) <= last else ()
             return
-        wanted, power = {last, self._parted(usable)}, 1
-        while power < last:
-            if power * self._size >= _SHORTEST:
-                wanted.add(power)
-            power *= 2
-        self.of[sequence.request_id].due = sorted(
-            each for each in wanted if border < each <= last and not self._is_in_l1(sequence, each)
-        )
+        wanted = borders_to_keep(border, last, self._parted(usable), self._size)
+        self.of[sequence.request_id].due = [each for each in wanted if not self._is_in_l1(sequence, each)]
 
     def stop(self, sequence: Sequence, budget: int) -> int:
         """The token up to which a request may compute in this step, of `budget` tokens at most.
@@ -256,18 +246,15 @@ class StateBorders:
         return self._pool.lookup(pieces.hashes) == self.traits.num_pieces
 
     def _name(self, pieces: StatePieces, blocks: abc.Sequence[int]) -> None:
-        records = []
-        if self._pool.wants_records:
-            parts = [(name, pieces.parent(i), pieces.block_tokens(i)) for i, name in enumerate(pieces.hashes)]
-            records = [BlockRecord(name, parent, tokens, 0) for name, parent, tokens in parts]
-        self._pool.publish(blocks, pieces.hashes, pieces.root, records)
+        numbers = range(len(pieces.hashes)) if self._pool.wants_tokens else ()
+        self._pool.publish(blocks, pieces.hashes, pieces.root, [*map(pieces.block_tokens, numbers)])
 
     def _store(self, sequence: Sequence, pieces: StatePieces, blocks: abc.Sequence[int]) -> None:
         if isinstance(self._connector, NoOffload):
             return
         self._held.hold(blocks)
         self._held.release_request(blocks)
-        self._connector.store_chain(sequence.request_id, pieces, blocks)
+        self._connector.store(sequence.request_id, 0, blocks, pieces)
 
     def _claimed(self, sequence: Sequence, usable: list[ChainHash], num_l1: int, first: int) -> ClosedRequest | None:
         """The last border from `first` on that this node's tiers have; if there is none, once the prompt's last one."""
@@ -350,10 +337,8 @@ class StateAdmission(Admission):
             found = self._states.find(sequence, usable)
             if isinstance(found, Pending):
                 continue
-            num_l1, num_external = found
-            cached = num_l1 * self._config.block_size + num_external
-            ranked.append((self._place(sequence, cached), Admissible(sequence, usable, num_l1, num_external, None)))
-        return [candidate for _, candidate in sorted(ranked, key=lambda each: each[0])]
+            ranked.append(Admissible(sequence, usable, *found, None))
+        return sorted(ranked, key=self._place)
 
     def seat(self, candidate: Admissible, room_to_grow: int) -> bool | None:
         sequence, usable, num_l1, num_external, _ = candidate

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_the_three_ways_differ_as_they_should(ways: dict[str, block_way.Way]) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "num_calls", "num_files"), [("cold store", 99, 25), ("L2 hit", 25, 10), ("L3 hit", 83, 20)]
+    ("name", "num_calls", "num_files"), [("cold store", 90, 22), ("L2 hit", 23, 7), ("L3 hit", 80, 16)]
 )
 def test_a_way_takes_so_many_calls_and_files(
     ways: dict[str, block_way.Way], name: str, num_calls: int, num_files: int
@@ -61,15 +62,14 @@ def test_a_way_takes_so_many_calls_and_files(
     assert way.num_calls <= num_calls * 1.05, way.calls
 
 
-def test_an_engine_adds_99_calls_of_its_own_to_an_l2_hit(tmp_path: Path) -> None:
-    """Those of engine and connector folders, whose ten of the connector's own way count too; a twentieth may come."""
-    counter = block_way.Counter()
-    try:
-        found = block_way.in_process(block_way.EngineClient, counter, tmp_path, 4)
-    finally:
-        counter.close()
-    own = [call for call in found["L2 hit"].calls if call[0].startswith(("engine/", "connector/"))]
-    assert len(own) <= 109 * 1.05, own
+def test_an_engine_adds_at_most_120_calls(ways: dict[str, block_way.Way], tmp_path: Path) -> None:
+    """To each of the connector's ways: 119, 103 and 116, of which a twentieth more may come."""
+    if extension("kvtier.tiers.pool.core_compiled") is None:
+        pytest.skip("not built: `make compiled`")
+    with closing(block_way.Counter()) as counter:
+        found = block_way.in_process(block_way.EngineClient, counter, tmp_path, 6)
+    added = {name: way.num_calls - ways[f"connector, in process: {name}"].num_calls for name, way in found.items()}
+    assert max(added.values()) <= 120 * 1.05, added
 
 
 @pytest.mark.parametrize(("name", "most"), [("cold store", 115), ("L2 hit", 75), ("L3 hit", 100)])

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).resolve().parent.parent
 # What begins a block is told only if the slab's table is in the page cache. A busy machine drops it from there: wait.
-WAITS = "from kvtier.tiers.file.file_io import FileIO\nFileIO.peek = FileIO.preadv\n"
+WAITS = "from kvtier.tiers.file.file_io import FileIO, read_each\nFileIO.peek = read_each\n"
 
 
 @pytest.fixture(autouse=True)

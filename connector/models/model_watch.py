@@ -3,7 +3,7 @@
 import ctypes
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, Final
@@ -32,16 +32,19 @@ class TensorWatch:
     tensor's address and the value of its middle element. On other devices than the CPU that waits for the device.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], *, with_first: bool = False) -> None:
-        """`tensors` by name. `with_first`: compare their first elements, too, on the CPU."""
+    def __init__(self, tensors: Mapping[str, torch.Tensor], others: Sequence[torch.Tensor] = ()) -> None:
+        """`tensors` by name. Of `others` it compares the first elements, too, on the CPU."""
         self.tensors = dict(tensors)
-        each_once = list({id(each): each for each in tensors.values()}.values())
+        with_first = {id(each) for each in others}
+        each_once = list({id(each): each for each in (*tensors.values(), *others)}.values())
         self._counted = [each for each in each_once if not each.is_inference()]  # inference tensors have no counters
         self._num_changes = sum(map(_VERSION, self._counted))
         self._placed = [each for each in each_once if _has_memory(each)]
         self._places = list(map(_PLACE, self._placed))
         near = [each for each in self._placed if each.device.type == "cpu"]
-        self._values = [_element(each, at) for each in near for at in {_middle(each)} | ({0} if with_first else set())]
+        self._values = [
+            _element(each, at) for each in near for at in {_middle(each)} | ({0} if id(each) in with_first else set())
+        ]
         self._found = list(map(_VALUE, self._values))
         self._far = list(_alike(each for each in self._placed if each.device.type != "cpu"))
         self._far_found = self._far_values()
@@ -81,8 +84,9 @@ class ModelWatch:
         modules = list(model.modules())
         self._modules, self._classes = modules, list(map(type, modules))
         self._kinds = list(dict.fromkeys(self._classes))
-        self._device = next((each.device.type for each in base.values()), "cpu")
-        self._around = [cast_to(self._device), OF_TORCH(torch), *map(_OF_CLASS, self._kinds)]
+        self._casts = _autocast_of(next((each.device.type for each in base.values()), "cpu"))
+        casts = torch.is_autocast_enabled(self._casts) and torch.get_autocast_dtype(self._casts)
+        self._around = [casts, OF_TORCH(torch), *map(_OF_CLASS, self._kinds)]
         self._tables = tuple(_tables(modules, self._kinds))
         self._entries = gc.get_referents(*self._tables)
         # lists compare one-element tensors by value, but they must be identical
@@ -93,20 +97,20 @@ class ModelWatch:
         own = {id(each) for each in base.values()}
         kept = [each for each in self._entries if torch.is_tensor(each) and id(each) not in own]  # settings of adapters
         # an adapter may be part of a larger tensor with zeros in the middle
-        self.others = TensorWatch({str(number): each for number, each in enumerate(kept)}, with_first=True)
+        self._tensors = TensorWatch(base, kept) if kept else self.base
 
     def holds(self, *, in_pass: bool = False) -> bool:
         """Whether no change is visible. Tensors' values are only sampled: see `TensorWatch`."""
         try:
             entries = gc.get_referents(*self._tables)
+            casts = torch.is_autocast_enabled(self._casts) and torch.get_autocast_dtype(self._casts)
             return (
                 list(map(type, self._modules)) == self._classes
                 and entries == self._entries
                 and all(entries[i] is self._entries[i] for i in self._single)
-                and [cast_to(self._device), OF_TORCH(torch), *map(_OF_CLASS, self._kinds)] == self._around
+                and [casts, OF_TORCH(torch), *map(_OF_CLASS, self._kinds)] == self._around
                 and self._same_attributes()
-                and self.base.holds(in_pass=in_pass)
-                and (not self.others.tensors or self.others.holds(in_pass=in_pass))
+                and self._tensors.holds(in_pass=in_pass)
             )
         except (RuntimeError, TypeError, ValueError, LookupError):  # two tensors were compared, so one replaced another
             return False
@@ -162,8 +166,12 @@ def _counts(value: object) -> bool:
 
 def cast_to(device_type: str) -> torch.dtype | None:
     """The dtype to which torch.autocast casts in this thread; None without it."""
-    kind = device_type if torch.amp.is_autocast_available(device_type) else "cpu"
+    kind = _autocast_of(device_type)
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _autocast_of(device_type: str) -> str:
+    return device_type if torch.amp.is_autocast_available(device_type) else "cpu"
 
 
 def code_files(kinds: Iterable[type]) -> list[str]:

@@ -64,7 +64,7 @@ class BlendAttention:
         for number, mask in enumerate(self._masks(span, window)):
             rows = slice(number * _ROWS, (number + 1) * _ROWS)
             end = mask.shape[1]
-            key, value = (for_each_head(states[:, :end], grouped.shape[1]) for states in (keys, values))
+            key, value = for_each_head(grouped.shape[1], keys[:, :end], values[:, :end])
             out = scaled_dot_product_attention(grouped[:, :, rows], key, value, attn_mask=mask, scale=scaling)
             outs.append(out)
             if span.attended is not None:

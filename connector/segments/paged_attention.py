@@ -181,6 +181,7 @@ class PackedAttention:
     ) -> None:
         """`wait_layer` None: nothing is loaded in this step."""
         self.kv = kv
+        self.context = kv.gather
         self.spans = spans
         self.arrived = True
         self._slots = slots
@@ -207,16 +208,13 @@ class PackedAttention:
             self.arrived &= self._wait_layer(layer)
         self.kv.write(layer, self._slots, *kv)
 
-    def context(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """K and V of these blocks, `[num_tokens, kv heads, head dim]` each; valid until the next call."""
-        return self.kv.gather(layer, blocks, num_tokens)
-
     def _span(self, layer: int, span: AttentionSpan, fresh: tuple[torch.Tensor, ...], scoring: Scoring) -> torch.Tensor:
         """`fresh`: the chunk's own Q, K, V, [heads, T, head dim] each. Returns [heads, T, head dim]."""
         query, key, value = fresh
         is_plain, lowest = scoring.softcap is None and scoring.sinks is None, 0
+        sees_all = scoring.window is None and scoring.chunk is None
         if span.start:
-            if scoring.window is not None or scoring.chunk is not None:
+            if not sees_all:
                 lowest = scoring.lowest(span.start)  # the first visible key
             first_block = lowest // self.kv.block_size
             origin = first_block * self.kv.block_size
@@ -234,21 +232,21 @@ class PackedAttention:
             sees = _mask(span, scoring, lowest, query.device).repeat(grouped.shape[2] // query.shape[1], 1)
             return scoring.attend(grouped, key[None], value[None], sees, query.shape[1]).reshape(shape)
         grouped = query.view(num_kv_heads, -1, *query.shape[1:])
-        key, value = (for_each_head(states, grouped.shape[1]) for states in (key, value))
-        causal = not span.start and not scoring.lowest(span.end - 1)
+        key, value = for_each_head(grouped.shape[1], key, value)
+        causal = not span.start and (sees_all or not scoring.lowest(span.end - 1))
         mask = None if causal else _mask(span, scoring, lowest, query.device)
         out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, is_causal=causal, scale=scoring.scaling)
         return out.flatten(0, 1)
 
 
-def for_each_head(states: torch.Tensor, group: int) -> torch.Tensor:
-    """K or V, `[kv heads, T, head dim]`, for each head of a group: `[kv heads, group, T, head dim]`.
+def for_each_head(group: int, *kv: torch.Tensor) -> list[torch.Tensor]:
+    """K and V, `[kv heads, T, head dim]` each, for each head of a group: `[kv heads, group, T, head dim]`.
 
     On a GPU it is a copy. For strided ones torch's memory-efficient kernel (2.11, on an H200) computes wrong rows if
     there are 64 n + 1 queries and a mask, which changes the text.
     """
-    expanded = states[:, None].expand(-1, group, -1, -1)
-    return expanded.contiguous() if states.is_cuda else expanded
+    expanded = [states[:, None].expand(-1, group, -1, -1) for states in kv]
+    return [each.contiguous() for each in expanded] if kv[0].is_cuda else expanded
 
 
 def _mask(span: AttentionSpan, scoring: Scoring, lowest: int, device: torch.device) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvtier.connector import StatePieces
+from kvtier.connector import StatePieces, borders_to_keep
 from kvtier.connector.models import cache_option
 from kvtier.connector.transformers.blocks import Blocks, blocks_of, fill
 from kvtier.connector.transformers.cache_form import HostCopy, StateForm, empty_cache, layers_of, per_token
@@ -123,7 +123,6 @@ def _borders(last: int, least: int) -> Iterator[int]:
             border = 1 << border.bit_length() - 1 if border > 0 else 0
 
 
-_SHORTEST: Final = 512  # tokens before the first state that a long prompt stores at a power of two
 _STEP_COSTS: Final = {"cpu": 16}  # `step_cost` by device; others: `_STEP_COST`
 _STEP_COST: Final = 256
 
@@ -272,19 +271,13 @@ class StateCalls:
             feed(self._model, cache, input_ids[:, start:end], start, at_once)
 
     def _borders(self, rows: Sequence[PromptRow], num_tokens: int, found: FoundBorder) -> list[int]:
-        """Where to take states: at the prompt's last border, where it leaves a known one, and at powers of two."""
+        """Where to take states: at the prompt's last border, and at those `borders_to_keep` that some row lacks."""
         last = (num_tokens - 1) // self._size
         if not self.in_pieces:
             return [last] if max(found.border + 1, self._least(num_tokens)) <= last else []
-        wanted, power = {found.parted}, 1
-        while power < last:
-            if power * self._size >= _SHORTEST:
-                wanted.add(power)
-            power *= 2
-        between = {border for border in wanted if found.border < border < last}
-        deadline = self._blocks.deadline
-        new = {border for border in between if not all(self._records.is_held(row, border, deadline) for row in rows)}
-        return sorted(new | {last}) if found.border < last else []
+        wanted, deadline = borders_to_keep(found.border, last, found.parted, self._size), self._blocks.deadline
+        is_held = self._records.is_held
+        return [each for each in wanted if each == last or not all(is_held(row, each, deadline) for row in rows)]
 
     def _store(
         self,

@@ -134,7 +134,8 @@ def _children(hierarchy: Hierarchy | None, first: "BlockPool | None", parent: Ch
     if hierarchy is not None:
         found += hierarchy.host.children(parent, MAX_CHILDREN, b"")
         for port in hierarchy.ports:
-            found += port.children(parent, MAX_CHILDREN, b"")
+            if (tier := port.readable()) is not None:
+                found += tier.children(parent, MAX_CHILDREN)
     return found
 
 

@@ -14,8 +14,7 @@ from service_rig import drops, wanted
 
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
 from kvtier.connector.scheduler import ConnectorUpdate
-from kvtier.tiers.copies.block_copier import BlockCopies
-from kvtier.tiers.copies.transfer import CopyEvent
+from kvtier.tiers.copies.transfer import BlockCopies, CopyEvent
 from kvtier.tiers.errors import FormatError
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Wanted
 from kvtier.tiers.host import host

@@ -18,7 +18,7 @@ from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.requests import Output, SamplingParams
 from kvtier.tiers.config.config import Config
-from kvtier.tiers.copies.block_copier import BlockCopies
+from kvtier.tiers.copies.transfer import BlockCopies
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.promotion import HostCheck
 from kvtier.tiers.kinds import TIERS

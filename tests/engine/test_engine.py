@@ -182,6 +182,16 @@ def test_prefill_teaches_the_tiers_how_fast_recomputing_is(make: Make) -> None:
     assert not rates.worth_loading(Span(0, 1000, {"file": 1000}))
 
 
+def test_what_the_last_step_stored_is_found_without_another_step(make: Make) -> None:
+    """An idle engine makes no steps, and other engines look the prompt up meanwhile."""
+    engine = make(tiers=True)
+    engine.generate([prompt(1, 33)], SamplingParams(max_tokens=1, ignore_eos=True))
+    chain = engine.prompt(prompt(1, 33)).chain
+    assert chain is not None
+    assert isinstance(engine.connector, LocalConnector)
+    assert engine.connector.tiers.holds(chain.hashes) == [True, True]
+
+
 def test_the_configured_salt_holds_for_requests_without_one(make: Make) -> None:
     engine = make(cache_salt="a")
     engine.generate([prompt(1, 40)], GREEDY)

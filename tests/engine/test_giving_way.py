@@ -16,8 +16,7 @@ from kvtier.engine.requests import SamplingParams
 from kvtier.engine.sampler import sample
 from kvtier.tiers import RequestError
 from kvtier.tiers.config.config import Config
-from kvtier.tiers.copies.block_copier import BlockCopies
-from kvtier.tiers.copies.transfer import HostCopyStream, HostEvent
+from kvtier.tiers.copies.transfer import BlockCopies, HostCopyStream, HostEvent
 
 EXACT = {"exact": True, "exact_rows": 128, "max_num_batched_tokens": 128}
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)

@@ -21,9 +21,8 @@ from kvtier.engine.llm import Engine
 from kvtier.engine.requests import FinishReason, SamplingParams
 from kvtier.engine.sequence import Batch, Completion, SequenceState
 from kvtier.tiers.config.config import Config
-from kvtier.tiers.copies.block_copier import BlockCopies
 from kvtier.tiers.copies.device import BlockPool
-from kvtier.tiers.copies.transfer import CopyEvent, HostCopyStream, HostEvent
+from kvtier.tiers.copies.transfer import BlockCopies, CopyEvent, HostCopyStream, HostEvent
 from kvtier.tiers.hierarchy.opening import open_hierarchy
 from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.naming.identity import ModelIdentity

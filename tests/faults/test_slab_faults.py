@@ -137,7 +137,7 @@ def test_ten_thousand_bit_flips_are_detected_or_harmless(slab_path: Path, caplog
         # The block is stored anew elsewhere; start over once the slab is used up.
         os.pwrite(fd, rows[number], store.superblock.row_offset(number))
         store._blocks.index.add([hash_of(number)], [number])
-        store._blocks._live[number // store.superblock.slots_per_extent] += 1
+        store._blocks.live[number // store.superblock.slots_per_extent] += 1
     assert get(store, KEYS) == [Outcome.OK] * len(KEYS)  # or later flips would have shown nothing
     num_told = sum("corrupt" in record.message for record in caplog.records)
     assert 1 <= num_told <= time.monotonic() - began + 1  # the log grows with time, not with damage

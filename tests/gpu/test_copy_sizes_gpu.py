@@ -6,8 +6,8 @@ import torch
 from device_rig import WAYS, DeviceRig, ended_well, pairs
 from extent import brief
 
-from kvtier.tiers.copies.block_copier import BlockPart, EngineBlocks
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
+from kvtier.tiers.copies.transfer import BlockPart, EngineBlocks
 from kvtier.tiers.host.host import HostRegion
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuPy's and the driver's own

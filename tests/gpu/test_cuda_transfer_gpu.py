@@ -10,8 +10,8 @@ from engine_layouts import Layout, dimension_first, keys_and_values, one_rank, t
 from extent import brief
 
 from kvtier.tiers.copies import packer
-from kvtier.tiers.copies.block_copier import EngineBlocks, PartCopier
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
+from kvtier.tiers.copies.transfer import EngineBlocks, PartCopier
 from kvtier.tiers.host.host import HostRegion
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuPy's and the driver's own

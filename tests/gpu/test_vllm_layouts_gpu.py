@@ -9,7 +9,7 @@ from device_rig import DeviceRig, ended_well, pairs
 
 from kvtier.connector.plan import CopyOp, StepPlan
 from kvtier.connector.worker import WorkerSide
-from kvtier.tiers.copies.block_copier import BlockPart, EngineBlocks
+from kvtier.tiers.copies.transfer import BlockPart, EngineBlocks
 from kvtier.tiers.host.host import HostRegion
 
 pytestmark = pytest.mark.filterwarnings("default")  # CuPy's and the driver's own

@@ -15,7 +15,7 @@ from vllm_rig import BLOCK, Engine, FailingLoads, engine, greedy, make_checkpoin
 from kvtier.connector.plan import StepPlan, WorkerReport
 from kvtier.connector.vllm.worker import RegionHandle
 from kvtier.connector.worker import WorkerSide
-from kvtier.tiers.copies.block_copier import PartCopier
+from kvtier.tiers.copies.transfer import PartCopier
 from kvtier.tiers.errors import TierUnavailable
 
 pytestmark = pytest.mark.timeout(300)

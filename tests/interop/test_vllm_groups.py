@@ -39,7 +39,7 @@ from kvtier.connector.vllm.identity import identity
 from kvtier.connector.vllm.slot_plan import is_uneven, layer_specs, slot_plan
 from kvtier.connector.vllm.slots import engine_blocks
 from kvtier.tiers.config.sections import CacheConfig
-from kvtier.tiers.copies.block_copier import BlockCopies, PartCopier
+from kvtier.tiers.copies.transfer import BlockCopies, PartCopier
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.host.host import HostRegion
 

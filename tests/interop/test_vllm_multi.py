@@ -23,7 +23,7 @@ from vllm_rig import Engine, engine, multi, prompt, said, tiers
 
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.vllm import plugin as vllm_plugin
-from kvtier.tiers.copies.block_copier import PartCopier
+from kvtier.tiers.copies.transfer import PartCopier
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -26,9 +26,9 @@ from kvtier.connector.vllm.options import VllmOptions
 from kvtier.connector.vllm.slot_plan import slot_order, slot_plan, warn_of_order
 from kvtier.connector.vllm.slots import SlotPlan, engine_blocks
 from kvtier.tiers.config.sections import CacheConfig
-from kvtier.tiers.copies.block_copier import BlockCopies, PartCopier
 from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
+from kvtier.tiers.copies.transfer import BlockCopies, PartCopier
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.host.host import HostRegion
 

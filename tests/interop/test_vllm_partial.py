@@ -14,7 +14,7 @@ from node_rig import Node
 from vllm_rig import BLOCK, Engine, FailingLoads, engine, greedy, make_checkpoint, prompt, tiers
 
 from kvtier.connector.scheduler import SchedulerSide
-from kvtier.tiers.copies.block_copier import PartCopier
+from kvtier.tiers.copies.transfer import PartCopier
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -25,7 +25,7 @@ from vllm_rig import BLOCK, Engine, FailingLoads, engine, multi, prompt, said, t
 
 from kvtier.connector.vllm import slot_plan as vllm_slot_plan
 from kvtier.connector.vllm.worker import WorkerHalf
-from kvtier.tiers.copies.block_copier import PartCopier
+from kvtier.tiers.copies.transfer import PartCopier
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 

@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 from vllm_rig import engine, prompt, tiers
 
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.copies.block_copier import PartCopier
+from kvtier.tiers.copies.transfer import PartCopier
 from kvtier.tiers.host.host import HostRegion
 
 pytestmark = pytest.mark.timeout(300)

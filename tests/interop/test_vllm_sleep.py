@@ -19,8 +19,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_rig import engine, prompt, said, tiers
 
 from kvtier.connector.vllm.worker import WorkerHalf
-from kvtier.tiers.copies.block_copier import PartCopier
-from kvtier.tiers.copies.transfer import HostCopyStream
+from kvtier.tiers.copies.transfer import HostCopyStream, PartCopier
 from kvtier.tiers.host.host import HostRegion
 
 pytestmark = pytest.mark.timeout(300)

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 from vllm_rig import BLOCK, Engine, engine, make_checkpoint, prompt, tiers
 
 from kvtier.connector.vllm.scheduler import SchedulerHalf
-from kvtier.tiers.copies.block_copier import PartCopier
+from kvtier.tiers.copies.transfer import PartCopier
 from kvtier.tiers.hierarchy import Hierarchy
 
 pytestmark = pytest.mark.timeout(300)

@@ -29,7 +29,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.parallel_state import destroy_model_parallel
 
-from kvtier.tiers.copies.block_copier import PartCopier
+from kvtier.tiers.copies.transfer import PartCopier
 
 VOCAB: Final = 512
 BLOCK: Final = 32  # tokens: vLLM's CPU kernels take multiples of it

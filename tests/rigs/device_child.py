@@ -14,7 +14,7 @@ import pytest
 import torch
 from device_rig import DeviceRig, ended_well, pairs, rig_of
 
-from kvtier.tiers.copies.block_copier import BlockPart, EngineBlocks
+from kvtier.tiers.copies.transfer import BlockPart, EngineBlocks
 from kvtier.tiers.host.host import HostRegion
 
 NUM_BLOCKS: Final = 16

@@ -15,8 +15,8 @@ from _gpu import cuda_stream
 from cpu_cupy import FakeCupy, LazyCupy
 from lazy_cuda import LazyCuda, LazyDriver, LazyEvent, LazyStream, pin, ranges_of
 
-from kvtier.tiers.copies.block_copier import BlockCopies, EngineBlocks
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
+from kvtier.tiers.copies.transfer import BlockCopies, EngineBlocks
 from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.host.pinning import PinDriver, PinnedPieces, cuda_driver
 

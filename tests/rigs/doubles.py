@@ -13,7 +13,7 @@ from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, LoadPolicy, Por
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain, root_hash
-from kvtier.tiers.pool.lease import Reservation
+from kvtier.tiers.pool.pool import Reservation
 from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome, Tier
 
 BLOCK_SIZE = 4

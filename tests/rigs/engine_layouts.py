@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvtier.tiers.copies.block_copier import BlockPart
+from kvtier.tiers.copies.transfer import BlockPart
 
 Layout = Callable[[list[torch.Tensor]], list[BlockPart]]
 

@@ -24,13 +24,12 @@ from kvtier.engine.sequence import Batch, SequenceState
 from kvtier.engine.sequence import Sequence as Live
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.config.config import Config
-from kvtier.tiers.copies.block_copier import BlockCopies
 from kvtier.tiers.copies.device import BlockPool
-from kvtier.tiers.copies.transfer import HostCopyStream
+from kvtier.tiers.copies.transfer import BlockCopies, HostCopyStream
 from kvtier.tiers.hierarchy.lower_tier import Rates
 from kvtier.tiers.hierarchy.opening import open_hierarchy
 from kvtier.tiers.naming.identity import ModelIdentity
-from kvtier.tiers.pool.lease import READY
+from kvtier.tiers.pool.pool import READY
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 SALTS = (None, "a", "b")

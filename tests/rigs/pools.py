@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvtier.tiers.pool.core import SlotCore
-from kvtier.tiers.pool.lease import Reservation
-from kvtier.tiers.pool.pool import SlotPool
+from kvtier.tiers.pool.pool import Reservation, SlotPool
 from kvtier.tiers.tier import ChainHash
 
 PoolOf = Callable[..., SlotPool]

@@ -23,7 +23,7 @@ from kvtier.tiers.hierarchy.cache_tiers import Attribution, CacheTiers, Claim, P
 from kvtier.tiers.hierarchy.lower_tier import SplitPoint
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.pool.core import Lease
-from kvtier.tiers.pool.lease import Reservation
+from kvtier.tiers.pool.pool import Reservation
 from kvtier.tiers.tier import BlockRecord, ChildBlock, Outcome
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -40,7 +40,7 @@ from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings
 from kvtier.tiers.hierarchy.promotion import LocalClaim
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.pool.core import Lease
-from kvtier.tiers.pool.lease import Reservation
+from kvtier.tiers.pool.pool import Reservation
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 SLOTS = 12

@@ -24,10 +24,9 @@ from kvtier.tiers.copies.device import BlockPool
 from kvtier.tiers.hierarchy.hierarchy import TierEvents
 from kvtier.tiers.naming.identity import KVShape
 from kvtier.tiers.pool.core import Lease
-from kvtier.tiers.pool.lease import Reservation
-from kvtier.tiers.pool.pool import SlotPool
+from kvtier.tiers.pool.pool import Reservation, SlotPool
 from kvtier.tiers.reuse import Hint, RequestEnd
-from kvtier.tiers.tier import BlockRecord, ChainHash
+from kvtier.tiers.tier import ChainHash
 
 Path = tuple[int, ...]
 
@@ -417,9 +416,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
             return
         start = min(start, len(path) - 1)
         hashes, ids = chain(path)[start : start + count], block_ids[start : start + count]
-        parents = [b"root", *chain(path)][start:]
-        records = [BlockRecord(name, parent, b"", 0) for name, parent in zip(hashes, parents, strict=False)]
-        self.pool.publish(ids, hashes, chain(path)[start - 1] if start else None, records)
+        self.pool.publish(ids, hashes, chain(path)[start - 1] if start else None, [b""] * len(ids))
         for name, block_id in zip(hashes, ids, strict=True):
             if name not in self.names and block_id not in self.names.values():
                 self.names[name] = block_id

@@ -1,10 +1,3 @@
-from .block_copier import BlockCopier as BlockCopier
-from .block_copier import BlockCopies as BlockCopies
-from .block_copier import BlockPart as BlockPart
-from .block_copier import CopyDirection as CopyDirection
-from .block_copier import EngineBlocks as EngineBlocks
-from .block_copier import PartCopier as PartCopier
-from .block_copier import block_bytes_view as block_bytes_view
 from .copy_ways import CopyWays as CopyWays
 from .copy_ways import KeptChoice as KeptChoice
 from .copy_ways import KeptChoices as KeptChoices
@@ -13,8 +6,15 @@ from .cuda_transfer import CudaEvent as CudaEvent
 from .device import BlockPool as BlockPool
 from .transfer import COPIED as COPIED
 from .transfer import DEVICE_ERRORS as DEVICE_ERRORS
+from .transfer import BlockCopier as BlockCopier
+from .transfer import BlockCopies as BlockCopies
+from .transfer import BlockPart as BlockPart
+from .transfer import CopyDirection as CopyDirection
 from .transfer import CopyEvent as CopyEvent
 from .transfer import CopyStream as CopyStream
+from .transfer import EngineBlocks as EngineBlocks
 from .transfer import HostCopyStream as HostCopyStream
+from .transfer import PartCopier as PartCopier
+from .transfer import block_bytes_view as block_bytes_view
 from .transfer import ended as ended
 from .transfer import is_out_of_memory as is_out_of_memory

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from kvtier.tiers.config import format_size
-from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, CopyDirection, EngineBlocks
 from kvtier.tiers.copies.copy_ways import DEFAULT, ChoiceKey, CopyChoice, CopyWay, CopyWays, KeptChoices
+from kvtier.tiers.copies.transfer import BlockCopies, BlockPart, CopyDirection, EngineBlocks
 from kvtier.tiers.host import CudaDriver, HostRegion
 
 logger = logging.getLogger(__name__)

@@ -12,12 +12,22 @@ from typing import Any, Final
 
 import torch
 
-from kvtier.tiers.copies.block_copier import CANCELLED, BlockCopies, CopyDirection, EngineBlocks, invalid_copies
 from kvtier.tiers.copies.copy_probe import Calibration, CopyProbe, MakeCopier
 from kvtier.tiers.copies.copy_ways import ChoiceKey, CopyWays
 from kvtier.tiers.copies.kernels import PartKernels
 from kvtier.tiers.copies.packer import NO_CUPY, Packer, TensorCopier, say_what_is_lost
-from kvtier.tiers.copies.transfer import DEVICE_ERRORS, MAX_QUEUED, CopyEvent, is_lasting, is_of_capture
+from kvtier.tiers.copies.transfer import (
+    CANCELLED,
+    DEVICE_ERRORS,
+    MAX_QUEUED,
+    BlockCopies,
+    CopyDirection,
+    CopyEvent,
+    EngineBlocks,
+    invalid_copies,
+    is_lasting,
+    is_of_capture,
+)
 from kvtier.tiers.host import CudaDriver, HostRegion, cuda_driver
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvtier.tiers import BlockRecord, ChainHash, Changes, ChildBlock
+from kvtier.tiers import ChainHash, Changes, ChildBlock
 from kvtier.tiers.host import BlockRecords, memory
 from kvtier.tiers.naming import KVShape
 from kvtier.tiers.pool import FILLING, READY, ChangeLog, make_child_index, make_core
@@ -40,7 +40,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
         self._core = make_core(num_blocks, "lru")
-        self.partial_blocks = self.wants_records = partial_blocks and enable_prefix_caching
+        self.partial_blocks = self.wants_tokens = partial_blocks and enable_prefix_caching
         self._child_index = make_child_index(num_blocks) if self.partial_blocks else None
         self._records = self._new_records() if self.partial_blocks else None  # while a reader listens
         self._lock = threading.Lock()
@@ -68,10 +68,11 @@ class BlockPool:
 
     def children(self, parent: ChainHash, start: bytes = b"") -> list[ChildBlock]:
         """Blocks held now that follow this one and begin with these tokens; none without `partial_blocks`."""
-        if self._child_index is None or self._records is None:
+        slots = self._child_index.find(parent) if self._child_index is not None else []
+        if not slots or self._records is None:
             return []
         with self._lock:
-            return self._records.children(self._child_index.find(parent), parent, start, self._core.is_ready)
+            return self._records.children(slots, parent, start, self._core.is_ready)
 
     def allocate(self, n: int, leaving: int = 0) -> list[int] | None:
         """Take `n` unnamed blocks, one reference each, or None if then fewer than `leaving` would be left.
@@ -89,46 +90,41 @@ class BlockPool:
         block_ids: Sequence[int],
         hashes: Sequence[ChainHash],
         parent: ChainHash | None,
-        records: Sequence[BlockRecord] = (),
+        tokens: Sequence[bytes] = (),
         *,
         is_partial: bool = False,
     ) -> None:
         """Name full blocks, consecutive in a chain after `parent`. Their bytes must not change from now on.
 
         A hash that is held already keeps its block, and the duplicate stays unnamed; so does a block that has a name.
-        `records` describe the blocks, if `wants_records`. ValueError if a block has no
-        reference, a record is another block's, or the numbers of blocks, hashes and records wanted differ.
+        `tokens`: each block's, u32 little-endian, if `wants_tokens`. ValueError if a block has no reference, or too
+        many tokens, or the numbers of blocks, hashes and tokens wanted differ.
+        `is_partial`: a chain's unfinished last block, named by its tokens. Once free it is the first to be taken. The
+        reader of changes does not get it: it takes whole blocks.
         """
         slots, names = list(block_ids), list(hashes)
-        if len(slots) != len(hashes) or (self._records is not None and len(records) != len(hashes)):
-            raise ValueError(f"publish: {len(slots)} blocks, {len(hashes)} hashes and {len(records)} records")
+        if len(slots) != len(names) or (self._records is not None and len(tokens) != len(names)):
+            raise ValueError(f"publish: {len(slots)} blocks, {len(names)} hashes and tokens of {len(tokens)}")
         if not self.enable_prefix_caching:
             return
         with self._lock:
             core = self._core
             if lacking := [slot for slot, refs in zip(slots, core.references(slots), strict=True) if not refs]:
                 raise ValueError(f"publish: blocks {lacking} have no reference")
-            new, parents = core.name(slots, names, parent)
-            named = [slots[i] for i in new]
+            new, slots_before = core.name(slots, names, parent)
+            named, before = [slots[i] for i in new], [parent or b"", *names]
             if self._records is not None:
+                parents = [before[i] for i in new]
+                columns = [names[i] for i in new], parents, [tokens[i] for i in new], [0] * len(new)
                 try:
-                    self._records.put(named, [records[i] for i in new])
-                except ValueError:  # a record is another block's: none has a name then
+                    self._records.put_columns(named, *columns)
+                except ValueError:  # too many tokens: none has a name then
                     core.unname(named)
                     raise
                 if self._child_index is not None:
-                    self._child_index.enter([records[i].parent for i in new], named)
+                    self._child_index.enter(parents, named)
             core.publish(named, is_partial, 0)
-            core.link(named, parents)
-
-    def retire_partial(self, block_id: int, record: BlockRecord) -> None:
-        """Return its request's reference to a chain's unfinished last block, named by its tokens.
-
-        Without references it is the first to be taken. The reader of changes does not get it: it takes whole blocks.
-        """
-        if self._child_index is not None:
-            self.publish([block_id], [record.chain_hash], record.parent, [record], is_partial=True)
-        self.free([block_id])
+            core.link(named, slots_before)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks on the device, each from the first to the second, before any later compute."""
@@ -160,7 +156,7 @@ class BlockPool:
         with self._lock:
             if self._core.num_ready:
                 raise ValueError(f"listen: {self._core.num_ready} blocks have a name already")
-            self.wants_records = True
+            self.wants_tokens = True
             if self._records is None:
                 self._records = self._new_records()
             self._core.changes = ChangeLog(self.num_blocks)
@@ -184,7 +180,7 @@ class BlockPool:
         """Keep no log any more; returns the names of blocks that the reader knows."""
         with self._lock:
             log, self._core.changes = self._core.changes, None
-            self.wants_records = self.partial_blocks
+            self.wants_tokens = self.partial_blocks
             self._records = self._records if self.partial_blocks else None
             if log is None:
                 return []

@@ -13,8 +13,8 @@ from typing import Any, Final, Self
 import numpy as np
 import torch
 
-from kvtier.tiers.copies.block_copier import BlockPart, CopyDirection
 from kvtier.tiers.copies.copy_ways import DEFAULT
+from kvtier.tiers.copies.transfer import BlockPart, CopyDirection
 
 # The units of all (block, slot) pairs are one row. Each block of threads has an equal share of it, within one unit.
 # Consecutive threads take consecutive units, so canonical accesses always coalesce, and layout accesses within a run.

@@ -13,10 +13,16 @@ import torch
 from numpy.typing import NDArray
 
 from kvtier.tiers import install_command
-from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, CopyDirection, EngineBlocks
 from kvtier.tiers.copies.copy_ways import CopyWay, CopyWays
 from kvtier.tiers.copies.kernels import Canonical, Geometry, LayoutKernels, PartKernels
-from kvtier.tiers.copies.transfer import DEVICE_ERRORS, is_out_of_memory
+from kvtier.tiers.copies.transfer import (
+    DEVICE_ERRORS,
+    BlockCopies,
+    BlockPart,
+    CopyDirection,
+    EngineBlocks,
+    is_out_of_memory,
+)
 from kvtier.tiers.host import CudaDriver, HostRegion
 
 logger = logging.getLogger(__name__)

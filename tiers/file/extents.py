@@ -173,7 +173,7 @@ class ExtentMap:
         self.generations = np.zeros(num_slots, np.uint32)
         self._generation = memoryview(self.generations)  # one at a time; most reads are of few blocks
         self.hits = bytearray(num_slots)  # 1: used since it was stored, a second chance when its extent is evicted
-        self._live = [0] * num_extents
+        self.live = [0] * num_extents
         self._fill = [0] * num_extents
         self._busy = [0] * num_extents
         self._dirty = bytearray(num_extents)
@@ -194,10 +194,10 @@ class ExtentMap:
         fill = np.zeros(self.num_extents, np.int64)
         np.maximum.at(newest, extents, seqs)
         np.maximum.at(fill, extents, slots % self.per_extent + 1)
-        self._live = np.bincount(extents, minlength=self.num_extents).tolist()
+        self.live = np.bincount(extents, minlength=self.num_extents).tolist()
         self._fill = fill.tolist()
-        used = [extent for extent in np.argsort(newest, kind="stable").tolist() if self._live[extent]]
-        self._free = [extent for extent in range(self.num_extents) if not self._live[extent]]
+        used = [extent for extent in np.argsort(newest, kind="stable").tolist() if self.live[extent]]
+        self._free = [extent for extent in range(self.num_extents) if not self.live[extent]]
         self._order = OrderedDict.fromkeys(used)
         for extent in used:
             self._state[extent] = _ExtentState.CLOSED
@@ -221,10 +221,6 @@ class ExtentMap:
             0 <= slot < end and now[slot] == then and bool(is_named[slot])
             for slot, then in zip(slots, generations, strict=True)
         ]
-
-    def ended(self, end: ClassifiedEnd) -> None:
-        """A request has ended: the eviction order is learned from how such requests return."""
-        self.room.ended(end, np.array(self.index.find_each(list(end.names)), np.int64), self._live)
 
     def enter(self, extent: int) -> None:
         """Keep an extent from being evicted until `leave`."""
@@ -282,7 +278,7 @@ class ExtentMap:
             self._owned.setdefault(name, OrderedDict())[extent] = None
         self._state[extent] = _ExtentState.CLAIMED
         self._busy[extent] += 1
-        self.num_evicted += self._live[extent] - len(keep)
+        self.num_evicted += self.live[extent] - len(keep)
         is_named = self.index.is_named
         self._unlink([slot for slot in self._slots(extent) if is_named[slot]], EVICTED, keep)
         self._fill[extent] = 0
@@ -291,7 +287,7 @@ class ExtentMap:
 
     def live_of(self, owner: bytes) -> int:
         """Blocks in the owner's extents."""
-        return sum(self._live[extent] for extent in self._owned.get(owner, ()))
+        return sum(self.live[extent] for extent in self._owned.get(owner, ()))
 
     def excess(self, owner: Owner) -> list[ChainHash]:
         """Blocks of the owner's oldest idle extents past its bound, which was lowered: the caller drops them."""
@@ -413,16 +409,16 @@ class ExtentMap:
             hashes = [name for name, other in zip(hashes, held, strict=True) if other < 0]
         self.index.add(hashes, stored)
         self.hits[run.first : run.first + run.size] = bytes(run.size)
-        self._live[run.extent] += len(stored)
+        self.live[run.extent] += len(stored)
         if self.room.late:
-            self.room.stored(hashes, stored, self._live)
+            self.room.stored(hashes, stored, self.live)
         if self.changes is not None:
             self.changes.stored(np.array(stored, np.int64))
         return duplicates
 
     def leave(self, extent: int) -> None:
         self._busy[extent] -= 1
-        if not self._live[extent]:
+        if not self.live[extent]:
             self._free_if_empty(extent)
 
     def drop(self, chain_hash: ChainHash, cause: str = REMOVED) -> int | None:
@@ -444,7 +440,7 @@ class ExtentMap:
         self.index.reset()
         self.room.reset()
         self.hits = bytearray(len(self.hits))
-        self._live = [0] * self.num_extents
+        self.live = [0] * self.num_extents
         for extent in list(self._open):
             self._close(extent)
         for extent in [extent for extent in self._order if not self._busy[extent]]:
@@ -480,7 +476,7 @@ class ExtentMap:
         """Reduce the slab to so many extents. Those behind are retired, and no call uses them."""
         num_slots = num_extents * self.per_extent
         self.num_extents = self.num_in_use = num_extents
-        for by_extent in (self._live, self._fill, self._busy, self._state, self._dirty):
+        for by_extent in (self.live, self._fill, self._busy, self._state, self._dirty):
             del by_extent[num_extents:]
         del self.hits[num_slots:]
         self.room.shorten(num_extents)
@@ -504,7 +500,7 @@ class ExtentMap:
         self.index.remove(slots)
         self.room.left(slots)
         for slot in slots:
-            self._live[slot // self.per_extent] -= 1
+            self.live[slot // self.per_extent] -= 1
             self.hits[slot] = 0
 
     def _close(self, extent: int) -> None:
@@ -513,7 +509,7 @@ class ExtentMap:
 
     def _free_if_empty(self, extent: int) -> None:
         """An idle closed extent without a block is free again."""
-        if not self._busy[extent] and not self._live[extent] and self._state[extent] is _ExtentState.CLOSED:
+        if not self._busy[extent] and not self.live[extent] and self._state[extent] is _ExtentState.CLOSED:
             del self._order[extent]
             self._disown(extent)
             self._state[extent] = _ExtentState.FREE
@@ -536,7 +532,7 @@ class ExtentMap:
             assert position < self._fill[extent], f"slot {slot} is ready beyond its extent's fill mark"
         if self.changes is not None:
             self.changes.check(named)
-        assert live == self._live, "live counts are off"
+        assert live == self.live, "live counts are off"
         assert min(self._busy, default=0) >= 0, "an extent was left more often than entered"
         free = {extent for extent, state in enumerate(self._state) if state is _ExtentState.FREE}
         opened = {extent for extent, state in enumerate(self._state) if state is _ExtentState.OPEN}
@@ -589,8 +585,8 @@ class BareSlab:
 
     def ended(self, end: ClassifiedEnd) -> None:
         """As `Tier.ended`."""
-        if self._blocks is not None:
-            self._blocks.ended(end)
+        if (blocks := self._blocks) is not None:
+            blocks.room.ended(end, blocks.index.find_each(list(end.names)), blocks.live)
 
     def write(self, hashes: Sequence[ChainHash], parent: ChainHash | None) -> None:
         """Store consecutive blocks of one chain, `parent` before them, batch by batch as they come from L2."""

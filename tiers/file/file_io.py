@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing, suppress
-from functools import cached_property
+from functools import cached_property, partial, partialmethod
 from pathlib import Path
 from types import ModuleType
 from typing import Final, Literal, NamedTuple
@@ -199,8 +199,8 @@ _MOST_AHEAD: Final = 256  # read-aheads that wait to be sent
 _IN_MEMORY: Final = ("tmpfs", "ramfs", "hugetlbfs")
 _MAX_STALLS: Final = 16  # calls in a row without progress that count as a failure
 
-ReadCall = Callable[[int, Sequence[memoryview], int], int]
-"""Reads of a descriptor into buffers from an offset on; returns bytes read."""
+ReadEach = Callable[[int, Sequence[memoryview], Sequence[int]], list[bool]]
+"""Reads of a descriptor, each into its buffer from its offset on; returns which came whole."""
 
 
 class FileIO:
@@ -272,27 +272,28 @@ class FileIO:
         came: bytes = self.compiled.read_rows(fd, offsets, size, into)
         return came
 
-    def peek(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """`preadv` of pages in the page cache, never waiting. BlockingIOError for others, whose read-ahead starts.
+    def peek(self, fd: int, buffers: Sequence[memoryview], offsets: Sequence[int]) -> list[bool]:
+        """A `ReadEach` of pages in the page cache, never waiting. For others the read-ahead starts.
 
         Only if the file system knows such reads: see `peeking`.
         """
-        try:
-            moved = os.preadv(fd, buffers, offset, os.RWF_NOWAIT)
-        except BlockingIOError:
+        came = list[bool]()
+        for buffer, offset in zip(buffers, offsets, strict=True):
             moved = 0
-        if missing := sum(buffer.nbytes for buffer in buffers) - moved:  # also behind what was read: no kernel does it
-            _READ_AHEAD.send(fd, offset + moved, missing)
-            raise BlockingIOError
-        return moved
+            with suppress(OSError):
+                moved = os.preadv(fd, [buffer], offset, os.RWF_NOWAIT)
+            if missing := buffer.nbytes - moved:  # also behind what was read: no kernel does it
+                _READ_AHEAD.send(fd, offset + moved, missing)
+            came.append(not missing)
+        return came
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """One gathered write; returns bytes written."""
         return os.pwritev(fd, buffers, offset)
 
 
-def peeking(io: FileIO, fd: int) -> ReadCall:
-    """The call that reads this file without waiting: `peek`, in memory `preadv`, else nothing. It may wait itself."""
+def peeking(io: FileIO, fd: int) -> ReadEach:
+    """What reads this file without waiting: `peek`, in memory plain reads, else nothing. This call may wait."""
     try:
         os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
     except BlockingIOError:
@@ -300,7 +301,7 @@ def peeking(io: FileIO, fd: int) -> ReadCall:
     except OSError as error:
         if error.errno != errno.EOPNOTSUPP:
             raise
-        return io.preadv if _is_in_memory(fd) else _nothing
+        return partial(read_each, io) if _is_in_memory(fd) else _nothing
     return io.peek
 
 
@@ -316,8 +317,8 @@ def _is_in_memory(fd: int) -> bool:
     return False
 
 
-def _nothing(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    raise BlockingIOError
+def _nothing(fd: int, buffers: Sequence[memoryview], offsets: Sequence[int]) -> list[bool]:
+    return [False] * len(buffers)
 
 
 class _ReadAhead:
@@ -346,6 +347,22 @@ class _ReadAhead:
 
 _READ_AHEAD: Final = _ReadAhead()
 _PREADV: Final = FileIO.preadv  # a test that replaces it, to see or to fail every read, gets every read
+
+
+def read_each(io: FileIO, fd: int, buffers: Sequence[memoryview], offsets: Sequence[int]) -> list[bool]:
+    """A `ReadEach` that waits for the disk."""
+    came = list[bool]()
+    for buffer, offset in zip(buffers, offsets, strict=True):
+        try:
+            moved = 0
+            with suppress(InterruptedError):
+                moved = io.preadv(fd, [buffer], offset)
+            if moved < buffer.nbytes:  # hardly ever: a row is a microsecond
+                read_all(io, fd, [buffer], offset)
+            came.append(True)
+        except OSError:
+            came.append(False)
+    return came
 
 
 def read_all(io: "FileIO | Mapping", fd: int, buffers: Sequence[memoryview], offset: int, align: int = 1) -> None:
@@ -623,15 +640,8 @@ class PayloadIO:
         self._may_queue = queue is not None
         return queue
 
-    def read(self, offset: int, into: Sequence[memoryview]) -> None:
-        """Read adjacent slots from `offset` on, one per buffer; OSError leaves the buffers in any state."""
-        self._transfer(offset, into, is_read=True)
-
-    def write(self, offset: int, payloads: Sequence[memoryview]) -> None:
-        """Write adjacent slots from `offset` on; OSError leaves those slots in any state."""
-        self._transfer(offset, payloads, is_read=False)
-
     def _transfer(self, offset: int, buffers: Sequence[memoryview], *, is_read: bool) -> None:
+        """Move adjacent slots from `offset` on, one per buffer; OSError leaves buffers or slots in any state."""
         for whole in (self._whole, 0):
             iovecs, copies = (buffers, []) if whole == self.stride else self._bounced(buffers, whole)
             try:
@@ -648,6 +658,8 @@ class PayloadIO:
                 # The device may need a larger alignment: only the kernel's error shows it.
                 if not whole or error.errno != errno.EINVAL or self.mode != "direct":
                     raise
+
+    read, write = partialmethod(_transfer, is_read=True), partialmethod(_transfer, is_read=False)
 
     def close(self) -> None:
         while self._queues:

@@ -55,8 +55,9 @@ class SlabRoom:
         """Whether the end of a request with a block in the extent was recorded since it was opened."""
         return self._kinds[extent] != NO_CLASS
 
-    def ended(self, end: ClassifiedEnd, slots: Slots, live: Sequence[int]) -> None:
+    def ended(self, end: ClassifiedEnd, found: list[int], live: Sequence[int]) -> None:
         """A request has ended; its blocks are in these slots, -1 if not here. `live`: the blocks in each extent."""
+        slots = np.array(found, np.int64)
         if self._last is None:
             self._since[:] = end.ended_at
         self._last = end

@@ -1,4 +1,4 @@
-"""An open slab's entry table: some columns in memory, whole rows from the disk, verified; children and changes.
+"""An open slab's entry table: some columns in memory, whole rows from the disk, verified; and changes.
 
 Names are in the `ExtentMap`'s index. Rows with tokens would take more memory than all of that together. They are
 needed only when the block's payload is read or written, too.
@@ -6,17 +6,17 @@ needed only when the block's payload is read or written, too.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
-from itertools import islice
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers import BlockRecord, ChainHash, Changes, ChildBlock, Outcome
+from kvtier.tiers import BlockRecord, ChainHash, Changes, Outcome
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.extents import ExtentMap
-from kvtier.tiers.file.file_io import FileIO, ReadCall, peeking, read_all
+from kvtier.tiers.file.file_io import FileIO, ReadEach, peeking, read_all, read_each
 from kvtier.tiers.file.slab import NO_CHECKSUM, Codec, Rows, SlabEntry, Superblock
 from kvtier.tiers.file.slab_file import SlabFile
 from kvtier.tiers.pool import ChangeLog, ChildIndex, Slots, Words
@@ -32,7 +32,7 @@ class SlabRows:
     """`parents` and `seqs` of every slot, 40 bytes; rows read on demand; the log of changes. A `ChangeFeed`.
 
     `lock`, the store's, guards `blocks`, the arrays, and changes of the index of children. That index gets blocks
-    that are stored, and no removals: `children` checks each slot that it names.
+    that are stored, and no removals: `FileStore.children` checks each slot that it names.
     """
 
     def __init__(
@@ -52,16 +52,16 @@ class SlabRows:
         self._lock = lock
         self._inside = inside
         self.child_index: ChildIndex | None = None  # None: no children are looked up
-        self._peek = peeking(io, file.fd)
+        self._peek, self._read_each = peeking(io, file.fd), partial(read_each, io)
         num_slots = file.superblock.num_slots
         self.parents: Words = np.zeros((num_slots, 4), np.uint64)
+        self._parent_names = self.parents.view("V32").reshape(-1)
         self.seqs = np.zeros(num_slots, np.uint64)
 
     def store(self, first: int, rows: Rows) -> None:
         """These rows, as they lie in memory, are on the disk now, from slot `first` on. The caller holds the lock."""
         part = slice(first, first + len(rows))
-        self.parents[part] = slab.words_of(rows, "parent")
-        self.seqs[part] = rows["seq"]
+        self._parent_names[part], self.seqs[part] = rows["parent"], rows["seq"]
         if self.child_index is not None:
             self.child_index.enter(rows["parent"].tolist(), list(range(first, first + len(rows))))
 
@@ -72,7 +72,7 @@ class SlabRows:
 
     def read(self, slots: Sequence[int]) -> tuple[Rows, Flags, Flags]:
         """The rows of these slots, which could be read, and which of these are whole. Waits for the disk."""
-        rows, is_read = self._filled(slots, self._read_run)
+        rows, is_read = self._filled(slots, self._read_each)
         return rows, is_read, self._whole(rows, slots, is_read)
 
     def entries(self, slots: Sequence[int]) -> list[SlabEntry | Outcome]:
@@ -83,14 +83,15 @@ class SlabRows:
         came = self._io.read_rows(self._file.fd, offsets, superblock.entry_bytes, slab.byte_view(rows))
         is_read = np.ones(len(slots), np.bool_)
         if came is None or 0 in came:
-            rows, is_read = self._filled(slots, self._read_run)
+            rows, is_read = self._filled(slots, self._read_each)
         found = zip(self._codec.entries(rows, slots), is_read.tolist(), strict=True)
         return [(entry or Outcome.CHECKSUM) if could_read else Outcome.IO_ERROR for entry, could_read in found]
 
-    def peek(self, slots: Sequence[int]) -> tuple[Rows, Flags]:
-        """The same, without waiting: a row that is not in the page cache counts as not whole, and its read starts."""
+    def peek(self, slots: Sequence[int]) -> list[BlockRecord | None]:
+        """The records in these slots' rows, without waiting. None: not whole, or not cached, and its read starts."""
         rows, is_read = self._filled(slots, self._peek)
-        return rows, self._whole(rows, slots, is_read)
+        found = zip(self._codec.entries(rows, slots), is_read.tolist(), strict=True)
+        return [entry[0] if entry is not None and could_read else None for entry, could_read in found]
 
     def recover(self) -> list[int]:
         """Read the whole table into the arrays and indexes; returns older duplicates, whose rows must be blanked.
@@ -117,31 +118,7 @@ class SlabRows:
             self.child_index.enter(self.parents_of(piece), piece.tolist())
         return losers
 
-    # Children and changes. No call waits for the disk.
-
-    def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
-        """Up to `limit` held blocks of this parent whose tokens begin with `start`.
-
-        A child whose entry left the page cache is left out, and its read starts. Of a sealed slab only these children
-        are decrypted.
-        """
-        if self.child_index is None:
-            return []
-        first_word, word_of = int.from_bytes(parent[:8], "little"), self.parents.item
-        likely = [slot for slot in self.child_index.find(parent) if word_of(slot, 0) == first_word]  # a hint: no lock
-        if not likely:
-            return []
-        with self._inside() as is_open:
-            with self._lock:
-                held = self._blocks.index.holds(np.array(likely, np.int64))
-                likely = [slot for slot, is_held in zip(likely, held.tolist(), strict=True) if is_held]
-            if not is_open or not likely:
-                return []
-            rows, whole = self.peek(likely)
-            mine = whole & np.array([each == parent for each in rows["parent"].tolist()])
-            children = self._codec.to_records(rows[mine])
-        found = (each for each in children if each.tokens and each.tokens.startswith(start))
-        return [ChildBlock(each.chain_hash, each.tokens) for each in islice(found, limit)]
+    # Changes. No call waits for the disk.
 
     def listen(self) -> None:
         """Keep a log from now on. Blocks stored before come first, in that order."""
@@ -165,9 +142,8 @@ class SlabRows:
                 names, parents = self._blocks.index.names(slots), self.parents_of(slots)
             records = [BlockRecord(name, parent, b"", NO_CHECKSUM) for name, parent in zip(names, parents, strict=True)]
             if is_open and records:
-                rows, whole = self.peek(slots.tolist())
-                for position, record in enumerate(self._codec.to_records(rows)):
-                    if whole[position] and record.chain_hash == names[position]:
+                for position, record in enumerate(self.peek(slots.tolist())):
+                    if record is not None and record.chain_hash == names[position]:
                         records[position] = record
         return Changes(gone, records, cleared)
 
@@ -196,7 +172,7 @@ class SlabRows:
             self._codec.show_names(rows, np.flatnonzero(found))
             self._blocks.index.write(part, slab.words_of(rows, "chain_hash"))
             self._blocks.generations[part] = rows["generation"]
-            self.parents[part], self.seqs[part] = slab.words_of(rows, "parent"), rows["seq"]
+            self._parent_names[part], self.seqs[part] = rows["parent"], rows["seq"]
             written[part] = (rows["state"] != 0) | (rows["checksum"] != 0)
         return plausible, written
 
@@ -234,29 +210,18 @@ class SlabRows:
         newest = dict(zip(self._blocks.index.names(by_age), by_age.tolist(), strict=True))
         return np.setdiff1d(by_age, list(newest.values())).tolist(), slots[~whole].tolist()
 
-    def _filled(self, slots: Sequence[int], read: ReadCall) -> tuple[Rows, Flags]:
-        """Rows of slots, neighbours in one call, and which could be read."""
-        superblock, fd = self._file.superblock, self._file.fd
-        rows, is_read = np.empty(len(slots), superblock.row_dtype), np.ones(len(slots), np.bool_)
-        view, size = slab.byte_view(rows), superblock.entry_bytes
-        offsets, first = superblock.row_offsets(slots), 0
-        for end in range(1, len(slots) + 1):
-            if end < len(slots) and offsets[end] == offsets[end - 1] + size:
-                continue
-            part = view[first * size : end * size]
-            try:
-                is_read[first:end] = read(fd, [part], offsets[first]) == part.nbytes
-            except OSError:
-                is_read[first:end] = False
-            first = end
+    def _filled(self, slots: Sequence[int], read: ReadEach) -> tuple[Rows, Flags]:
+        """Rows of slots, neighbours in one stretch, and which could be read."""
+        superblock, num_slots = self._file.superblock, len(slots)
+        rows, is_read = np.empty(num_slots, superblock.row_dtype), np.empty(num_slots, np.bool_)
+        offsets, view, size = superblock.row_offsets(slots), slab.byte_view(rows), superblock.entry_bytes
+        firsts = [at for at in range(num_slots) if not at or offsets[at] != offsets[at - 1] + size]
+        spans = [*zip(firsts, [*firsts[1:], num_slots], strict=False)]
+        parts = [view[first * size : end * size] for first, end in spans]
+        came = read(self._file.fd, parts, [offsets[first] for first in firsts])
+        for (first, end), could_read in zip(spans, came, strict=True):
+            is_read[first:end] = could_read
         return rows, is_read
-
-    def _read_run(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        with suppress(InterruptedError):
-            if self._io.preadv(fd, buffers, offset) == buffers[0].nbytes:  # nearly always: a row is a microsecond
-                return buffers[0].nbytes
-        read_all(self._io, fd, buffers, offset)
-        return buffers[0].nbytes
 
     def _whole(self, rows: Rows, slots: Sequence[int], is_read: Flags) -> Flags:
         """Which of the rows read are whole; their names are shown."""

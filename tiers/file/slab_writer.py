@@ -310,9 +310,10 @@ class SlabWriter:
                 records = [record for part in group for record in part.records]
                 payloads = [payload for part in group for payload in part.payloads]
             try:
-                hidden, part_stamps = self.codec.hide(records, payloads)
-                self.payload.write(superblock.payload_offset(group[0].run.first), hidden)
-                stamps += part_stamps
+                if self.codec.hides_payloads:
+                    payloads, part_stamps = self.codec.hide(records, payloads)
+                    stamps += part_stamps
+                self.payload.write(superblock.payload_offset(group[0].run.first), payloads)
             except OSError as error:
                 _log.debug("[file] %s: %s while writing payloads", self.file.path, error)
                 groups, failure = groups[:number], _outcome_of(error)

@@ -343,11 +343,26 @@ class FileStore(Tier):
 
     def ended(self, end: ClassifiedEnd) -> None:
         """Passed on to the eviction order of extents."""
+        blocks = self._blocks
         with self._lock:
-            self._blocks.ended(end)
+            blocks.room.ended(end, blocks.index.find_each(list(end.names)), blocks.live)
 
     def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
-        return self._rows.children(parent, limit, start)
+        """A child whose entry left the page cache is left out, and its read starts. Does not wait for the disk."""
+        rows, first_word = self._rows, int.from_bytes(parent[:8], "little")
+        known = rows.child_index.find(parent) if rows.child_index is not None else []
+        likely = [slot for slot in known if rows.parents.item(slot, 0) == first_word]  # a hint: no lock
+        if not likely or (visit := self._calls.begin()) is None:
+            return []
+        try:
+            with self._lock:
+                are_held = self._blocks.index.holds(np.array(likely, np.int64)).tolist()
+            held = [slot for slot, is_held in zip(likely, are_held, strict=True) if is_held]
+            records = rows.peek(held) if held else []
+        finally:
+            self._calls.end(visit)
+        found = [each for each in records if each is not None and each.parent == parent and each.tokens]
+        return [ChildBlock(each.chain_hash, each.tokens) for each in found if each.tokens.startswith(start)][:limit]
 
     def room(self) -> Sequence[StoragePlace]:
         return self._storage.latest()

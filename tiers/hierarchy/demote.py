@@ -79,7 +79,7 @@ class Demoter:
         if settings.store_queue is not None:
             self._max_blocks = max(1, min(self._max_blocks, settings.store_queue // host.region.slot_bytes))
         self._batch = max(1, BATCH_BYTES // host.region.slot_bytes)
-        self._num_waiting = 0
+        self.num_waiting = 0  # blocks queued or being written
         self.num_written = 0
         self.failed: OrderedDict[ChainHash, bool] = OrderedDict()  # whether it may succeed later
         self._line = host.pool.backlog()  # blocks that found the queue full
@@ -97,11 +97,6 @@ class Demoter:
             self._admission = TierAdmission(port.name, self._eviction_logs, host.pool.return_gaps, metrics, clock)
         port.recovered = self._recovered
         metrics.before_read(self._show)
-
-    @property
-    def num_waiting(self) -> int:
-        """Blocks queued or being written."""
-        return self._num_waiting
 
     @property
     def num_in_line(self) -> int:
@@ -157,7 +152,7 @@ class Demoter:
     def owe(self, hashes: Sequence[ChainHash]) -> None:
         """Put blocks into the backlog that another tier has and this one lacks."""
         self._line.add(hashes)
-        if not self._num_waiting:  # else some of them may be in the queue
+        if not self.num_waiting:  # else some of them may be in the queue
             self.sweep_soon()
 
     def settle(self, job: "_WriteJob", outcomes: Sequence[Outcome]) -> None:
@@ -166,7 +161,7 @@ class Demoter:
         good = [h for h, outcome in zip(hashes, outcomes, strict=True) if outcome is Outcome.OK]
         again = [h for h, outcome in zip(hashes, outcomes, strict=True) if outcome in _PASSING]
         with self._lock:
-            self._num_waiting -= len(hashes)
+            self.num_waiting -= len(hashes)
             self.num_written += len(good)
             for chain_hash in good:
                 self.failed.pop(chain_hash, None)
@@ -210,7 +205,7 @@ class Demoter:
         if not (len(self._line) or (len(self._again) and self.clock() >= self._again_at)):
             return
         with self._lock:
-            if self._is_sweeping or self._num_waiting > self._max_blocks // 2:
+            if self._is_sweeping or self.num_waiting > self._max_blocks // 2:
                 return
             self._is_sweeping = True
         if not self.port.queue.submit(_SweepJob(self)):
@@ -220,7 +215,7 @@ class Demoter:
         """Queue the backlog, oldest first, as far as there is room; runs on an I/O thread."""
         epoch = self.port.epoch
         with self._lock:
-            room = min(self._max_blocks - self._num_waiting, _MAX_SWEPT)
+            room = min(self._max_blocks - self.num_waiting, _MAX_SWEPT)
         if len(self._again) and self.clock() >= self._again_at:  # these are older
             room -= self._sweep(*self._again.take(min(room, self._num_again)), epoch, is_repeated=True)
         if room > 0:
@@ -259,7 +254,7 @@ class Demoter:
                 if self.has_failed(self.host.parent_of(chain[0]) or b""):  # L2 evicted it, or it cannot succeed
                     continue
             with self._lock:
-                self._num_waiting += len(chain)
+                self.num_waiting += len(chain)
             self._submit(chain, epoch, is_repeated=is_repeated)
             num_queued += len(chain)
         return num_queued
@@ -320,8 +315,8 @@ class Demoter:
     def _take_room(self, num_blocks: int) -> int:
         """Reserve room in the queue; returns how many of so many blocks fit. They count as waiting from now on."""
         with self._lock:
-            taken = max(0, min(num_blocks, self._max_blocks - self._num_waiting))
-            self._num_waiting += taken
+            taken = max(0, min(num_blocks, self._max_blocks - self.num_waiting))
+            self.num_waiting += taken
             return taken
 
     def _submit(
@@ -346,7 +341,7 @@ class Demoter:
             self.settle(job, [Outcome.QUEUE_FULL] * len(job.hashes))
             return
         with self._lock:
-            self._num_waiting -= len(job.hashes)
+            self.num_waiting -= len(job.hashes)
         (self._again if job.is_repeated else self._line).add(job.hashes)
 
     def _admitted(self, hashes: Sequence[ChainHash], admission: "TierAdmission") -> Sequence[ChainHash]:
@@ -364,14 +359,14 @@ class Demoter:
         return hashes[:num_seen]
 
     def _filling(self) -> float:
-        return (self._num_waiting + len(self._line)) / self._max_blocks
+        return (self.num_waiting + len(self._line)) / self._max_blocks
 
     def _eviction_logs(self) -> list[EvictionLog]:
         return [each for each in (self.host.pool.eviction_log, self.port.eviction_log) if each is not None]
 
     def _show(self) -> None:
         self._note_lost(look=True)
-        self.metrics.waiting(self.port.name, self._num_waiting + self.num_in_line)
+        self.metrics.waiting(self.port.name, self.num_waiting + self.num_in_line)
         if self._admission is not None:
             self._admission.is_selective(self._filling())
 

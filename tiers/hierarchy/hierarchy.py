@@ -235,7 +235,8 @@ class Hierarchy:
         """Apply a finished request to the eviction order of L2, and then to that of the tiers below."""
         if (classified := self.host.pool.ended(end)) is not None:
             for port in self.ports:
-                port.ended(classified)
+                if (tier := port.tier) is not None:  # a probe may detach it meanwhile
+                    tier.ended(classified)
 
     def tick(self) -> None:
         """Expire stale promises and hung I/O, probe open breakers, retry stores."""
@@ -372,7 +373,7 @@ class Hierarchy:
                 claim.asked_until = known + max(len(question.hashes) for question in claim.questions)
                 return
         claim.found = where
-        claim.why = partial(self.causes, claim.hashes[known:]) if where.miss else None
+        claim.why = partial(causes_of, self._eviction_logs, claim.hashes[known:]) if where.miss else None
         claim.behind = self._children
         if claim.asked_until:
             claim.good_until = time.monotonic() + _ASK_AGAIN
@@ -406,8 +407,8 @@ class Hierarchy:
         parent = claim.hashes[known - 1] if known else claim.parent
         found = self.host.children(parent, MAX_CHILDREN, start)
         for port in self.ports:
-            if len(found) < MAX_CHILDREN:
-                found += port.children(parent, MAX_CHILDREN, start)
+            if len(found) < MAX_CHILDREN and (tier := port.readable()) is not None:
+                found += tier.children(parent, MAX_CHILDREN, start)
         if not found:
             return ()
         by_name = dict(found)
@@ -426,7 +427,10 @@ class Hierarchy:
         num_in_l2, first, size = len(places.slots), claim.num_l1, claim.block_size
         num_sure = 0 if claim.overlap is Overlap.WHOLE else num_in_l2  # loaded in any case
         span = Span((first + num_sure) * size, (num_blocks - num_sure) * size, below_l2)
-        if claim.overlap is Overlap.ALLOWED and self._decide_split(claim, span):
+        if claim.overlap is Overlap.ALLOWED and span.num_tokens >= MIN_FRONT:
+            claim.split = self.rates.split_point(span, size)
+        if claim.split is not None:
+            claim.behind = None
             if not num_in_l2:
                 return
             num_blocks = num_in_l2
@@ -449,14 +453,6 @@ class Hierarchy:
         self.promoter.start(claim, run, parent, places, source, (deadline, patience))
         if claim.refusal is not None:
             claim.split = None
-
-    def _decide_split(self, claim: LocalClaim, span: Span) -> bool:
-        """Set the split point within these tokens. False: loading or computing alone is as fast."""
-        claim.split = self.rates.split_point(span, claim.block_size) if span.num_tokens >= MIN_FRONT else None
-        if claim.split is None:
-            return False
-        claim.behind = None
-        return True
 
     def _show_pools(self) -> None:
         pool = self.host.pool

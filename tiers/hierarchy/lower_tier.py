@@ -13,7 +13,6 @@ from kvtier.tiers import (
     BlockRecord,
     Breaker,
     ChainHash,
-    ChildBlock,
     Direction,
     Fp8Codec,
     KVTierError,
@@ -29,7 +28,6 @@ from kvtier.tiers import (
 from kvtier.tiers.hierarchy.cache_tiers import SplitPoint
 from kvtier.tiers.hierarchy.io_queue import IoQueue, begun
 from kvtier.tiers.pool import LOST, EvictionLog
-from kvtier.tiers.reuse import ClassifiedEnd
 
 _log = logging.getLogger(__name__)
 
@@ -310,17 +308,6 @@ class TierPort:
         """For each block, whether the tier has it and can be read now."""
         tier = self.readable()
         return tier.holds(hashes) if tier is not None else [False] * len(hashes)
-
-    def children(self, parent: ChainHash, limit: int, start: bytes = b"") -> list[ChildBlock]:
-        """`Tier.children`; empty if the tier cannot be read now."""
-        tier = self.readable()
-        return tier.children(parent, limit, start) if tier is not None else []
-
-    def ended(self, end: ClassifiedEnd) -> None:
-        """`Tier.ended`; nothing if the tier is detached."""
-        tier = self.tier  # a probe may detach it meanwhile
-        if tier is not None:
-            tier.ended(end)
 
     def room(self) -> Sequence[StoragePlace]:
         """`Tier.room`; empty if the tier is detached."""

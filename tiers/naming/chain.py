@@ -287,7 +287,7 @@ class TokenChain:
         if not 0 <= block < len(self.hashes):
             raise self._no_block(block)
         words = self._tokens[block * self.block_size : (block + 1) * self.block_size]
-        return words.tobytes() if _IS_LITTLE else _little_endian(words)
+        return _little_endian(words)
 
     def records(self, start: int, end: int) -> list[BlockRecord]:
         """The records of the full blocks `start … end`, without checksums."""
@@ -302,12 +302,17 @@ class TokenChain:
 
     def partial_block(self, num_tokens: int) -> BlockRecord | None:
         """The tokens behind the last full block among the first `num_tokens`, as a block of its own; None: none."""
-        block, count = divmod(num_tokens, self.block_size)
-        tokens = self.next_tokens(block)[: 4 * count] if block <= len(self.hashes) else b""
-        if not tokens:
+        block, module = num_tokens // self.block_size, compiled()
+        first = block * self.block_size
+        words = self._tokens[first:num_tokens]
+        if not words or block > len(self.hashes) or block in self._extra:
             return None
-        parent = self.parent(block)
-        return BlockRecord(self._name(parent, tokens), parent, tokens, 0)
+        parent = self.hashes[block - 1] if block else self.root
+        tokens = _little_endian(words)
+        if module is None:
+            return BlockRecord(self._name(parent, tokens), parent, tokens, 0)
+        [name] = module.names(self.scheme, parent, self._tokens, first, 1, len(words))
+        return BlockRecord(name, parent, tokens, 0)
 
     def is_plain(self, child: ChildBlock, parent: ChainHash) -> bool:
         """Whether this name follows from the parent and the tokens alone."""
@@ -377,11 +382,13 @@ def _encode_extra(keys: Sequence[tuple[str, bytes]]) -> bytes:
     return b"".join(struct.pack("<I", len(tag)) + tag + struct.pack("<Q", len(value)) + value for tag, value in tagged)
 
 
-def _little_endian(words: "array[int]") -> bytes:
-    if not _IS_LITTLE:
-        words = words[:]
-        words.byteswap()
+def _swapped(words: "array[int]") -> bytes:
+    words = words[:]
+    words.byteswap()
     return words.tobytes()
+
+
+_little_endian: Final = array.tobytes if _IS_LITTLE else _swapped
 
 
 def _from_buffer(tokens: "NDArray[np.integer[Any]] | array[int]") -> "array[int]":

@@ -15,6 +15,5 @@ from kvtier.tiers.pool.eviction_log import (
     causes_of,
     eviction_reason,
 )
-from kvtier.tiers.pool.lease import FILLING, READY, Places, Reservation
 from kvtier.tiers.pool.policy import MAX_CHILDREN, lease_type, make_child_index, make_core, make_index, make_slot_counts
-from kvtier.tiers.pool.pool import SlotPool
+from kvtier.tiers.pool.pool import FILLING, READY, Places, Reservation, SlotPool

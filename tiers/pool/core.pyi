@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvtier.tiers import ChainHash
 from kvtier.tiers.pool.changes import ChangeLog
 from kvtier.tiers.pool.eviction_log import EvictionLog
-from kvtier.tiers.pool.lease import Places, Reservation
+from kvtier.tiers.pool.pool import Places, Reservation
 from kvtier.tiers.reuse import ReusePredictor
 from kvtier.tiers.reuse.recent import LruShadow
 

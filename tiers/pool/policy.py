@@ -2,7 +2,6 @@
 
 import logging
 import time
-from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import compiled_setting
 from kvtier.tiers.pool import core as interpreted
-from kvtier.tiers.reuse import NO_CLASS, ClassifiedEnd, RequestEnd, ReusePredictor, make_shadow
+from kvtier.tiers.reuse import NO_CLASS, ReusePredictor, make_shadow
 
 if TYPE_CHECKING:
     from kvtier.tiers.pool.core import LRU, ChildIndex, Index, Learned, Lease, SlotCore, SlotCounts, SlotLists
@@ -85,19 +84,3 @@ def learned(core: "SlotCore") -> "Learned | None":
     """The core's order, if it is the learned one."""
     order: Any = core.order
     return order if hasattr(order, "returns") else None
-
-
-def ended(core: "SlotCore", order: "Learned", end: RequestEnd) -> ClassifiedEnd:
-    """A request has ended: its blocks get a new place in the order. Returns what was found out about it."""
-    slots, tags = core.find_tagged(list(end.names))
-    found = order.returns.record(
-        end, tags, lambda turn: order.num_ended(slots[: end.num_prompt], turn + 1), order.clock
-    )
-    sampled, their_tags = order.rival.sampled(tags)
-    num_looked_up = bisect_left(sampled, end.num_prompt)
-    own = order.num_ended([slots[at] for at in sampled[:num_looked_up]])
-    order.rival.ended(their_tags, num_looked_up, own)
-    order.ended(slots[found.num_head :], found.kind)
-    if found.num_head:
-        order.ended(slots[: found.num_head], found.head_kind)
-    return found

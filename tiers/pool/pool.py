@@ -1,10 +1,17 @@
-"""SlotPool: a fixed set of slots, the index of the blocks they hold, and who may take which slot when."""
+"""SlotPool: a fixed set of slots, the index of the blocks they hold, and who may take which slot when.
 
+Besides leases (core.py) it hands out `Places`, and a `Reservation` to fill.
+"""
+
+import sys
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,16 +21,91 @@ from kvtier.tiers.pool.backlog import Backlog
 from kvtier.tiers.pool.changes import ChangeLog, Slots
 from kvtier.tiers.pool.core import Lease, Leases
 from kvtier.tiers.pool.eviction_log import EVICTED_CODE, REMOVED, RESET, EvictionLog
-from kvtier.tiers.pool.lease import FILLING, QUARANTINED, Places, PoolCounts, Reservation, picked
-from kvtier.tiers.pool.policy import ended, form, learned, lease_type, make_core
+from kvtier.tiers.pool.policy import form, learned, lease_type, make_core
 from kvtier.tiers.reuse import ClassifiedEnd, RequestEnd
 
 if TYPE_CHECKING:
     from _typeshed import SupportsGetItem
 
 _PIECE: Final = 4096  # slots looked at while the lock is held
+FREE: Final = 0  # states of a slot, as `core.py` has them
+FILLING: Final = 1  # taken, and invisible to every lookup
+READY: Final = 2
+QUARANTINED: Final = 3  # an operation that hangs may still write here
+
+T = TypeVar("T")
 
 Chains = Sequence[tuple[Sequence[ChainHash], ChainHash | None]]  # (names, the name before them) of each
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCounts:
+    """How many slots are in each state: free + filling + ready + quarantined is the pool's size."""
+
+    free: int
+    filling: int
+    ready: int
+    leased: int  # of the ready ones: those with a lease
+    quarantined: int
+    dirty: int  # of the ready ones: those no lower tier holds
+    tails: int  # of the ready ones: partial blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Slots of blocks and their generations when found: one not taken since, and ready, still has its block."""
+
+    slots: list[int]
+    generations: list[int]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """Slots taken for blocks that are not held yet, invisible until `SlotPool.seal`.
+
+    All lists run parallel, in chain order. As a context manager, and when it is dropped, it abandons what was neither
+    sealed nor quarantined. It is empty if every block was there already.
+    """
+
+    hashes: list[ChainHash]
+    indices: list[int]  # positions in the hashes given to `reserve`
+    slots: list[int]
+    generations: list[int]  # how often each slot had been taken by then
+    parents: list[ChainHash | None]
+    epoch: int = field(repr=False)  # the pool's count of resets when the slots were taken
+    num_open: int = field(repr=False)  # slots still filling
+    on_end: "Callable[[Reservation, bool], None]" = field(repr=False)  # (itself, whether it was dropped)
+    num_refused: int = field(default=0, init=False)  # last blocks of those hashes that are not worth a slot
+    is_partial: bool = field(default=False, init=False)  # of one block that is a chain's unfinished last one
+    is_given: bool = field(default=False, init=False, repr=False)  # to be sealed: it cannot be abandoned any more
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every one of its slots is still filling: none was sealed or given up."""
+        return self.num_open == len(self.hashes)
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def __enter__(self) -> "Reservation":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.on_end(self, False)
+
+    def __del__(self) -> None:
+        if self.num_open and not sys.is_finalizing():
+            self.on_end(self, True)
+
+
+def picked(items: Sequence[T], at: Sequence[int]) -> list[T]:
+    """The items at these positions, which are distinct and in order."""
+    return list(items) if len(at) == len(items) else [items[i] for i in at]
 
 
 class SlotPool:
@@ -240,13 +322,24 @@ class SlotPool:
             return self._lease(list(hashes[: len(slots)]), slots, times, self._on_release)
 
     def ended(self, end: RequestEnd) -> ClassifiedEnd | None:
-        """A request has ended: the learned order applies it. Returns what tiers below apply."""
-        if self._learned is None:
+        """A request has ended: its blocks get a new place in the learned order. Returns what tiers below apply."""
+        if (order := self._learned) is None:
             return None
         with self._lock:
             if self._dropped:
                 self._settle_dropped()
-            return ended(self._core, self._learned, end)
+            slots, tags = self._core.find_tagged(list(end.names))
+            found = order.returns.record(
+                end, tags, lambda turn: order.num_ended(slots[: end.num_prompt], turn + 1), order.clock
+            )
+            sampled, their_tags = order.rival.sampled(tags)
+            num_looked_up = bisect_left(sampled, end.num_prompt)
+            own = order.num_ended([slots[at] for at in sampled[:num_looked_up]])
+            order.rival.ended(their_tags, num_looked_up, own)
+            order.ended(slots[found.num_head :], found.kind)
+            if found.num_head:
+                order.ended(slots[: found.num_head], found.head_kind)
+            return found
 
     def evict(self, hashes: Sequence[ChainHash], cause: str = REMOVED) -> int:
         """Drop blocks, leased ones later; returns how many. `cause`: of `eviction_log.py`, or an `Outcome`."""

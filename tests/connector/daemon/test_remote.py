@@ -43,7 +43,7 @@ from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Wanted, load_and_lease
 from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.naming.chain import TokenChain
-from kvtier.tiers.pool.lease import Reservation
+from kvtier.tiers.pool.pool import Reservation
 from kvtier.tiers.tier import ChildBlock, Outcome
 
 Client = Callable[..., RemoteTiers]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvtier.connector.sglang import page_store
 from kvtier.connector.sglang.page_store import PageStore
 from kvtier.tiers.config.sections import CacheConfig
-from kvtier.tiers.copies.block_copier import BlockPart, EngineBlocks
+from kvtier.tiers.copies.transfer import BlockPart, EngineBlocks
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import PortSettings
 from kvtier.tiers.tier import ChainHash, Outcome

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvtier.connector.sglang.pool import page_blocks, pool_pages
-from kvtier.tiers.copies.block_copier import BlockCopies, PartCopier
+from kvtier.tiers.copies.transfer import BlockCopies, PartCopier
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.host.host import HostRegion
 

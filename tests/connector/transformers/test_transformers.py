@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCac
 from kvtier.connector.models import cache_option
 from kvtier.connector.transformers import adapter as transformers_connector
 from kvtier.connector.transformers.adapter import KVTier
-from kvtier.tiers.copies.block_copier import BlockCopier
+from kvtier.tiers.copies.transfer import BlockCopier
 from kvtier.tiers.errors import MissingPackages, RequestError
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.reuse import Hint, RequestEnd

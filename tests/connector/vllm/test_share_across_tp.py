@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvtier.connector.vllm.slots import GroupLane, SlotPlan, engine_blocks
-from kvtier.tiers.copies.block_copier import BlockCopies, PartCopier
+from kvtier.tiers.copies.transfer import BlockCopies, PartCopier
 from kvtier.tiers.host.host import HostRegion
 
 BLOCKS, LAYERS, TOKENS, DIM = 6, 4, 32, 8

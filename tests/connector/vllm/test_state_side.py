@@ -131,7 +131,7 @@ def test_a_state_spares_no_more_than_the_daemons_protocol_takes() -> None:
     blocks = chain_of(2)
     assert ClosedChain(blocks, 2, (0,), keeps_blocks=False).spares == 2 * BLOCK_SIZE
     assert ClosedChain(blocks, 2, (0, 1), keeps_blocks=True).spares == 2 * BLOCK_SIZE // 4
-    long: Any = SimpleNamespace(hashes=blocks.hashes, block_size=1 << 20)
+    long: Any = SimpleNamespace(hashes=blocks.hashes, block_size=1 << 20, root=blocks.root, tenant=blocks.tenant)
     assert ClosedChain(long, 2, (0,), keeps_blocks=False).spares < MAX_BLOCK_SIZE
 
 

@@ -23,8 +23,8 @@ from kvtier.connector.vllm.slots import GroupLane, SlotPlan, engine_blocks
 from kvtier.connector.vllm.worker import RegionHandle, WorkerHalf, WorkerStep
 from kvtier.connector.worker import WorkerSide
 from kvtier.tiers.copies import copy_ways, cuda_transfer, packer
-from kvtier.tiers.copies.block_copier import BlockPart, EngineBlocks
 from kvtier.tiers.copies.copy_ways import CopyChoice
+from kvtier.tiers.copies.transfer import BlockPart, EngineBlocks
 from kvtier.tiers.host import host
 from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.host.pinning import PinnedPieces

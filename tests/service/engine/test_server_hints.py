@@ -1,16 +1,16 @@
 """Stories of what the OpenAI server tells of its requests' ends: hints that clients say, and what answers show."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from scheduler_rig import ScriptedConnector, Story
 from server_rig import MODEL, WITH_TOOLS, ServerThread, save_checkpoint, serving, wait_for
 
 from kvtier.connector.models import ToolCalls
+from kvtier.connector.request import Answered
 from kvtier.engine.requests import FinishReason
-from kvtier.engine.scheduler import answered_of
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.reuse import Hint, RequestEnd
 
@@ -107,26 +107,22 @@ def test_the_last_request_of_a_session_is_finished_unless_its_body_says_otherwis
     assert [end.hint for end in told] == [Hint.FINISHED, Hint.FINISHED, Hint.TOOL]
 
 
-def test_an_answer_that_calls_a_tool_says_so_itself() -> None:
+def test_an_answer_that_calls_a_tool_says_so_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only an answer that ends by itself counts, and what is said wins."""
+    ends: list[Answered] = []
+    monkeypatch.setattr(ScriptedConnector, "finished", lambda _, name, answered: ends.append(answered))
     for said, reason, calls, hint, is_derived in (
         (None, FinishReason.STOP, True, Hint.TOOL, True),
         (None, FinishReason.STOP, False, None, False),
         (None, FinishReason.LENGTH, True, None, False),
         (Hint.FINISHED, FinishReason.STOP, True, Hint.FINISHED, False),
     ):
-        sequence: Any = SimpleNamespace(
-            params=SimpleNamespace(hint=said, is_call=False),
-            num_generated=2,
-            generated=[7, 8],
-            arrived=0.0,
-            ttft=0.1,
-            num_prompt_tokens=5,
-        )
-        reads = Mock(return_value=calls)
-        answered = answered_of(sequence, reason, reads)
-        assert answered is not None
-        assert tuple(answered)[2:4] == (hint, is_derived)
+        story = Story(4, ScriptedConnector())
+        story.scheduler.calls_tool = Mock(return_value=calls)
+        story.add("r", [1, 2, 3], hint=said)
+        story.step(token=0 if reason is FinishReason.STOP else 7)  # 0 ends the text
+        assert story.ended == {"r": reason}
+        assert (ends[-1].hint, ends[-1].is_derived) == (hint, is_derived)
 
 
 def test_the_server_reads_answers(server: ServerThread) -> None:

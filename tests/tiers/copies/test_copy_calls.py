@@ -17,11 +17,10 @@ from lazy_cuda import LazyCuda, LazyDriver, pin
 
 from kvtier.connector.plan import CopyOp, StepPlan
 from kvtier.connector.worker import WorkerSide
-from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, CopyDirection, EngineBlocks
 from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.copies.packer import Run, pieces_of
-from kvtier.tiers.copies.transfer import L1
+from kvtier.tiers.copies.transfer import L1, BlockCopies, BlockPart, CopyDirection, EngineBlocks
 from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.host.pinning import CudaDriver, PinnedPieces
 

@@ -12,9 +12,9 @@ from lazy_cuda import LazyCuda, LazyDriver, Op, pin
 
 from kvtier.tiers.config.sections import HostConfig
 from kvtier.tiers.copies import copy_probe
-from kvtier.tiers.copies.block_copier import BlockPart, EngineBlocks
 from kvtier.tiers.copies.copy_ways import CopyWays, KeptChoices
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
+from kvtier.tiers.copies.transfer import BlockPart, EngineBlocks
 from kvtier.tiers.host import host
 from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.metrics import Metrics

@@ -20,9 +20,9 @@ from extent import brief
 from lazy_cuda import LazyCuda, LazyDriver, LazyStream, pin, ranges_of
 
 from kvtier.tiers.copies import cuda_transfer, packer
-from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, CopyDirection, EngineBlocks
 from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream, CudaEvent
+from kvtier.tiers.copies.transfer import BlockCopies, BlockPart, CopyDirection, EngineBlocks
 from kvtier.tiers.host.host import HostRegion
 
 BLOCKS, SLOTS, LAYERS, HEADS, TOKENS, DIM = 12, 14, 4, 2, 4, 32

@@ -15,12 +15,14 @@ from doubles import wait_until
 from lazy_cuda import LazyCuda, LazyDriver, LazyEvent, LazyStream, pin, ranges_of
 
 from kvtier.tiers.copies import packer
-from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, EngineBlocks
 from kvtier.tiers.copies.copy_ways import CopyChoice, CopyWays
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream, CudaEvent
 from kvtier.tiers.copies.transfer import (
     DEVICE_ERRORS,
+    BlockCopies,
+    BlockPart,
     CopyEvent,
+    EngineBlocks,
     HostEvent,
     is_lasting,
     is_of_capture,

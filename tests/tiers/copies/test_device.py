@@ -7,7 +7,7 @@ import torch
 
 from kvtier.tiers.copies.device import BlockPool
 from kvtier.tiers.naming.identity import KVShape
-from kvtier.tiers.tier import BlockRecord, ChainHash
+from kvtier.tiers.tier import ChainHash
 
 pytestmark = pytest.mark.usefixtures("way")
 
@@ -102,18 +102,17 @@ def test_without_prefix_caching_nothing_is_named(pool_of: PoolOf, chain: Chain) 
     assert pool.generation(ids[0]) == 2
 
 
-def test_a_record_of_another_block_names_nothing(pool_of: PoolOf, chain: Chain) -> None:
+def test_tokens_of_another_block_size_name_nothing(pool_of: PoolOf, chain: Chain) -> None:
     pool = pool_of(4)
     pool.listen()
     names, blocks = chain(1, 2), allocated(pool, 2)
-    good = [BlockRecord(names[0], b"", b"", 0), BlockRecord(names[1], names[0], b"", 0)]
-    with pytest.raises(ValueError, match="records"):  # it has to be said what they are
+    with pytest.raises(ValueError, match="tokens of 0"):  # they are needed
         pool.publish(blocks, names, None)
-    with pytest.raises(ValueError, match="another block"):
-        pool.publish(blocks, names, None, [good[0], good[0]])
+    with pytest.raises(ValueError, match="a block here at most"):
+        pool.publish(blocks, names, None, [b"", bytes(4096)])
     pool.check()
     assert pool.lookup(names) == 0
-    pool.publish(blocks, names, None, good)
+    pool.publish(blocks, names, None, [b"", b""])
     pool.check()
     assert pool.lookup(names) == 2
     pool.stop_listening()

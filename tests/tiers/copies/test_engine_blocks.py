@@ -9,8 +9,8 @@ from device_rig import pairs
 from engine_layouts import Layout, dimension_first, keys_and_values, whole_layers
 from numpy.typing import NDArray
 
-from kvtier.tiers.copies import block_copier
-from kvtier.tiers.copies.block_copier import (
+from kvtier.tiers.copies import transfer
+from kvtier.tiers.copies.transfer import (
     BlockCopier,
     BlockCopies,
     BlockPart,
@@ -103,7 +103,7 @@ def test_groups_have_block_tables_of_their_own(tensors: list[torch.Tensor], regi
 def test_cancelled_between_batches(
     tensors: list[torch.Tensor], region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_copier.memory, "COPY_PIECE", SLOT)
+    monkeypatch.setattr(transfer.memory, "COPY_PIECE", SLOT)
     asked: list[bool] = []
 
     def cancelled() -> bool:

@@ -19,9 +19,9 @@ from lazy_cuda import LazyCuda, pin
 from numpy.typing import NDArray
 
 from kvtier.tiers.copies import packer
-from kvtier.tiers.copies.block_copier import BlockCopies
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.copies.kernels import Canonical, Geometry, LayoutKernels
+from kvtier.tiers.copies.transfer import BlockCopies
 from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.naming.identity import KVLayout, KVShape
 

@@ -10,8 +10,8 @@ from engine_layouts import Layout, dimension_first, keys_and_values, one_rank_to
 from extent import brief
 
 from kvtier.tiers.copies import packer
-from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, CopyDirection, EngineBlocks, PartCopier
 from kvtier.tiers.copies.packer import Packer
+from kvtier.tiers.copies.transfer import BlockCopies, BlockPart, CopyDirection, EngineBlocks, PartCopier
 from kvtier.tiers.host.host import HostRegion
 
 BLOCKS, LAYERS, HEADS, TOKENS, DIM, SLOTS = 10, 4, 2, 8, 16, 16

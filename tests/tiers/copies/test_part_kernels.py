@@ -12,9 +12,9 @@ import torch
 from cpu_cupy import FakeCupy
 from engine_layouts import dimension_first, keys_and_values, one_rank, tokens_first, whole_layers
 
-from kvtier.tiers.copies.block_copier import BlockCopies, BlockPart, CopyDirection, EngineBlocks, PartCopier
 from kvtier.tiers.copies.kernels import PartKernels
 from kvtier.tiers.copies.packer import Packer
+from kvtier.tiers.copies.transfer import BlockCopies, BlockPart, CopyDirection, EngineBlocks, PartCopier
 from kvtier.tiers.host.host import HostRegion
 
 BLOCKS, LAYERS, HEADS, TOKENS, DIM, SLOTS = 10, 4, 2, 8, 16, 16

@@ -11,8 +11,15 @@ from device_rig import pairs
 from manual_copies import ManualCopyStream
 from numpy.typing import NDArray
 
-from kvtier.tiers.copies.block_copier import BlockCopies, block_bytes_view
-from kvtier.tiers.copies.transfer import L1, CopyEvent, CopyStream, HostCopyStream, HostEvent
+from kvtier.tiers.copies.transfer import (
+    L1,
+    BlockCopies,
+    CopyEvent,
+    CopyStream,
+    HostCopyStream,
+    HostEvent,
+    block_bytes_view,
+)
 from kvtier.tiers.host import memory
 from kvtier.tiers.host.host import HostRegion
 

@@ -12,7 +12,7 @@ from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, LoadPolicy, PortSettings, Rates, TierPort
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
-from kvtier.tiers.pool.lease import Places
+from kvtier.tiers.pool.pool import Places
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 

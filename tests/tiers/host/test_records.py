@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.tiers.compiled import extension
-from kvtier.tiers.host.host import HostRegion, HostTier
-from kvtier.tiers.host.records import BlockRecords
+from kvtier.tiers.host.host import BlockRecords, HostRegion, HostTier
 from kvtier.tiers.tier import BlockRecord, ChainHash
 
 BLOCK_SIZE, NUM_SLOTS = 8, 24

@@ -19,9 +19,8 @@ from kvtier.tiers.copies.device import BlockPool
 from kvtier.tiers.naming.identity import KVShape
 from kvtier.tiers.pool import core
 from kvtier.tiers.pool.core import Lease
-from kvtier.tiers.pool.lease import Reservation
 from kvtier.tiers.pool.policy import POLICIES
-from kvtier.tiers.pool.pool import SlotPool
+from kvtier.tiers.pool.pool import Reservation, SlotPool
 from kvtier.tiers.reuse import RequestEnd
 from kvtier.tiers.tier import ChainHash
 

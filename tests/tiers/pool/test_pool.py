@@ -9,8 +9,7 @@ import pytest
 from at_once import at_once
 from pools import Chain, PoolOf, reserved, store
 
-from kvtier.tiers.pool.lease import PoolCounts
-from kvtier.tiers.pool.pool import SlotPool
+from kvtier.tiers.pool.pool import PoolCounts, SlotPool
 from kvtier.tiers.tier import ChainHash
 
 pytestmark = pytest.mark.usefixtures("way")
