@@ -1,4 +1,4 @@
-"""A prefill and a decode vLLM on this CPU, and what hands the KV over: kvtier by a daemon, by Redis, or vLLM's NIXL.
+"""A prefill and a decode vLLM on this CPU, and what hands the KV over: kvtier by a daemon, peers or Redis, or NIXL.
 
 Two real `vllm serve`, and what a proxy does between them: the prompt goes to the prefill server with one token to
 answer, then to the decode server with what that returned. "alone": the decode server computes the prompt itself. TTFT
@@ -28,8 +28,9 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from _report import Given, Result, Row, Target, program, progress  # noqa: E402
 from _rig import free_port, installed, llama  # noqa: E402
-from node_rig import node  # noqa: E402
+from node_rig import Node, node  # noqa: E402
 from pair_rig import ASKED, Pair, Server  # noqa: E402
+from peers_rig import key_file  # noqa: E402
 from redis_rig import standalone  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from tokenizers.models import WordLevel  # noqa: E402
@@ -59,9 +60,14 @@ def servers(transfers: Sequence[dict[str, Any]], model: Path, logs: Path, blocks
             server.close()
 
 
-def of_kvtier(extra: dict[str, Any]) -> list[dict[str, Any]]:
+def of_kvtier(prefill: dict[str, Any], decode: dict[str, Any]) -> list[dict[str, Any]]:
     common = {"kv_connector": "KVTierConnector", "kv_load_failure_policy": "recompute"}
-    return [{**common, "kv_role": role, "kv_connector_extra_config": extra} for role in ("kv_producer", "kv_consumer")]
+    roles = {"kv_producer": prefill, "kv_consumer": decode}
+    return [{**common, "kv_role": role, "kv_connector_extra_config": extra} for role, extra in roles.items()]
+
+
+def by_daemon(daemon: Node) -> dict[str, Any]:
+    return {"service": {"socket": str(daemon.socket)}}
 
 
 def of_nixl() -> list[dict[str, Any]]:
@@ -145,15 +151,19 @@ def main(chosen: Given) -> Result:
         PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(home / "model")
         redis = stack.enter_context(standalone())
         daemon = stack.enter_context(node(HOST__SIZE="512MiB"))  # as much as an engine of its own has beside Redis
+        addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+        peers = {"PEERS__NODES": " ".join(addresses), "PEERS__KEY_FILE": str(key_file(home))}
+        pair = [stack.enter_context(node(HOST__SIZE="512MiB", PEERS__LISTEN=at, **peers)) for at in addresses]
         transfers: dict[str, list[dict[str, Any]]] = {
             "alone": [{}, {}],
-            "kvtier, a daemon": of_kvtier({"service": {"socket": str(daemon.socket)}}),
-            "kvtier, Redis": of_kvtier({"host": {"size": "512MiB"}, "redis": {"url": redis.url}}),
+            "kvtier, a daemon": of_kvtier(by_daemon(daemon), by_daemon(daemon)),
+            "kvtier, peers": of_kvtier(*map(by_daemon, pair)),
+            "kvtier, Redis": of_kvtier(*[{"host": {"size": "512MiB"}, "redis": {"url": redis.url}}] * 2),
             "NIXL": of_nixl(),
         }
         blocks = (MAX_LEN + length) // 32 + 16
         for way, transfer in transfers.items():
             progress(way)
-            with servers(transfer, home / "model", home, blocks) as pair:
-                rows.append({"KV by": way, **trial(way, pair, prompts, texts)})
+            with servers(transfer, home / "model", home, blocks) as both:
+                rows.append({"KV by": way, **trial(way, both, prompts, texts)})
     return rows, targets(rows), {"prompts": f"{count} of {length} tokens"}

@@ -2,6 +2,7 @@
 
 import os
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -35,6 +36,7 @@ from kvtier.connector.daemon.wire import (
     Renew,
     RequestEnded,
     Reserve,
+    ReserveAt,
     Reset,
     Seal,
     Take,
@@ -54,6 +56,7 @@ _RESET: Final = 10.0
 _CHECK: Final = 30.0
 _LOOK: Final = 0.02  # seconds between two checks whether another thread has read our answer
 _ASK_AGAIN: Final = 0.05  # seconds before a lookup that missed may be repeated: it costs a message
+_KEPT_IDLE: Final = 1.0  # seconds that preallocated slots are kept without a store
 _ALONE_FROM: Final = 256  # blocks: a lookup of so many is sent at once
 _TRUE, _WHOLE = Raw(b"\xc3"), Raw(b"\xa0")  # answers: true, and the empty text
 _NONE: Final[list[int]] = []  # never mutated
@@ -238,6 +241,8 @@ class RemoteTiers:
         if not wanted:
             return []
         most, heads = max([len(each.hashes) for each in wanted]), wanted
+        if most == 1 and (made := self._reserved_at_once(wanted)) is not None:
+            return made
         if most > MAX_ITEMS or len(wanted) > MAX_ITEMS or most * len(wanted) > MAX_HASHES:
             heads = _heads(wanted[:MAX_ITEMS])
         with self._lock:
@@ -248,11 +253,13 @@ class RemoteTiers:
                 self.is_late = link is not None and (bool(link.overdue) or link.is_silent(now, self._deadline))
                 if self.is_late:
                     return self._refused(wanted, None if may_retry else Outcome.TIMEOUT)
-            if tracing.ON and link is not None and self._attachment.takes_traces:
-                traced = [(number, each.trace) for number, each in enumerate(heads, first)]
-                link.traces += [(number, trace.traceparent) for number, trace in traced if trace is not None]
+            operations: list[Operation] = [Reserve.of(first, heads)]
+            if link is not None:
+                self._trace(link, first, heads)
+                if most == 1 and self._attachment.preallocates:
+                    operations.append(link.preallocate(len(heads), self._clock()))
         self.is_late = False
-        link, answers = self._call(Reserve.of(first, heads), self._deadline)
+        link, answers = self._call(operations, self._deadline)
         with self._lock:
             if answers is None and link is not None and link is self._attachment.link:
                 # It may still answer: release the slots it grants.
@@ -343,7 +350,7 @@ class RemoteTiers:
 
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
         """A round trip."""
-        _, answers = self._call(Holds(b"".join(hashes[:MAX_HASHES])), self._deadline)
+        _, answers = self._call([Holds(b"".join(hashes[:MAX_HASHES]))], self._deadline)
         flags = b""
         if answers:
             with suppress(FormatError):
@@ -370,7 +377,11 @@ class RemoteTiers:
         """Send what is unsent, apply what has arrived, reconnect if it is due."""
         with self._lock:
             link = self._pump()
-            if link is not None and link.unsent:
+            if link is None:
+                return
+            if link.preallocated and (now := self._clock()) - link.preallocated_at >= _KEPT_IDLE:
+                link.give_up_preallocated(now)
+            if link.unsent:
                 link.send()
 
     def reset(self) -> None:
@@ -422,6 +433,11 @@ class RemoteTiers:
         for reply in attachment.receive():
             for news in reply.news:
                 self._apply(news)
+            if reply.preallocated is not None and attachment.link is not None:
+                try:
+                    attachment.link.add_preallocated(reply.preallocated)
+                except FormatError as error:
+                    attachment.cut(error)
         self.region, self.epoch = attachment.region, attachment.epoch
         return attachment.link
 
@@ -531,6 +547,42 @@ class RemoteTiers:
         claim.slots = claim.generations = _NONE
         claim.answered = True
 
+    def _reserved_at_once(self, wanted: Sequence[Wanted]) -> list[Reservation | None] | None:
+        """Stores of one block each, in slots that the daemon has preallocated; None if there are too few.
+
+        As with `lease`, the daemon is informed first and the time is checked after that. So a client that was stopped
+        in between never fills slots that the daemon has freed.
+        """
+        with self._lock:
+            link, now, num = self._pump(), self._clock(), len(wanted)
+            if link is None:
+                return None
+            if not link.has_preallocated(num, now):
+                if link.preallocated and not link.has_preallocated(0, now):
+                    link.give_up_preallocated(now)
+                return None
+            taken, link.preallocated = link.preallocated[:num], link.preallocated[num:]
+            first, *_ = [next(self._numbers) for _ in wanted]
+            self._trace(link, first, wanted)
+            slots = array("q", [slot for slot, _ in taken]).tobytes()
+            is_sent = link.send([ReserveAt(slots, Reserve.of(first, wanted)), link.preallocate(num, now)])
+            granted = [([0], [slot], [generation]) for slot, generation in taken]
+            made = self._reserved(link, first, wanted, granted)
+            if is_sent and link.has_preallocated(0, self._clock()):
+                self.is_late = False
+                return made
+            for each in made:
+                assert isinstance(each, RemoteReservation)
+                each.num_open = 0  # no copy was planned
+                link.held.discard(each.number)
+            link.put(Abandon(Outcome.TIMEOUT, list(range(first, first + num))))
+            return None
+
+    def _trace(self, link: Link, first: int, wanted: Sequence[Wanted]) -> None:
+        if tracing.ON and self._attachment.takes_traces:
+            traced = [(number, each.trace) for number, each in enumerate(wanted, first)]
+            link.traces += [(number, trace.traceparent) for number, trace in traced if trace is not None]
+
     # stores, under the lock
 
     def _refused(self, wanted: Sequence[Wanted], reason: Outcome | None) -> list[Reservation | None]:
@@ -580,11 +632,11 @@ class RemoteTiers:
     # calls, without the lock
 
     def _call(
-        self, operation: Operation, timeout: float, *, alone: bool = False
+        self, operations: Sequence[Operation], timeout: float, *, alone: bool = False
     ) -> tuple[Link | None, list[Raw] | None]:
         """Send, and wait for the answer: (the link it was sent on, the answers). None: no answer in time.
 
-        `alone`: the operation waits in the daemon, which runs one at a time: none is sent while another is due.
+        `alone`: the one operation waits in the daemon, which runs one at a time: none is sent while another is due.
         """
         end = self._clock() + timeout
         with self._lock:
@@ -594,7 +646,7 @@ class RemoteTiers:
             number = next(self._numbers)
             if alone:
                 link.send()
-            link.send([operation], number)
+            link.send(operations, number)
         while True:
             left = end - self._clock()  # a last check when none is left: this process may have slept, not the daemon
             link.wait(max(0.0, min(left, _LOOK)))
@@ -617,7 +669,7 @@ class RemoteTiers:
                 link.wait(_LOOK)
                 with self._lock:
                     self._pump()
-            return self._call(operation, timeout + _LATE, alone=True)[1] or []
+            return self._call([operation], timeout + _LATE, alone=True)[1] or []
         finally:
             self._waiting_call.release()
 

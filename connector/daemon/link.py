@@ -16,9 +16,12 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from kvtier.connector.daemon.wire import (
+    CLIENT_SHARE,
     LOSSY_SINCE,
     MAX_FRAME,
     MAX_ITEMS,
+    MAX_PREALLOCATED,
+    PREALLOCATES_SINCE,
     RELEASES,
     REPLIES,
     SHARES_SINCE,
@@ -33,6 +36,8 @@ from kvtier.connector.daemon.wire import (
     Hello,
     Join,
     Operation,
+    Preallocate,
+    Preallocated,
     Refused,
     Reply,
     Traces,
@@ -42,6 +47,7 @@ from kvtier.connector.daemon.wire import (
     pack_handshake,
     pack_request,
     unpack_handshake_reply,
+    unpack_preallocated,
     version_of,
 )
 from kvtier.tiers import ConfigError, FormatError, KVMismatch, TierUnavailable, forget_descriptor, hide_from_children
@@ -57,6 +63,7 @@ _RECEIVE: Final = 256 << 10  # bytes read at once
 _MAX_OUTPUT: Final = 2 * MAX_FRAME  # bytes the daemon may leave unread
 _WELCOME: Final = 30.0  # seconds for the daemon to open a slab; waited for only at start
 _MAX_UNSENT: Final = 512  # buffered operations
+_STEPS_AHEAD: Final = 4  # slots are preallocated for so many steps like the last
 _FIRST_RETRY: Final = 0.1  # seconds after a failure; doubled by each further one in a row
 _LAST_RETRY: Final = 5.0
 _JOINED: Final = 5.0  # seconds a worker waits for the answer to `Join`
@@ -136,6 +143,10 @@ class Link:
         self.files: list[int] = []  # received with the frames read so far; the code that removes one closes it
         self.early: list[Reply] = []  # received with the welcome
         self.traces: Traces = []  # of what is sent next
+        self.preallocated: list[tuple[int, int]] = []  # slots for stores without a round trip; with their generations
+        self.preallocated_at = 0.0  # no later than the daemon last renewed them
+        self.preallocation_round = 0  # counts how often it gave all of them up
+        self.num_wanted = 0  # slots that the next steps may store
         self._has_question = False  # whether `unsent` has a lookup
         self._clock = clock
         self._reader = FrameReader[Any](MAX_FRAME)
@@ -196,6 +207,31 @@ class Link:
             if len(self.output) > _MAX_OUTPUT:
                 self.error = OSError("the daemon does not read")
         return not self.output and self.error is None
+
+    def preallocate(self, num_stores: int, now: float) -> Preallocate:
+        """What a step with so many stores of one block requests for those after it."""
+        most = min(MAX_PREALLOCATED, self.welcome.num_slots // CLIENT_SHARE)
+        self.num_wanted = min(most, max(_STEPS_AHEAD * num_stores, self.num_wanted - self.num_wanted // 8))
+        return Preallocate(self.preallocation_round, now, self.num_wanted)
+
+    def give_up_preallocated(self, now: float) -> None:
+        """The daemon may free what this client has not used. Slots that are on their way are ignored."""
+        self.put(Preallocate(self.preallocation_round, now, 0))
+        self.preallocation_round += 1
+        self.preallocated = []
+
+    def add_preallocated(self, columns: Preallocated) -> None:
+        """Slots from the daemon. FormatError."""
+        counted, at, *_ = columns
+        slots = unpack_preallocated(columns, self.welcome.num_slots)
+        if counted == self.preallocation_round:
+            self.preallocated += slots
+            self.preallocated_at = at
+
+    def has_preallocated(self, num_slots: int, now: float) -> bool:
+        """Whether it may use so many slots. The daemon frees those not renewed for twice as long as this allows."""
+        is_fresh = now - self.preallocated_at < self.welcome.lease_deadline / 2
+        return is_fresh and len(self.preallocated) >= num_slots
 
     def read(self, data: bytes) -> list[Reply]:
         """The replies in these bytes and in what follows in the socket. OSError if the daemon is gone, FormatError."""
@@ -440,6 +476,10 @@ class Attachment:
     @property
     def takes_traces(self) -> bool:
         return self._version >= TRACES_SINCE
+
+    @property
+    def preallocates(self) -> bool:
+        return self._version >= PREALLOCATES_SINCE
 
     def _say_hello(self) -> Link:
         self.hello = replace(self.hello, reset=self._owes_reset)

@@ -32,19 +32,22 @@ from kvtier.tiers.reuse import Hint, RequestEnd
 
 T = TypeVar("T")
 
-VERSION: Final = 9
+VERSION: Final = 10
 OLDEST: Final = 6
-RELEASES: Final = {6: "0.1", 7: "0.2", 8: "0.2", 9: "0.2"}
+RELEASES: Final = {6: "0.1", 7: "0.2", 8: "0.2", 9: "0.2", 10: "0.2"}
 """The first release of kvtier with each version."""
 LOSSY_SINCE: Final = 7  # `Hello.lossy`
 SHARES_SINCE: Final = 7  # `Hello.size` 0
 WHOLE_SINCE: Final = 8  # `Overlap.WHOLE`
 TRACES_SINCE: Final = 9  # `Request.traces`
+PREALLOCATES_SINCE: Final = 10  # `Preallocate`, `ReserveAt`, `Reply.preallocated`
 
 MAX_HELLO: Final = 8 << 10  # bytes of a frame before the handshake
 MAX_FRAME: Final = 16 << 20  # bytes of any other
 MAX_ITEMS: Final = 4096  # of one array
 MAX_HASHES: Final = 1 << 17  # names in one message
+MAX_PREALLOCATED: Final = 256  # slots of one client, …
+CLIENT_SHARE: Final = 16  # … and 1/16 of L2 at most
 MAX_ENDED: Final = 512  # names of a finished request, its last ones
 MAX_REQUEST_ID: Final = 256  # characters
 MAX_CHILDREN_BYTES: Final = 1 << 20  # of children's tokens in one reply
@@ -76,6 +79,8 @@ Traces: TypeAlias = Annotated[
     Meta(max_length=MAX_ITEMS),
 ]
 """Numbers of claims and reservations, and the span that each belongs to: a `traceparent` of the W3C."""
+Preallocated: TypeAlias = tuple[Number, Seconds, Column, Column]
+"""`round` and `at` of the `Preallocate`, more slots for this client, and their generations."""
 Granted: TypeAlias = tuple[list[int], list[int], list[int]]
 """Slots reserved for one `Wanted`: for its hashes at these indices, these slots, of these generations."""
 
@@ -277,9 +282,24 @@ class RequestEnded(_Message, tag=16):
         return RequestEnd(names, self.num_prompt, self.num_output_tokens, hint, *astuple(self)[4:])
 
 
+class Preallocate(_Message, tag=17):
+    """Keep up to `most` free slots for this client's next stores, for a lease deadline; 0: it uses none of them."""
+
+    round: Number  # how often it has sent 0, and …
+    at: Seconds  # … when it sends this, on its clock: the reply repeats both
+    most: Annotated[int, Meta(ge=0, le=MAX_PREALLOCATED)]
+
+
+class ReserveAt(_Message, tag=18):
+    """As `Reserve`, of one block each, in slots that the daemon has preallocated. No answer."""
+
+    slots: Column
+    stores: Reserve
+
+
 Operation: TypeAlias = (
     Ask | Renew | Cancel | Take | Release | Reserve | Seal | Abandon | Computed | Holds | Lookup | Ended | Bye | Reset
-    | Drain | Check | RequestEnded
+    | Drain | Check | RequestEnded | Preallocate | ReserveAt
 )  # fmt: skip
 OPERATIONS: Final[tuple[type[Operation], ...]] = get_args(Operation)
 
@@ -348,6 +368,7 @@ class Reply(_Message):
     epoch: Number
     answers: Annotated[list[Raw], Meta(max_length=MAX_ITEMS)]  # of the operations that have one, in their order
     news: Annotated[list[News], Meta(max_length=MAX_ITEMS)]
+    preallocated: Preallocated | None = None
 
 
 class Request(_Message):
@@ -437,7 +458,14 @@ def pack_request(request: int, operations: list[Operation], traces: Traces = _UN
     return _LENGTH.pack(len(packed)) + packed
 
 
-def pack_reply(request: int, epoch: int, answers: list[Any], news: list[News], room: int = MAX_CHILDREN_BYTES) -> bytes:
+def pack_reply(
+    request: int,
+    epoch: int,
+    answers: list[Any],
+    news: list[News],
+    room: int = MAX_CHILDREN_BYTES,
+    preallocated: Preallocated | None = None,
+) -> bytes:
     """The daemon's frame. Children whose tokens exceed what is left of `room` are left out, claim by claim."""
     for i, each in enumerate(news):
         if each.children:
@@ -446,7 +474,8 @@ def pack_reply(request: int, epoch: int, answers: list[Any], news: list[News], r
                 room -= num_bytes
             else:
                 news[i] = replace(each, children=())
-    packed = _ENCODER.encode([request, epoch, answers, news])
+    body = (request, epoch, answers, news)
+    packed = _ENCODER.encode(body if preallocated is None else (*body, preallocated))
     return _LENGTH.pack(len(packed)) + packed
 
 
@@ -618,6 +647,15 @@ def unpack_grants(answer: Raw, num_wanted: Sequence[int], num_slots: int) -> lis
         grants.append(None if count < 0 else (indices[first:end], slots[first:end], generations[first:end]))
         first = end
     return grants
+
+
+def unpack_preallocated(columns: Preallocated, num_slots: int) -> list[tuple[int, int]]:
+    """The slots, each with its generation. FormatError."""
+    _, _, slots, generations = columns
+    pairs = list(zip(unpack_numbers(slots, num_slots), unpack_numbers(generations, 1 << 62), strict=False))
+    if len(slots) != len(generations) or len(pairs) > MAX_PREALLOCATED:
+        raise FormatError(f"preallocated slots: columns of different lengths, or more than {MAX_PREALLOCATED}")
+    return pairs
 
 
 def pack_found(found: Attribution, version: int = VERSION) -> tuple[int, ...]:

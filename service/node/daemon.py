@@ -75,11 +75,11 @@ class Session:
 
     @property
     def counts(self) -> HeldCounts:
-        return self.holdings.counts if self.holdings is not None else HeldCounts(0, 0, 0)
+        return self.holdings.counts if self.holdings is not None else HeldCounts(0, 0, 0, 0)
 
     @property
     def holds_slots(self) -> bool:
-        return self.counts.leases > 0 or self.counts.reservations > 0
+        return any(self.counts[1:])
 
     def welcome(self) -> None:
         if self._socket is None or self.namespace is None:
@@ -258,7 +258,7 @@ class Session:
                 return
             if answer is not None:
                 answers.append(answer)
-        if request.number or self.holdings.news:
+        if request.number or self.holdings.news or self.holdings.granted is not None:
             self._reply(request.number, answers)
         if self.holdings.waiting:
             self._daemon.has_waiting = True
@@ -307,9 +307,10 @@ class Session:
         assert self.namespace is not None
         assert self.holdings is not None
         news, self.holdings.news = self.holdings.news, []
+        granted, self.holdings.granted = self.holdings.granted, None
         epoch = self._sent_epoch = self.namespace.hierarchy.epoch
         room = max(0, wire.MAX_CHILDREN_BYTES - len(self._output))  # fewer children for a client that does not read
-        self._output += wire.pack_reply(request, epoch, answers, news, room)
+        self._output += wire.pack_reply(request, epoch, answers, news, room, granted)
         if not self._corked:
             self._flush()
 

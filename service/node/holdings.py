@@ -12,7 +12,7 @@ from kvtier.connector.daemon import Peer, pidfd_of, wire
 from kvtier.service.node.loop import Loop, now
 from kvtier.service.node.served_tiers import ServedTiers
 from kvtier.tiers import L2, FormatError, Outcome, tracing
-from kvtier.tiers.hierarchy import PENDING, Attribution, Claim, Filled, end_lookup
+from kvtier.tiers.hierarchy import PENDING, Attribution, Claim, Filled, Wanted, end_lookup
 from kvtier.tiers.pool import Lease, Reservation
 
 Who = TypeVar("Who")
@@ -108,6 +108,7 @@ class HeldCounts(NamedTuple):
     claims: int
     leases: int
     reservations: int
+    preallocated: int  # slots
 
 
 class Holdings:
@@ -128,6 +129,10 @@ class Holdings:
         self._leases: dict[int, Lease] = {}
         self._reservations: dict[int, Reservation] = {}
         self.sealed: list[Filled] = []  # not passed on yet
+        self._preallocated: dict[int, int] = {}  # slot → generation
+        self._preallocated_at = 0.0
+        self._spare: dict[int, tuple[int, int]] = {}  # reservations of blocks not to be stored → slot, generation
+        self.granted: wire.Preallocated | None = None  # the sender empties it
         self.traces: dict[int, str] = {}  # of claims and reservations that are coming
         self.verbs: dict[type[wire.Operation], Callable[[Any], Any]] = {
             wire.Ask: self._ask,
@@ -136,6 +141,8 @@ class Holdings:
             wire.Take: self._take,
             wire.Release: self._release,
             wire.Reserve: self._reserve,
+            wire.ReserveAt: self._reserve_at,
+            wire.Preallocate: self._preallocate,
             wire.Seal: self._seal,
             wire.Abandon: self._abandon,
             wire.Computed: lambda op: self._hierarchy.computed(op.num_tokens, op.seconds, op.position),
@@ -146,7 +153,8 @@ class Holdings:
 
     @property
     def counts(self) -> HeldCounts:
-        return HeldCounts(len(self._claims), len(self._leases), len(self._reservations))
+        num_reservations = len(self._reservations) + len(self._spare)
+        return HeldCounts(len(self._claims), len(self._leases), num_reservations, len(self._preallocated))
 
     def look(self) -> None:
         for number in list(self.waiting):
@@ -158,14 +166,20 @@ class Holdings:
         self._hierarchy.seal_each(sealed)
 
     def expire(self, at: float) -> int:
-        """Cancel promises not renewed within the lease deadline; returns how many. First read all that was sent."""
+        """Cancel promises not renewed within the lease deadline; returns how many. First read all that was sent.
+
+        Preallocated slots not renewed within it are freed.
+        """
+        if self._preallocated and at - self._preallocated_at >= self._lease_deadline:
+            self._deallocate()
         late = [number for number, since in self._renewed.items() if at - since >= self._lease_deadline]
         for number in late:
             self._drop(number)
         return len(late)
 
     def may_expire(self, at: float) -> bool:
-        return any(at - since >= self._lease_deadline for since in self._renewed.values())
+        since = [self._preallocated_at, *self._renewed.values()] if self._preallocated else self._renewed.values()
+        return any(at - each >= self._lease_deadline for each in since)
 
     def drop_claims(self) -> None:
         """The client has disconnected: cancel what it was promised and has not taken; no copy was planned for it."""
@@ -180,6 +194,9 @@ class Holdings:
             lease.release()
         for reservation in self._reservations.values():
             self._hierarchy.abandon(reservation, Outcome.ABORTED)
+        self._preallocated |= dict(self._spare.values())
+        self._spare.clear()
+        self._deallocate()
         self._leases.clear()
         self._reservations.clear()
         return counts
@@ -264,19 +281,11 @@ class Holdings:
                 claim.trace.end()
 
     def _reserve(self, op: wire.Reserve) -> wire.Grants:
-        wanted = op.wanted()
+        wanted = self._wanted(op)
         lengths = [len(each.hashes) for each in wanted]
-        if not self._reservations.keys().isdisjoint(range(op.first, op.first + len(wanted))):
-            raise FormatError(f"a reservation from {op.first} on is there already")
-        if op.partial and any([lengths[i] != 1 for i in op.partial]):
-            raise FormatError("reserve: a partial block is one block")
         if len(self._reservations) + len(lengths) > MAX_RESERVATIONS or max(lengths, default=0) > wire.MAX_ITEMS:
             self._hierarchy.metrics.dropped(L2, Outcome.QUEUE_FULL, sum(lengths))
             return wire.pack_grants([None] * len(lengths))
-        if self.traces:
-            for number, each in enumerate(wanted, op.first):
-                if (traceparent := self.traces.pop(number, None)) is not None:
-                    each.trace = tracing.Trace(traceparent)
         try:
             reservations = self._tiers.reserve(wanted)
         except ValueError as error:  # a name given twice; the slots reserved before are abandoned
@@ -288,11 +297,60 @@ class Holdings:
             [None if each is None else (each.indices, each.slots, each.generations) for each in reservations]
         )
 
+    def _wanted(self, op: wire.Reserve) -> list[Wanted]:
+        """The stores, with their traces. FormatError."""
+        wanted = op.wanted()
+        numbers = range(op.first, op.first + len(wanted))
+        if not (self._reservations.keys().isdisjoint(numbers) and self._spare.keys().isdisjoint(numbers)):
+            raise FormatError(f"a reservation from {op.first} on is there already")
+        if op.partial and any([len(wanted[i].hashes) != 1 for i in op.partial]):
+            raise FormatError("reserve: a partial block is one block")
+        if self.traces:
+            for number, each in zip(numbers, wanted, strict=True):
+                if (traceparent := self.traces.pop(number, None)) is not None:
+                    each.trace = tracing.Trace(traceparent)
+        return wanted
+
+    def _preallocate(self, op: wire.Preallocate) -> None:
+        """Allocate up to the limit, and renew what this client has. Slots in use never come here: see `_reserve_at`."""
+        if not op.most:
+            self._deallocate()
+            return
+        most = min(op.most, self._hierarchy.num_slots // wire.CLIENT_SHARE)
+        slots, generations = self._tiers.preallocate(max(0, most - len(self._preallocated)))
+        self._preallocated.update(zip(slots, generations, strict=True))
+        self._preallocated_at = now()
+        self.granted = op.round, op.at, array("q", slots).tobytes(), array("q", generations).tobytes()
+
+    def _deallocate(self) -> None:
+        slots, self._preallocated = self._preallocated, {}
+        self._hierarchy.deallocate(list(slots), list(slots.values()))
+
+    def _reserve_at(self, op: wire.ReserveAt) -> None:
+        """A late client may name slots that it has no more: those stores are ignored, as their seals will be."""
+        wanted, slots = self._wanted(op.stores), wire.unpack_numbers(op.slots, 1 << 62)
+        if not len(slots) == len(set(slots)) == len(wanted) or any([len(each.hashes) != 1 for each in wanted]):
+            raise FormatError("reserve: not one block for each of the preallocated slots")
+        ours = [i for i, slot in enumerate(slots) if slot in self._preallocated]
+        slots, wanted = [slots[i] for i in ours], [wanted[i] for i in ours]
+        generations = [self._preallocated.pop(slot) for slot in slots]
+        made = self._tiers.reserve_at(wanted, slots, generations)
+        for i, reservation, slot, generation in zip(ours, made, slots, generations, strict=True):
+            if reservation is None:
+                self._spare[op.stores.first + i] = slot, generation
+            else:
+                self._reservations[op.stores.first + i] = reservation
+
+    def _free_spare(self, number: int) -> None:
+        if (spare := self._spare.pop(number, None)) is not None:
+            self._hierarchy.deallocate([spare[0]], [spare[1]])
+
     def _seal(self, op: wire.Seal) -> None:
         if max(map(len, op.tokens), default=0) > self._token_bytes:  # other clients receive them
             raise FormatError(f"seal: more than the {self._token_bytes // 4} tokens of a block")
         for number, tokens in op.filled():
             if (reservation := self._reservations.get(number)) is None:
+                self._free_spare(number)
                 continue
             if len(tokens) != len(reservation.hashes):
                 raise FormatError(f"seal: tokens of {len(tokens)} blocks, {len(reservation)} are reserved")
@@ -303,7 +361,9 @@ class Holdings:
 
     def _abandon(self, op: wire.Abandon) -> None:
         for number in op.reservations:
-            if (reservation := self._reservations.pop(number, None)) is not None:
+            if (reservation := self._reservations.pop(number, None)) is None:
+                self._free_spare(number)
+            else:
                 self._hierarchy.abandon(reservation, op.reason)
 
     def _request_ended(self, op: wire.RequestEnded) -> None:

@@ -502,6 +502,28 @@ class ServedTiers:
         return lease
 
     def reserve(self, wanted: Sequence[Wanted], *, may_retry: bool = False) -> list[Reservation | None]:
+        tenants = self._note_stores(wanted)
+        if not (self.quotas.binds and any(map(self.quotas.bound, tenants))):
+            return self.hierarchy.reserve(wanted)
+        return [self._reserve(each) for each in wanted]
+
+    def preallocate(self, count: int) -> tuple[list[int], list[int]]:
+        """As `Hierarchy.preallocate`; none if a quota binds, since a slot without a name has no tenant."""
+        return ([], []) if self.quotas.binds else self.hierarchy.preallocate(count)
+
+    def reserve_at(
+        self, wanted: Sequence[Wanted], slots: Sequence[int], generations: Sequence[int]
+    ) -> list[Reservation | None]:
+        self._note_stores(wanted)
+        made = self.hierarchy.reserve_at(wanted, slots, generations)
+        if self.quotas.binds:  # since they were preallocated
+            for each, reservation in zip(wanted, made, strict=True):
+                if reservation is not None:
+                    self.quotas.took(each.tenant, reservation.hashes, reservation.parents)
+        return made
+
+    def _note_stores(self, wanted: Sequence[Wanted]) -> set[ChainHash]:
+        """Record what a step stores; returns the tenants that do."""
         tenants = {each.tenant for each in wanted}  # usually one
         if self.feed is not None:
             for tenant in tenants:
@@ -511,9 +533,7 @@ class ServedTiers:
         if self.past is not None:
             for each in wanted:
                 self.past.record(each.hashes)
-        if not (self.quotas.binds and any(map(self.quotas.bound, tenants))):
-            return self.hierarchy.reserve(wanted)
-        return [self._reserve(each) for each in wanted]
+        return tenants
 
     def _reserve(self, wanted: Wanted) -> Reservation | None:
         room = self.quotas.room(wanted)

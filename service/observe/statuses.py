@@ -170,6 +170,7 @@ class ClientStatus(StatusPart):
     claims: int
     leases: int
     reservations: int
+    preallocated: int  # slots
     model: str | None  # None until it was welcomed
 
 

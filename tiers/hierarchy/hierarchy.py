@@ -85,6 +85,7 @@ class Hierarchy:
         # These methods are documented in `BlockStores` and `TierUpkeep`.
         self.reserve, self.seal, self.abandon, self.drain = stores.reserve, stores.seal, stores.abandon, stores.drain
         self.seal_each, self.quarantine = stores.seal_each, stores.quarantine
+        self.preallocate, self.reserve_at, self.deallocate = stores.preallocate, stores.reserve_at, host.pool.deallocate
         self.holds = host.pool.holds
         self.lease = self.promoter.lease
         self.count = metrics.looked_up

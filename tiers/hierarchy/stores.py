@@ -150,11 +150,35 @@ class StoreQueue:
         for i in partial:
             if (reservation := made[i]) is not None:
                 reservation.is_partial = True
-        if tracing.ON:
-            for each, reservation in zip(wanted, made, strict=True):
-                if each.trace is not None and reservation is not None:
-                    tracing.stored(reservation.hashes, each.trace)
+        self._trace(wanted, made)
         return made
+
+    def preallocate(self, count: int) -> tuple[list[int], list[int]]:
+        """Slots for blocks that have no name yet, and their generations; none without room.
+
+        Nor if a name decides whether its block is stored.
+        """
+        if self.closed or self._admit_after > 1:
+            return [], []
+        return self._host.pool.preallocate(count, if_worth=not self._demoters)
+
+    def reserve_at(
+        self, wanted: Sequence[Wanted], slots: Sequence[int], generations: Sequence[int]
+    ) -> list[Reservation | None]:
+        """`reserve` in preallocated slots, one block each. None: not to be stored; `deallocate` the slot."""
+        keeps_partial = self._host.keeps_partial
+        chains = [(() if each.is_partial and not keeps_partial else each.hashes, each.parent) for each in wanted]
+        made = self._host.pool.reserve_at(slots, generations, chains)
+        for each, reservation in zip(wanted, made, strict=True):
+            if reservation is not None:
+                reservation.is_partial = each.is_partial
+        self._trace(wanted, made)
+        return made
+
+    def _trace(self, wanted: Sequence[Wanted], made: Sequence[Reservation | None]) -> None:
+        for each, reservation in zip(wanted, made, strict=True) if tracing.ON else ():
+            if each.trace is not None and reservation is not None:
+                tracing.stored(reservation.hashes, each.trace)
 
     def seal(self, reservation: Reservation, records: Sequence[BlockRecord], epoch: int) -> None:
         """Publish and demote, in the background."""

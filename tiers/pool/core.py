@@ -1256,12 +1256,15 @@ class SlotCore:
         """Take slots, with one reference each, whether parents must go for them or not; None: no room."""
         if count < 0 or self._room(count, False, False) < 0:
             return None
-        slots: list = []
-        for i in range(count):
-            slot = self._chosen[i]
+        slots: list = [self._chosen[i] for i in range(count)]
+        for slot in slots:
             self.refs[slot] = 1
-            slots.append(slot)
         return slots
+
+    @cython.locals(i=cython.Py_ssize_t)
+    def preallocate(self, count: cython.longlong, if_worth: cython.bint = False) -> list:
+        """Take up to so many slots, without a name, for blocks that `name` will put there; none: no room."""
+        return [self._chosen[i] for i in range(self._room(count, True, if_worth))]
 
     @cython.locals(i=cython.Py_ssize_t, slot=cython.longlong, before=cython.longlong)
     def reserve(self, names: list, parent, if_worth: cython.bint = False):

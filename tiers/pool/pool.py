@@ -250,6 +250,33 @@ class SlotPool:
                     break
         return made
 
+    def preallocate(self, count: int, *, if_worth: bool = False) -> tuple[list[int], list[int]]:
+        """Take up to `count` slots for blocks that have no name yet; returns them and their generations."""
+        with self._lock:
+            if self._dropped:
+                self._settle_dropped()
+            slots = self._core.preallocate(count, if_worth)
+            return slots, self._core.generations(slots)
+
+    def reserve_at(self, slots: Sequence[int], generations: Sequence[int], chains: Chains) -> list[Reservation | None]:
+        """Name preallocated slots by one block of each chain. None: it is ready or filling; the slot has no name."""
+        with self._lock:
+            made: list[Reservation | None] = []
+            for slot, time, (hashes, parent) in zip(slots, generations, chains, strict=True):
+                names, is_named = list(hashes), False
+                if names and self._core.own([slot], [time], None, FILLING):
+                    positions, parents = self._core.name([slot], names, parent)
+                    self._core.link([slot] if positions else [], parents)
+                    is_named = bool(positions)
+                at = names, [0], [slot], [time], [parent], self._epoch, 1, self._on_end
+                made.append(Reservation(*at) if is_named else None)
+        return made
+
+    def deallocate(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        """Free preallocated slots that have no name."""
+        with self._lock:
+            self._core.free(picked(slots, self._core.own(list(slots), list(generations), None, FILLING)))
+
     def seal(self, reservation: Reservation, positions: Sequence[int] | None = None) -> Lease:
         """Publish the reservation's blocks, at `positions` in its hashes or all still filling, and lease them.
 

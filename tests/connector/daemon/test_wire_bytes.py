@@ -51,6 +51,11 @@ OPERATIONS: Final = [
         wire.RequestEnded.of(RequestEnd([A, B], 1, 300, Hint.TOOL, 7, True, 1.5, "r-1", 25, 0.5)),
         f"690000009201919b 10 c440{a}{b} 01 cd012c a4746f6f6c 07 c3 cb3ff8000000000000 a3722d31 19 cb3fe0000000000000",
     ),
+    (wire.Preallocate(2, 0.5, 8), "100000009201919411 02 cb3fe0000000000000 08"),
+    (
+        wire.ReserveAt((5).to_bytes(8, "little"), wire.Reserve.of(9, [Wanted([A], P, T)])),
+        f"8300000092019193 12 c4080500000000000000 9705 09 c408{one} c420{a} c420{p} c420{t} 90",
+    ),
     (
         wire.RequestEnded.of(RequestEnd([A], 1, 9)),
         f"400000009201919b 10 c420{a} 01 09 a0 00 c2 cb{0:016x} a0 00 cb{0:016x}",
@@ -131,3 +136,15 @@ def test_version_9_says_what_is_traced_if_anything_is() -> None:
     for wrong in (f"00-{'ab' * 16}-{'cd' * 8}-01\n", f"01-{'ab' * 16}-{'cd' * 8}-01", "a prompt"):
         with pytest.raises(FormatError):
             wire.FrameReader(wire.MAX_FRAME, wire.REQUESTS).feed(wire.pack_request(1, [wire.Cancel([3])], [(7, wrong)]))
+
+
+def test_version_10_says_which_slots_are_preallocated_if_any_are() -> None:
+    frame = wire.pack_reply(3, 2, [], [], preallocated=(1, 0.5, b"\5" + bytes(7), b"\1" + bytes(7)))
+    assert frame[4:] == bytes.fromhex(
+        "95 03 02 90 90 94 01 cb3fe0000000000000 c4080500000000000000 c4080100000000000000"
+    )
+    (read,) = wire.FrameReader(wire.MAX_FRAME, wire.REPLIES).feed(frame)
+    assert wire.unpack_preallocated(read.preallocated, 6) == [(5, 1)]
+    for slots, generations in ((b"\6" + bytes(7), bytes(8)), (bytes(16), bytes(8)), (bytes(3), bytes(3))):
+        with pytest.raises(FormatError):
+            wire.unpack_preallocated((1, 0.5, slots, generations), 6)

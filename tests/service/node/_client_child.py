@@ -2,10 +2,10 @@
 
 `load` prints how many blocks of chain 0 it finds, all verified. `hold` stores chain 1, takes a lease on it, reserves
 slots for chain 2, says so and sleeps. `join` is `hold` with a worker, a process that has joined the client and sleeps
-on after it. `cycles` forks COUNT clients, each killed while it holds a lease and filling slots. `steps` attaches with
-the default deadline, makes COUNT steps, and prints what came of them as JSON. `busy` computes. `half` and `whole`
-reserve 64 blocks, and send half or all of the message that seals them and reserves 64 more. Whoever sleeps or computes
-ends with its story, whose directory the socket is in.
+on after it. `single` has preallocated slots, and uses one. `cycles` forks COUNT clients, each killed while it holds a
+lease and filling slots. `steps` attaches with the default deadline, makes COUNT steps, and prints what came of them as
+JSON. `busy` computes. `half` and `whole` reserve 64 blocks, and send half or all of the message that seals them and
+reserves 64 more. Whoever sleeps or computes ends with its story, whose directory the socket is in.
 """
 
 import json
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "rigs")]
 
-from doubles import chain_of  # noqa: E402
+from doubles import SLOT_BYTES, chain_of  # noqa: E402
 from service_rig import ask, attach, drops, fill, load, records, store, wanted  # noqa: E402
 
 from kvtier.connector.daemon.link import join  # noqa: E402
@@ -108,6 +108,15 @@ def main() -> None:
             os.closerange(3, 64)  # a worker is no copy of the scheduler: it has neither its socket nor its region
             join(socket, client)
             print(f"joined {os.getpid()}", flush=True)
+        sleep(socket)
+    elif what == "single":
+        tiers, number = attach(socket, size=128 * SLOT_BYTES), 0
+        while (link := tiers._attachment.link) is None or not link.preallocated:
+            tiers.tick()
+            number += 1
+            _kept.append(tiers.reserve([wanted(chain_of(1, first_token=100_000 + 64 * number))]))
+        _kept.append(tiers.reserve([wanted(chain_of(1, first_token=100_000))]))
+        print("ready", flush=True)
         sleep(socket)
     elif what == "cycles":
         for number in range(int(sys.argv[3])):

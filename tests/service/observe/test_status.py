@@ -40,7 +40,7 @@ DAEMON: Final = listed(f"""
     models.saved models.optimum models.return_gaps
     {" ".join(f"models.{key}" for key in FIGURES.split())}
     clients clients.pids clients.uid clients.connected clients.seconds clients.protocol clients.claims
-    clients.leases clients.reservations clients.model refused
+    clients.leases clients.reservations clients.preallocated clients.model refused
 """)
 ENGINE: Final = listed(f"""
     version pid status wanting model fingerprint block_size max_model_len

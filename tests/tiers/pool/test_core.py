@@ -31,7 +31,8 @@ STEPS = st.lists(
     st.tuples(
         st.sampled_from(["reserve", "seal", "seal_each", "abandon", "store", "store", "lease", "release", "evict"])
         | st.sampled_from(["touch", "mark_dirty", "mark_leased", "mark_clean", "reset", "tail", "look_up"])
-        | st.sampled_from(["reserve_each", "quarantine", "settle", "evict_idle", "ended", "places"]),
+        | st.sampled_from(["reserve_each", "quarantine", "settle", "evict_idle", "ended", "places"])
+        | st.sampled_from(["preallocate", "reserve_at", "deallocate"]),
         PATHS,
         st.integers(0, 4),
     ),
@@ -71,6 +72,7 @@ class Program:
         self.open: list[Reservation] = []
         self.leases: list[Lease] = []
         self.hung: list[Reservation] = []
+        self.unnamed: list[tuple[int, int]] = []  # preallocated slots and their generations
         if listens:
             self.pool.listen()
 
@@ -92,6 +94,23 @@ class Program:
             else:
                 pool.seal(reservation).release()
             return taken
+        if verb == "preallocate":
+            taken = pool.preallocate(number, if_worth=number % 2 == 1)
+            self.unnamed += zip(*taken, strict=True)
+            return taken
+        if verb == "reserve_at":
+            count = min(len(names), len(self.unnamed))
+            given, self.unnamed = self.unnamed[:count], self.unnamed[count:]
+            at, times = [slot for slot, _ in given], [time for _, time in given]
+            chains = list(zip([[name] for name in names], [None, *names], strict=False))[:count]
+            placed = pool.reserve_at(at, times, chains)
+            self.unnamed += [each for each, reservation in zip(given, placed, strict=True) if reservation is None]
+            self.open += [each for each in placed if each is not None]
+            return [None if each is None else self._taken(each) for each in placed]
+        if verb == "deallocate":
+            given, self.unnamed = self.unnamed[:number], self.unnamed[number:]
+            pool.deallocate([slot for slot, _ in given], [time for _, time in given])
+            return None
         if verb == "seal_each":
             chosen, self.open = self.open, []
             self.leases.append(pool.seal_each(chosen))
@@ -153,6 +172,7 @@ class Program:
             self.pool.abandon(reservation)
         for reservation in self.hung:
             self.pool.settle(reservation)
+        self.pool.deallocate([slot for slot, _ in self.unnamed], [time for _, time in self.unnamed])
         counts = self.pool.check()
         assert (counts.filling, counts.leased, counts.quarantined) == (0, 0, 0)
 
@@ -320,6 +340,7 @@ def test_a_block_leased_twice_at_once_is_held_twice(form: str) -> None:
         ("find", ([None],)),
         ("find", ([bytearray(32)],)),
         ("reserve", ((bytes(31),), None)),
+        ("preallocate", ("1",)),
         ("name", ([99], [bytes(32)], None)),
         ("name", ([], [bytes(32)], None)),
         ("link", ([0, 1], [])),
