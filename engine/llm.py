@@ -162,8 +162,6 @@ class Engine:
         if request_id is not None and not is_text(request_id):
             raise RequestError(f"request_id {request_id!r}: use a string of Unicode characters")
         with self._turn:
-            if request_id is not None and self._knows(request_id):
-                raise RequestError(f"request id {request_id!r}: a live request has it; choose another")
             wanted = wanted_reuse(segments, repair, len(prompt.token_ids), self.segments)
             return self._queue(prompt, params, wanted, request_id).request_id
 
@@ -402,10 +400,6 @@ class Engine:
             what = "an exact engine" if self.config.exact else f"model kind {self.model.kind!r}"
             raise RequestError(f"prompt_logprobs {params.prompt_logprobs}: {what} computes none; leave it out")
 
-    def _knows(self, request_id: str) -> bool:
-        scheduler = self.scheduler
-        return request_id in self._requests or request_id in scheduler.live or request_id in scheduler.orphans
-
     def _queue(
         self,
         prompt: NamedPrompt,
@@ -418,8 +412,11 @@ class Engine:
             raise RequestError(_TORN)
         if prompt.chain is not None:  # else no block is named
             self.model.require_same()
+        known = self._requests, self.scheduler.live, self.scheduler.orphans
         if request_id is None:
-            request_id = next(name for name in map(str, self._ids) if not self._knows(name))
+            request_id = next(name for name in map(str, self._ids) if not any(name in each for each in known))
+        elif any(request_id in each for each in known):
+            raise RequestError(f"request id {request_id!r}: a live request has it; choose another")
         reuse = find = None
         if self.segments is not None and wanted is not None and params.prompt_logprobs is None:
             if wanted.segments is None:

@@ -143,9 +143,9 @@ class SlabRoom:
             np.minimum.at(first, which, depths)
             is_its = 2 * counts >= np.array([live[extent] for extent in extents.tolist()])
             if not is_its.all():
-                places, kinds = end.order.places, self._kind[extents]
-                before = places(kinds, end.clock() - self._since[extents])
-                is_its |= (kinds == NO_CLASS) | (before <= places(np.array([end.kind]), np.zeros(1)))
+                kinds, ages = self._kind[extents], end.clock() - self._since[extents]
+                places = end.order.places(np.append(kinds, end.kind), np.append(ages, 0.0))  # its own is the last
+                is_its |= (kinds == NO_CLASS) | (places[:-1] <= places[-1])
             mine, deepest, first = extents[is_its], deepest[is_its], first[is_its]
         self._kind[mine] = np.where(first < end.num_head, end.head_kind, end.kind)
         self._since[mine], self._depth[mine] = end.ended_at, deepest

@@ -150,7 +150,8 @@ class StoreQueue:
         for i in partial:
             if (reservation := made[i]) is not None:
                 reservation.is_partial = True
-        self._trace(wanted, made)
+        if tracing.ON:
+            self._trace(wanted, made)
         return made
 
     def preallocate(self, count: int) -> tuple[list[int], list[int]]:
@@ -172,11 +173,12 @@ class StoreQueue:
         for each, reservation in zip(wanted, made, strict=True):
             if reservation is not None:
                 reservation.is_partial = each.is_partial
-        self._trace(wanted, made)
+        if tracing.ON:
+            self._trace(wanted, made)
         return made
 
     def _trace(self, wanted: Sequence[Wanted], made: Sequence[Reservation | None]) -> None:
-        for each, reservation in zip(wanted, made, strict=True) if tracing.ON else ():
+        for each, reservation in zip(wanted, made, strict=True):
             if each.trace is not None and reservation is not None:
                 tracing.stored(reservation.hashes, each.trace)
 

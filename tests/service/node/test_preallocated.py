@@ -32,7 +32,7 @@ from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.connector.daemon.link import Link
 from kvtier.tiers.hierarchy.cache_tiers import Wanted
 from kvtier.tiers.naming.chain import TokenChain
-from kvtier.tiers.pool.lease import PoolCounts, Reservation
+from kvtier.tiers.pool.pool import PoolCounts, Reservation
 from kvtier.tiers.tier import Outcome
 
 SIZE: Final = 128 * SLOT_BYTES  # an eighth of it is two clients' share
