@@ -118,7 +118,8 @@ def test_a_block_stored_again_gets_another_nonce(tmp_path: Path) -> None:
     stamps: dict[bytes, set[bytes]] = {}
 
     def look() -> None:
-        rows, *_ = store._rows.read(store._blocks.index.named().tolist())
+        rows, _ = store._rows._filled(store._blocks.index.named().tolist(), store._rows._read_each)
+        store._codec.show_names(rows, np.arange(len(rows)))
         for row in rows:
             stamps.setdefault(row["chain_hash"].tobytes(), set()).add(row["stamp"].tobytes())
             stamps[row["chain_hash"].tobytes()].add(row["sealed"].tobytes()[:28])

@@ -64,7 +64,10 @@ def verify(store: FileStore) -> VerifyReport:
             slots = store._blocks.index.named()
             held = dict(zip(slots.tolist(), store._blocks.index.names(slots), strict=True))
             believed = dict(zip(held, zip(held.values(), store._rows.parents_of(slots), strict=True), strict=True))
-        rows, _, whole = store._rows.read(list(held))
+        rows, is_read = store._rows._filled(list(held), store._rows._read_each)
+        whole = is_read & slab.find_valid(rows, slots, store.superblock)
+        if whole.any():
+            store._codec.show_names(rows, np.flatnonzero(whole))
         told = zip(rows["chain_hash"].tolist(), rows["parent"].tolist(), strict=True)
         says = dict(zip(held, told, strict=True))
         good = [slot for slot, is_whole in zip(held, whole.tolist(), strict=True) if is_whole]

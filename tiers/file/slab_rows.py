@@ -70,13 +70,11 @@ class SlabRows:
         joined = self.parents.take(slots, 0).tobytes()
         return [joined[i : i + 32] for i in range(0, len(joined), 32)]
 
-    def read(self, slots: Sequence[int]) -> tuple[Rows, Flags, Flags]:
-        """The rows of these slots, which could be read, and which of these are whole. Waits for the disk."""
-        rows, is_read = self._filled(slots, self._read_each)
-        return rows, is_read, self._whole(rows, slots, is_read)
-
     def entries(self, slots: Sequence[int]) -> list[SlabEntry | Outcome]:
-        """The entries in these slots' rows; IO_ERROR if one cannot be read, CHECKSUM if it is not whole."""
+        """The entries in these slots' rows; IO_ERROR if one cannot be read, CHECKSUM if it is not whole.
+
+        Waits for the disk.
+        """
         superblock = self._file.superblock
         rows = np.empty(len(slots), superblock.row_dtype)
         offsets = superblock.row_offsets(slots)
@@ -196,7 +194,7 @@ class SlabRows:
             newest = slots
             if window < len(slots):
                 newest = np.sort(slots[np.argpartition(self.seqs[slots], -window)[-window:]])
-            *_, whole = self.read(newest.tolist())
+            whole = self._are_whole(newest)
             if whole.all():
                 break
             slots = np.setdiff1d(slots, newest[~whole], assume_unique=True)
@@ -205,7 +203,7 @@ class SlabRows:
 
     def _older_duplicates(self, slots: Slots) -> tuple[list[int], list[int]]:
         """Of slots whose rows have the same name: those of lower seq, and those whose row is not whole."""
-        *_, whole = self.read(slots.tolist())
+        whole = self._are_whole(slots)
         by_age = slots[whole][np.argsort(self.seqs[slots[whole]], kind="stable")]
         newest = dict(zip(self._blocks.index.names(by_age), by_age.tolist(), strict=True))
         return np.setdiff1d(by_age, list(newest.values())).tolist(), slots[~whole].tolist()
@@ -223,11 +221,7 @@ class SlabRows:
             is_read[first:end] = could_read
         return rows, is_read
 
-    def _whole(self, rows: Rows, slots: Sequence[int], is_read: Flags) -> Flags:
-        """Which of the rows read are whole; their names are shown."""
-        if not is_read.all():
-            rows[~is_read] = np.zeros(1, rows.dtype)
-        whole = slab.find_valid(rows, np.array(slots, np.int64), self._file.superblock)
-        if whole.any():
-            self._codec.show_names(rows, np.flatnonzero(whole))
-        return whole
+    def _are_whole(self, slots: Slots) -> Flags:
+        """Which of these slots' rows are whole. Waits for the disk."""
+        rows, is_read = self._filled(slots.tolist(), self._read_each)
+        return is_read & slab.find_valid(rows, slots, self._file.superblock)

@@ -207,9 +207,8 @@ class SlabWriter:
             for extent in entered:
                 self.blocks.enter(extent)
         if held:
-            rows, _, whole = self.rows.read([slots[position] for position in held])
-            stored = zip(held, self.codec.to_records(rows), whole.tolist(), strict=True)
-            differing = {position for position, entry, is_whole in stored if not is_whole or entry != records[position]}
+            stored = zip(held, self.rows.entries([slots[position] for position in held]), strict=True)
+            differing = {at for at, entry in stored if isinstance(entry, Outcome) or entry[0] != records[at]}
             needed: set[int] = set()
             with self.lock:
                 for position in held:
@@ -292,13 +291,12 @@ class SlabWriter:
                 self.payload.read(offsets[run.start], buffers[run])
         except OSError:
             return ()  # keeping hit blocks is optional; the extent is evicted anyway
-        rows, _, whole = self.rows.read(claim.keep)
-        records = self.codec.to_records(rows)
-        if not whole.all() or [record.chain_hash for record in records] != claim.keep_hashes:
+        entries = [each for each in self.rows.entries(claim.keep) if not isinstance(each, Outcome)]
+        if [record.chain_hash for record, _ in entries] != claim.keep_hashes:
             return ()
-        if not all(map(self.codec.show, records, self.codec.stamps(rows), buffers)):
+        if not all(self.codec.show(*entry, buffer) for entry, buffer in zip(entries, buffers, strict=True)):
             return ()  # sealed again, an entry that is not authentic would become so
-        return records, buffers
+        return [record for record, _ in entries], buffers
 
     def _store(self, parts: Sequence[_FilledRun]) -> tuple[list[Outcome], Outcome | None]:
         """Payloads, then entries, of leading parts. Outcomes of the new blocks stored, and of what stopped the rest."""
