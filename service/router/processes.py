@@ -1,4 +1,4 @@
-"""Several router processes behind one port: what each publishes for the others, and a parent that replaces those that end."""
+"""Several router processes behind one port: what each publishes for the others; the parent replaces those that end."""
 
 import json
 import logging
