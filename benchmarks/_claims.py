@@ -175,10 +175,12 @@ both_ends:
   same, elsewhere | ^elsewhere
 # the daemon
 service_overhead:
-  the daemon adds to a round trip and a step of 1 store: median µs | adds to a (round trip|step, 1 ) | The daemon
-  same, 8 and 64 stores | adds to a step, (8|64)  | The daemon
-  same at p99, 0 and 1 | adds at p99 to a (round trip|step, 1 ) | The daemon
-  same at p99, 8 and 64 | adds at p99 to a step, (8|64)  | The daemon
+  through a daemon, a step of 1 store: median µs | daemon: step, 1 stores, \w+, us | The daemon
+  same, 16 stores | daemon: step, 16 stores, \w+, us | The daemon
+  same, 64 stores | daemon: step, 64 stores, \w+, us | The daemon
+  same, a lookup of 128 blocks | daemon: lookup of 128, \w+, us | The daemon
+  all four: p99 ÷ median | p99 over median | The daemon
+  same, beside a process that computes on each core: p99, µs | beside load, p99 | The daemon
   lookups of 128 blocks, a second of the daemon's core | ^lookups
   a lookup of 8 blocks ÷ of 128, the daemon's CPU | ^a lookup of 8 | The daemon
   copy rate of the daemon's memory ÷ our own | copy rate |  | limit

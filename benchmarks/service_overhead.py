@@ -1,17 +1,19 @@
-"""What the daemon costs an engine beside tiers of its own: a step's round trip, lookups and copies.
+"""What the daemon costs an engine beside tiers of its own: steps that store, lookups and copies.
 
-A real `kvtier serve` on a Unix socket, and the same tiers in this process, asked in turns. A step reserves slots for
-the blocks it stores, its only round trip; what the daemon adds is the difference of the pair. "busy" is a processor
-that computes between steps, "idle" one that sleeps, and takes its time to wake up. The bare echo is a process that only
-sends back what it gets. CPU is of a step with hashing and publishing: of the daemon's threads, and of the thread that
-asks. Lookups are chains of 8 and of 128 blocks, 32 on the way at once; their rate is by the daemon's CPU time, since
-two noisy cores share two busy processes. Sixteen clients start at once beside two processes that compute, with the
-default deadline. A verified load is the same load (question, promise, copy of 32 MiB) from a daemon with `[host] verify
-= "always"` and from one with "never". Copies are loads from L2, scattered blocks, 8 MiB at a time, from the region each
-of the two has. What the daemon's memory does in an hour: daemon_memory.py.
+A real `kvtier serve` on a Unix socket, and the same tiers in this process, in turns. A step reserves slots for the
+blocks it stores; a lookup of 128 blocks waits for its answer. What the daemon adds is the difference of the pair.
+Between steps an engine computes for 2 ms ("busy"), or sleeps for 5, and its processor takes time to wake up ("idle").
+"Beside load": a process for each core computes without a pause. The bare echo is a process that only sends back what it
+gets. CPU is of a step with hashing and publishing: of the daemon's threads, and of the thread that asks. Lookups are
+chains of 8 and of 128 blocks, 32 on the way at once; their rate is by the daemon's CPU time, since two noisy cores
+share two busy processes. Sixteen clients start at once beside two processes that compute, with the default deadline. A
+verified load is the same load (question, promise, copy of 32 MiB) from a daemon with `[host] verify = "always"` and
+from one with "never". Copies are loads from L2, scattered blocks, 8 MiB at a time, from the region each of the two has.
+What the daemon's memory does in an hour: daemon_memory.py.
 """
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -42,7 +44,7 @@ BLOCKS: Final = Shape(16, 131_072)
 CHAIN: Final = 128  # blocks in a lookup
 FEW: Final = 8  # in a short one
 WINDOW: Final = 32  # lookups on the way at once
-STORES: Final = (0, 1, 8, 64)  # blocks of a step
+STORES: Final = (0, 1, 16, 64)  # blocks of a step; 0: a lookup
 NUM_CLIENTS: Final = 16
 ROOM: Final = "640MiB"  # of the daemon: its model's, and sixteen clients' of another
 LOADED: Final = 256  # blocks in a load that is verified or not
@@ -73,15 +75,15 @@ def opened(size: str, blocks: Shape = BLOCKS, **options: Any) -> Iterator[CacheT
 
 
 def busy() -> None:
-    """Compute for a fifth of a millisecond: a processor that slept takes as long to wake up as a step waits."""
-    end = time.perf_counter() + 0.0002
+    """Compute for two milliseconds."""
+    end = time.perf_counter() + 0.002
     while time.perf_counter() < end:
         pass
 
 
 def idle() -> None:
-    """Sleep for a millisecond, as an engine that waits for its device."""
-    time.sleep(0.001)
+    """Sleep for five milliseconds, as an engine that waits for its device."""
+    time.sleep(0.005)
 
 
 def time_echo(rounds: int, pause: Callable[[], object]) -> list[float]:
@@ -110,17 +112,14 @@ def step(tiers: CacheTiers, num_requests: int, before: Sequence[Reservation]) ->
 
 
 def time_steps(all_tiers: AllTiers, num_requests: int, rounds: int, pause: Callable[[], object]) -> Times:
-    """Seconds of each step's wait, both kinds of tiers in turns, with a pause before each step.
-
-    Without requests it is the least that can be asked: is one block held?
-    """
+    """Seconds of each step's wait, both kinds of tiers in turns, a pause before each; without requests a lookup's."""
     held: dict[str, list[Reservation]] = {name: [] for name in all_tiers}
-    asked = fresh(1)
+    chains = {name: [stored(tiers, CHAIN)] for name, tiers in all_tiers.items()}
 
     def turn(name: str, tiers: CacheTiers) -> float:
         pause()
         if not num_requests:
-            return took(lambda: tiers.holds(asked))
+            return took(lambda: look_up(tiers, chains[name], 1))
         seconds, held[name] = step(tiers, num_requests, held[name])
         if isinstance(tiers, Hierarchy):  # its hashing, in this process, would hold up the other's next step
             tiers.drain(10.0, below=False)
@@ -226,19 +225,25 @@ class Overhead:
         return self.rows[-1]
 
     def steps(self) -> None:
-        for pause in (busy, idle):
-            self.row(f"bare echo, {pause.__name__}", "", "us", **_percentiles(time_echo(self.rounds, pause)))
-            for num_requests in STORES:
-                progress(f"steps that store a block of each of {num_requests} requests, {pause.__name__} between them")
-                rounds = self.rounds if num_requests < 64 else self.rounds // 5
-                what = f"step, {num_requests} stores" if num_requests else "round trip alone"
-                before = self.daemon.cpu_seconds()
-                times = time_steps(self.both, num_requests, rounds, pause)
-                cpu = (self.daemon.cpu_seconds() - before) / rounds * 1e6
-                added = _percentiles([b - a for a, b in zip(times["in process"], times["daemon"], strict=True)])
-                more = {"daemon": {"added": added["median"], "added p99": added["p99"], "daemon's CPU": cpu}}
-                for name, each in times.items():
-                    self.row(f"{what}, {pause.__name__}", name, "us", **_percentiles(each), **more.get(name, {}))
+        self.steps_with("busy", busy)
+        self.steps_with("idle", idle)
+        with busy_processes(os.cpu_count() or 1):
+            self.steps_with("beside load", idle)
+
+    def steps_with(self, how: str, pause: Callable[[], object]) -> None:
+        self.row(f"bare echo, {how}", "", "us", **_percentiles(time_echo(self.rounds // 5, pause)))
+        for num_requests in STORES:
+            what = f"step, {num_requests} stores, {how}" if num_requests else f"lookup of {CHAIN}, {how}"
+            progress(what)
+            rounds = self.rounds // 5
+            before = self.daemon.cpu_seconds()
+            times = time_steps(self.both, num_requests, rounds, pause)
+            cpu = (self.daemon.cpu_seconds() - before) / rounds * 1e6
+            added = median([b - a for a, b in zip(times["in process"], times["daemon"], strict=True)]) * 1e6
+            for name, each in times.items():
+                row = self.row(what, name, "us", **_percentiles(each))
+                if name == "daemon":
+                    row |= {"p99 over median": row["p99"] / row["median"], "added": added, "daemon's CPU": cpu}
 
     def lookups(self) -> None:
         rates, num_lookups = {}, self.rounds * 10

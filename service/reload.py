@@ -57,13 +57,13 @@ class Reloads:
         _log.log(self.level, "configuration reloaded: %s%s", taken or "nothing new", left)
         return True
 
-    def told(self) -> dict[str, Any]:
-        """For other processes of this server, as `tell` takes it."""
+    def state(self) -> dict[str, Any]:
+        """For other processes of this server: their `apply` takes it."""
         return {"counts": self.counts, "why": self.why}
 
-    def tell(self, told: Mapping[str, Any]) -> None:
+    def apply(self, state: Mapping[str, Any]) -> None:
         """Take over the outcomes that the server's first process has counted."""
-        self.counts, self.why = told.get("counts", self.counts), told.get("why")
+        self.counts, self.why = state.get("counts", self.counts), state.get("why")
 
     def _reads(self, section: str, name: str) -> bool:
         return section in self._used or f"{section}.{name}" in self._used

@@ -418,8 +418,8 @@ class Publisher:
 
     def _apply(self, fingerprint: bytes, events: Sequence[Event]) -> None:
         blocks = self._announced_of(fingerprint)
-        told = (event for event in events if event.tier in self._tiers)
-        self._send(fingerprint, [line for event in told for line in blocks.apply(event)])
+        kept = (event for event in events if event.tier in self._tiers)
+        self._send(fingerprint, [line for event in kept for line in blocks.apply(event)])
 
     def _send(self, fingerprint: bytes, events: Sequence[KVEvent]) -> None:
         for part in _parts(events):

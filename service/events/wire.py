@@ -182,12 +182,12 @@ def _event(raw: Raw, room: int) -> tuple[KVEvent, int]:
             raise ValueError(f"more than {MAX_PARTS} events and keys")
     if extra_keys is not None and len(keys) != len(names):
         raise ValueError(f"extra_keys: not an entry for each of {len(names)} blocks")
-    told = None if extra_keys is None else tuple(keys)
+    packed = None if extra_keys is None else tuple(keys)
     ids = unpack_tokens(tokens)
     if ids is None:
         ids = token_array(_IDS.decode(tokens))
     stored = names, parent, ids, block_size, lora_id, medium, lora_name
-    return BlockStored(*stored, told, *rest), num_arrays
+    return BlockStored(*stored, packed, *rest), num_arrays
 
 
 def _key(raw: Raw, depth: int) -> Any:

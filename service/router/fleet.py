@@ -109,13 +109,13 @@ class ModelVersion:
             self.fingerprint, self.namespace = profile.fingerprint, profile.namespace
 
     def __str__(self) -> str:
-        told = [
+        parts = [
             f"fingerprint {self.fingerprint}" if self.fingerprint else "no fingerprint",
             f"block_size {self.block_size or 'not known'}",
             f"namespace {self.namespace}" if self.namespace else "",
             f"models {', '.join(self._bases)}",
         ]
-        return ", ".join(filter(None, told))
+        return ", ".join(filter(None, parts))
 
     @property
     def seed(self) -> int:
@@ -173,7 +173,7 @@ class Latencies:
         self._reads.append(found)
 
     def figures(self) -> dict[str, statuses.LatencyFigures]:
-        told = {}
+        found = {}
         if self._reads:
             first, last = self._reads[0], self._reads[-1]
             for what, buckets in last.items():
@@ -181,8 +181,8 @@ class Latencies:
                 grown = sorted((bound, max(0.0, count - before.get(bound, 0.0))) for bound, count in buckets.items())
                 if grown and (total := grown[-1][1]) > 0:
                     p50, p95 = (round(_quantile(grown, share * total), 6) for share in (0.5, 0.95))
-                    told[what] = statuses.LatencyFigures(num=int(total), p50_s=p50, p95_s=p95)
-        return told
+                    found[what] = statuses.LatencyFigures(num=int(total), p50_s=p50, p95_s=p95)
+        return found
 
 
 def _quantile(buckets: list[tuple[float, float]], wanted: float) -> float:
@@ -536,10 +536,10 @@ def _drawn(number: Counter[ModelVersion], key: object) -> ModelVersion | None:
     if len(number) <= 1:
         return next(iter(number), None)
 
-    told = repr(key).encode()
+    packed = repr(key).encode()
 
     def rank(version: ModelVersion) -> float:
-        share = (xxhash.xxh3_64_intdigest(told, version.seed) + 0.5) / 2**64
+        share = (xxhash.xxh3_64_intdigest(packed, version.seed) + 0.5) / 2**64
         return -number[version] / math.log(share)
 
     return max(number, key=rank)

@@ -1,4 +1,4 @@
-"""Several router processes behind one port: what each tells the others, and a parent that replaces those that end."""
+"""Several router processes behind one port: what each publishes for the others; the parent replaces those that end."""
 
 import json
 import logging
@@ -66,17 +66,17 @@ class Seat:
         self._parent = os.getppid()
         self.before: Json = board.read(place)  # of the process that had this place before
 
-    def tell(self, value: Json) -> None:
+    def publish(self, value: Json) -> None:
         """Write its slot. If the parent is dead, this process stops, too."""
         self._board.write(self._place, value)
         if os.getppid() != self._parent:
             os.kill(os.getpid(), signal.SIGTERM)  # wakes the main thread, unlike raise_signal here
 
     def others(self) -> Iterator[tuple[Json, bool]]:
-        """What the other processes told, and whether that is from now; an old value only counts what has been."""
+        """What the other processes published, and whether that is from now; an old value only counts what has been."""
         for slot in range(self._number):
-            if slot != self._place and (told := self._board.read(slot)):
-                yield told, self._board.age(slot) < _FRESH
+            if slot != self._place and (value := self._board.read(slot)):
+                yield value, self._board.age(slot) < _FRESH
 
     @property
     def replaced(self) -> dict[str, int]:
@@ -85,7 +85,7 @@ class Seat:
 
     @property
     def reloads(self) -> Json:
-        """What the parent has told of the configuration's reloads; empty before the first."""
+        """The parent's counts of the configuration's reloads; empty before the first."""
         return dict(self._board.read(self._number).get("reloads", {}))
 
 
@@ -176,7 +176,7 @@ class RouterProcesses:
             self._tell()
 
     def _tell(self) -> None:
-        self._board.write(self._number, {"replaced": self._replaced, "reloads": self._reloads.told()})
+        self._board.write(self._number, {"replaced": self._replaced, "reloads": self._reloads.state()})
 
     def _end_hung(self) -> None:
         for place, child in enumerate(self._children):

@@ -430,7 +430,7 @@ class _Tries:
             self.last = OpenAIError(502, "no replica could answer; try again", code=error.failure)
 
     def refused(self, refusal: Relayed) -> None:
-        """Note a replica's refusal. "Busy" (429) tells a client more than any failure, so it is kept."""
+        """Note a replica's refusal. "Busy" (429) says more than any failure, so it is kept."""
         self.num_failed += refusal.status != 429
         if self.last is None or self.last.status != 429:
             self.last = refusal

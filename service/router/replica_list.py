@@ -194,7 +194,7 @@ class ReplicaList:
 
     async def follow(self, changed: Callable[[list[ReplicaSpec]], None]) -> None:
         """Run until cancelled: call `changed` with the specs whenever they change. No disk or resolver delays it."""
-        loop, told = asyncio.get_running_loop(), self.specs
+        loop, known = asyncio.get_running_loop(), self.specs
         looking: asyncio.Task[None] | None = None
         looking_since = 0.0
         due = loop.time() + self._interval
@@ -207,8 +207,8 @@ class ReplicaList:
             if loop.time() >= due:
                 due = loop.time() + self._interval
                 self._look_up_all()
-            if (specs := self.specs) != told:
-                told = specs
+            if (specs := self.specs) != known:
+                known = specs
                 changed(specs)
 
     async def _look_at_file(self, file: Path) -> None:

@@ -279,7 +279,7 @@ class Router:
             task.cancel()
         if self.seat is not None:
             with suppress(OSError):
-                self.seat.tell({"counts": self._counted().counts()})  # for the last line of the parent
+                self.seat.publish({"counts": self._counted().counts()})  # for the last line of the parent
         await self.fleet.stop()
         await asyncio.to_thread(self.holdings.close)
 
@@ -300,11 +300,11 @@ class Router:
         while True:
             live = {each.name: (each.in_flight, each.given) for each in self.fleet.replicas if each.in_flight}
             try:
-                seat.tell({"counts": self._counted().counts(), "live": live})
+                seat.publish({"counts": self._counted().counts(), "live": live})
             except OSError as error:
-                _log.warning("other processes of the router are not told: %s", error)
-            beside = [told.get("live", {}) for told, is_fresh in seat.others() if is_fresh]
-            self.reloads.tell(seat.reloads)
+                _log.warning("other processes of the router cannot read this one's counts: %s", error)
+            beside = [value.get("live", {}) for value, is_fresh in seat.others() if is_fresh]
+            self.reloads.apply(seat.reloads)
             for replica in self.fleet.replicas:
                 each = [live[replica.name] for live in beside if replica.name in live]
                 replica.has_beside(sum(requests for requests, _ in each), sum(blocks for _, blocks in each))
@@ -327,8 +327,8 @@ class Router:
         """What all processes of this router have counted; the last decisions are this one's."""
         total = Ledger(decisions=self.ledger.decisions)
         total.add(self._counted().counts())
-        for told, _ in () if self.seat is None else self.seat.others():
-            total.add(told.get("counts", {}))
+        for value, _ in () if self.seat is None else self.seat.others():
+            total.add(value.get("counts", {}))
         return total
 
     def status(self) -> RouterStatus:
