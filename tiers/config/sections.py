@@ -157,9 +157,13 @@ class PeersConfig(Section):
         True,
         "know other nodes' blocks by their KV events, if published and replayed at tcp://",
     )
+    index: Literal["auto", "all", "ring"] = option(
+        "auto",
+        "how blocks of other nodes are found; ring: by the owners of their names; auto: so above 64 nodes, else all",
+    )
     max_blocks: WholeNumber = option(
         1_000_000,
-        "blocks of other nodes known by events, for each model; nodes with more are queried by name",
+        "other nodes' blocks known by events, for each model, or as an owner; nodes with more are queried by name",
         ge=1,
         le=100_000_000,
     )

@@ -12,8 +12,8 @@ from typing import Final, Protocol
 from kvtier.tiers import ChainHash, ConfigError, Outcome
 from kvtier.tiers.config import PeersConfig
 from kvtier.tiers.peers.link import EventsAt, PeerLink
-from kvtier.tiers.peers.peer import OtherNode, PeerAddress
-from kvtier.tiers.peers.stream import PeerFailed
+from kvtier.tiers.peers.peer import OtherNode
+from kvtier.tiers.peers.stream import PeerAddress, PeerFailed
 from kvtier.tiers.peers.wire import PeerVerb
 
 _log = logging.getLogger(__name__)

@@ -1,0 +1,176 @@
+"""The owners' client: queries them for a prompt's holders, and reports to them what this node holds."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from threading import Lock
+from typing import Final, TypeAlias
+
+from kvtier.tiers import ChainHash, Outcome
+from kvtier.tiers.config import PeersConfig
+from kvtier.tiers.peers.link import PeerLink, as_they_answer
+from kvtier.tiers.peers.peer import MAX_PEERS, OtherNode, looked_up
+from kvtier.tiers.peers.ring import MAX_NODES, REPLICAS, Keys, Owner, Report, Reports, Ring, anchors_of, keys_of, probes
+from kvtier.tiers.peers.stream import PeerAddress, PeerFailed
+
+_log = logging.getLogger(__name__)
+
+_PART: Final = 4  # of `deadline`: the longest that an owner is waited for, and then its replica
+_MOST_QUERIED: Final = 4  # holders that are queried for their exact runs
+_WITHOUT: Final = 10.0  # seconds in which a node that hung up is no owner: its release knows no ring
+
+Peers: TypeAlias = Mapping[PeerAddress, OtherNode]
+Fail: TypeAlias = Callable[[OtherNode, PeerLink | None, PeerFailed], Outcome]
+
+
+def most_nodes(config: PeersConfig) -> int:
+    """Addresses that are used."""
+    return MAX_PEERS if config.index == "all" else MAX_NODES
+
+
+class Owners:
+    """The ring as this node sees it. `adopt` and `report` belong to one thread each; other methods are thread-safe."""
+
+    def __init__(self, config: PeersConfig, fingerprint: bytes) -> None:
+        self._config = config
+        self._fingerprint = fingerprint
+        self.ring: Ring | None = None  # None: every node is followed, or queried
+        self._listen: list[PeerAddress] | None = None  # this node's addresses by its configuration, once looked up
+        self._own: Owner | None = None  # this node as an owner
+        self._reports = Reports()
+        self._without: dict[PeerAddress, float] = {}  # nodes that are no owners until then
+        self._lock = Lock()
+        self._counts: Counter[str] = Counter()  # owners queried, those that did not answer, names without any
+        self._warned_unknown = False
+
+    def adopt(self, addresses: Collection[PeerAddress]) -> bool:
+        """Use the ring if nodes are too many, or if it is set; returns whether it is used. May wait for a resolver."""
+        wanted = self._config.index
+        if not addresses or wanted == "all" or (wanted == "auto" and len(addresses) <= MAX_PEERS):
+            self.ring = None
+            return False
+        if self._listen is None:
+            self._listen = _addresses_of(self._config.listen)
+        nodes = set(addresses)
+        if nodes.isdisjoint(self._listen):  # `nodes` may leave this one out
+            nodes.update(self._listen[:1])
+        if self.ring is None or nodes != self.ring.numbers.keys():
+            self.ring = Ring(nodes)
+        return True
+
+    def stats(self) -> dict[str, int]:
+        return {**self._counts, **self._reports.counts}
+
+    def holders(self, names: Sequence[ChainHash], peers: Peers, deadline: float, fail: Fail) -> list[OtherNode]:
+        """The nodes to query for their runs, the likeliest first. An owner that does not answer costs a part of time.
+
+        Its names are then queried at their other owner.
+        """
+        ring, keys = self.ring, keys_of(names)
+        places = probes(keys)
+        if ring is None or not places:
+            return []
+        asked = keys[places]
+        owners, found = ring.owners(asked), dict[int, list[PeerAddress]]()
+        own = self._own_address(ring, peers)
+        for replica in range(REPLICAS):
+            by_owner: dict[PeerAddress, list[int]] = {}
+            for i in range(len(asked)):
+                if i not in found:
+                    by_owner.setdefault(ring.nodes[owners[i, replica]], []).append(i)
+            self._query(by_owner, asked, found, own, peers, min(deadline, self._until()), fail)
+        with self._lock:
+            self._counts["owners_unanswered"] += len(asked) - len(found)
+        ranked = dict.fromkeys(node for i in sorted(found, reverse=True) for node in found[i] if node != own)
+        return [peer for node in ranked if (peer := peers.get(node)) is not None and peer.answers][:_MOST_QUERIED]
+
+    def _query(
+        self,
+        by_owner: Mapping[PeerAddress, list[int]],
+        asked: Keys,
+        found: dict[int, list[PeerAddress]],
+        own: PeerAddress | None,
+        peers: Peers,
+        until: float,
+        fail: Fail,
+    ) -> None:
+        links: dict[PeerLink, tuple[OtherNode, list[int]]] = {}
+        for address, places in by_owner.items():
+            keys = asked[places].tolist()
+            if address == own and self._own is not None:
+                found.update(zip(places, self._own.holders(self._fingerprint, keys) or (), strict=False))
+            elif self._is_owner(address, peers):
+                peer, link = peers[address], None
+                try:
+                    link = peer.connection(until)
+                    link.ask_holders(keys, until)
+                    links[link] = peer, places
+                except PeerFailed as failed:
+                    self._failed(peer, link, failed, fail)
+        with self._lock:
+            self._counts["owners_queried"] += len(links)
+        for link in as_they_answer(links, until):
+            peer, places = links[link]
+            try:
+                found.update(zip(places, link.read_holders(len(places), until) or (), strict=False))
+                peer.put_back(link)
+            except PeerFailed as failed:
+                self._failed(peer, link, failed, fail)
+
+    def report(self, keys: Keys, own: Owner, peers: Peers, fail: Fail) -> None:
+        """One round of reports: this node holds blocks of these keys. `own`: this node as an owner."""
+        self._own = own
+        if (ring := self.ring) is None:
+            return
+        if (node := self._own_address(ring, peers)) is None:
+            if not self._warned_unknown and all(peer.answers or peer.counts for peer in peers.values()):
+                self._warned_unknown = True
+                _log.warning("[peers] nodes: no address of this node is among them: others do not find its blocks")
+            return
+
+        def send(address: PeerAddress, report: Report) -> bool | None:
+            if address == node:
+                return own.report(self._fingerprint, report)
+            peer, link, until = peers[address], None, self._until()
+            try:
+                link = peer.connection(until)
+                taken = link.report(report, until)
+            except PeerFailed as failed:
+                self._failed(peer, link, failed, fail)
+                return None
+            peer.put_back(link)
+            return taken
+
+        def may(address: PeerAddress) -> bool:
+            return address == node or self._is_owner(address, peers)
+
+        self._reports.step(node, anchors_of(keys), ring, may, send)
+
+    def _until(self) -> float:
+        return time.monotonic() + self._config.deadline / _PART
+
+    def _is_owner(self, address: PeerAddress, peers: Peers) -> bool:
+        peer = peers.get(address)
+        return peer is not None and peer.answers and time.monotonic() >= self._without.get(address, 0.0)
+
+    def _own_address(self, ring: Ring, peers: Peers) -> PeerAddress | None:
+        configured = next((each for each in self._listen or () if each in ring.numbers), None)
+        return configured or next((address for address, peer in peers.items() if peer.is_myself), None)
+
+    def _failed(self, peer: OtherNode, link: PeerLink | None, failed: PeerFailed, fail: Fail) -> None:
+        if link is None or failed.reason != "hung_up":
+            fail(peer, link, failed)
+            return
+        link.close()
+        self._without = {each: until for each, until in self._without.items() if until > time.monotonic()}
+        self._without[peer.address] = time.monotonic() + _WITHOUT
+
+
+def _addresses_of(listen: str | None) -> list[PeerAddress]:
+    """Where others reach this node, by its own configuration; none if it listens at all its addresses."""
+    try:
+        found = [] if listen is None else looked_up(listen)
+    except (OSError, ValueError):
+        return []
+    return [each for each in found if each[0] not in ("0.0.0.0", "::")]
