@@ -6,9 +6,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from kvtier.service.events.holders import Holders
+from kvtier.service import events
 from kvtier.tiers.peers import HEARTBEAT, LAPSE, MAX_HOLDERS, MAX_NODES, PeerAddress, Report
 
 _PIECE: Final = 1024  # keys released while the lock is held
@@ -37,14 +37,14 @@ class HolderIndex:
         self.counts: Counter[str] = Counter()  # reports_{taken, missed, refused}, keys_forgotten, nodes_lapsed
         self._born = self._looked = clock()
         self._lock = threading.Lock()  # guards what follows
-        self._holders: Any = Holders(1)
+        self._holders = events.new_holders(1)
         self._reporters: dict[tuple[bytes, PeerAddress], _Reporter] = {}
         self._nodes: dict[int, tuple[bytes, PeerAddress]] = {}  # by number in `Holders`
 
     @property
     def num_keys(self) -> int:
         """Each counted for every node that holds it."""
-        return int(self._holders.num_names)
+        return self._holders.num_names
 
     def report(self, fingerprint: bytes, report: Report) -> bool:
         who = fingerprint, report.node
@@ -62,7 +62,7 @@ class HolderIndex:
             if known is None or (known.epoch, known.next) != (report.epoch, report.seq):
                 self.counts["reports_missed"] += 1
                 return False
-            self._holders.store(known.number, report.added, report.added, 0, 0)
+            self._holders.store(known.number, report.added, list(report.added), 0, 0)
             self._holders.remove(known.number, report.removed, 0)
             known.next, known.heard = report.seq % 0xFFFF + 1, self._clock()
             self.counts["reports_taken"] += 1

@@ -3,25 +3,27 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from threading import Lock
 from typing import Final, TypeAlias
 
 from kvtier.tiers import ChainHash, Outcome
 from kvtier.tiers.config import PeersConfig
-from kvtier.tiers.peers.link import PeerLink, as_they_answer
-from kvtier.tiers.peers.peer import MAX_PEERS, OtherNode, looked_up
+from kvtier.tiers.peers.link import PeerLink
+from kvtier.tiers.peers.peer import MAX_PEERS, Fail, OtherNode, looked_up, query_each
 from kvtier.tiers.peers.ring import MAX_NODES, REPLICAS, Keys, Owner, Report, Reports, Ring, anchors_of, keys_of, probes
 from kvtier.tiers.peers.stream import PeerAddress, PeerFailed
 
 _log = logging.getLogger(__name__)
 
 _PART: Final = 4  # of `deadline`: the longest that an owner is waited for, and then its replica
-_MOST_QUERIED: Final = 4  # holders that are queried for their exact runs
+_MOST_QUERIED: Final = 2  # holders that are queried for their exact runs
 _WITHOUT: Final = 10.0  # seconds in which a node that hung up is no owner: its release knows no ring
 
 Peers: TypeAlias = Mapping[PeerAddress, OtherNode]
-Fail: TypeAlias = Callable[[OtherNode, PeerLink | None, PeerFailed], Outcome]
+Places: TypeAlias = Mapping[PeerAddress, list[int]]
+Holders: TypeAlias = list[list[PeerAddress]] | None
 
 
 def most_nodes(config: PeersConfig) -> int:
@@ -68,55 +70,35 @@ class Owners:
         Its names are then queried at their other owner.
         """
         ring, keys = self.ring, keys_of(names)
-        places = probes(keys)
-        if ring is None or not places:
+        if ring is None or not len(asked := keys[probes(keys)]):
             return []
-        asked = keys[places]
         owners, found = ring.owners(asked), dict[int, list[PeerAddress]]()
         own = self._own_address(ring, peers)
         for replica in range(REPLICAS):
-            by_owner: dict[PeerAddress, list[int]] = {}
+            places: dict[PeerAddress, list[int]] = {}
             for i in range(len(asked)):
                 if i not in found:
-                    by_owner.setdefault(ring.nodes[owners[i, replica]], []).append(i)
-            self._query(by_owner, asked, found, own, peers, min(deadline, self._until()), fail)
+                    places.setdefault(ring.nodes[owners[i, replica]], []).append(i)
+            until = min(deadline, self._until())
+
+            def ask(peer: OtherNode, link: PeerLink, places: Places = places, until: float = until) -> None:
+                link.ask_holders(asked[places[peer.address]].tolist(), until)
+
+            def read(peer: OtherNode, link: PeerLink, places: Places = places, until: float = until) -> Holders:
+                return link.read_holders(len(places[peer.address]), until)
+
+            queried = [peers[address] for address in places if self._is_owner(address, peers)]
+            answers = query_each(queried, ask, read, until, partial(self._failed, fail))
+            if own in places and self._own is not None:
+                answers[own] = self._own.holders(self._fingerprint, asked[places[own]].tolist())
+            for address, nodes in answers.items():
+                found.update(zip(places[address], nodes or (), strict=False))
+            with self._lock:
+                self._counts["owners_queried"] += len(queried)
         with self._lock:
             self._counts["owners_unanswered"] += len(asked) - len(found)
         ranked = dict.fromkeys(node for i in sorted(found, reverse=True) for node in found[i] if node != own)
         return [peer for node in ranked if (peer := peers.get(node)) is not None and peer.answers][:_MOST_QUERIED]
-
-    def _query(
-        self,
-        by_owner: Mapping[PeerAddress, list[int]],
-        asked: Keys,
-        found: dict[int, list[PeerAddress]],
-        own: PeerAddress | None,
-        peers: Peers,
-        until: float,
-        fail: Fail,
-    ) -> None:
-        links: dict[PeerLink, tuple[OtherNode, list[int]]] = {}
-        for address, places in by_owner.items():
-            keys = asked[places].tolist()
-            if address == own and self._own is not None:
-                found.update(zip(places, self._own.holders(self._fingerprint, keys) or (), strict=False))
-            elif self._is_owner(address, peers):
-                peer, link = peers[address], None
-                try:
-                    link = peer.connection(until)
-                    link.ask_holders(keys, until)
-                    links[link] = peer, places
-                except PeerFailed as failed:
-                    self._failed(peer, link, failed, fail)
-        with self._lock:
-            self._counts["owners_queried"] += len(links)
-        for link in as_they_answer(links, until):
-            peer, places = links[link]
-            try:
-                found.update(zip(places, link.read_holders(len(places), until) or (), strict=False))
-                peer.put_back(link)
-            except PeerFailed as failed:
-                self._failed(peer, link, failed, fail)
 
     def report(self, keys: Keys, own: Owner, peers: Peers, fail: Fail) -> None:
         """One round of reports: this node holds blocks of these keys. `own`: this node as an owner."""
@@ -137,7 +119,7 @@ class Owners:
                 link = peer.connection(until)
                 taken = link.report(report, until)
             except PeerFailed as failed:
-                self._failed(peer, link, failed, fail)
+                self._failed(fail, peer, link, failed)
                 return None
             peer.put_back(link)
             return taken
@@ -158,13 +140,13 @@ class Owners:
         configured = next((each for each in self._listen or () if each in ring.numbers), None)
         return configured or next((address for address, peer in peers.items() if peer.is_myself), None)
 
-    def _failed(self, peer: OtherNode, link: PeerLink | None, failed: PeerFailed, fail: Fail) -> None:
+    def _failed(self, fail: Fail, peer: OtherNode, link: PeerLink | None, failed: PeerFailed) -> Outcome:
         if link is None or failed.reason != "hung_up":
-            fail(peer, link, failed)
-            return
+            return fail(peer, link, failed)
         link.close()
         self._without = {each: until for each, until in self._without.items() if until > time.monotonic()}
         self._without[peer.address] = time.monotonic() + _WITHOUT
+        return failed.outcome
 
 
 def _addresses_of(listen: str | None) -> list[PeerAddress]:

@@ -6,12 +6,12 @@ import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
-from typing import Final
+from typing import Final, TypeVar
 
 from kvtier.tiers import Breaker, Outcome
-from kvtier.tiers.peers.link import IsMyself, PeerLink
+from kvtier.tiers.peers.link import IsMyself, PeerLink, as_they_answer
 from kvtier.tiers.peers.stream import PeerAddress, PeerFailed, address_text
 
 _log = logging.getLogger(__name__)
@@ -181,3 +181,36 @@ class OtherNode:
             links, self._ready = self._ready, []
         for link in links:
             link.close()
+
+
+A = TypeVar("A")
+Fail = Callable[[OtherNode, PeerLink | None, PeerFailed], Outcome]
+"""Called for a peer that failed, with its connection if it had one."""
+
+
+def query_each(
+    peers: Iterable[OtherNode],
+    ask: Callable[[OtherNode, PeerLink], None],
+    read: Callable[[OtherNode, PeerLink], A],
+    deadline: float,
+    fail: Fail,
+) -> dict[PeerAddress, A]:
+    """Send all queries, then read the replies as they come. Those of failed peers are missing."""
+    links: dict[PeerLink, OtherNode] = {}
+    answers: dict[PeerAddress, A] = {}
+    for peer in peers:
+        link = None
+        try:
+            link = peer.connection(deadline)
+            ask(peer, link)
+            links[link] = peer
+        except PeerFailed as failed:
+            fail(peer, link, failed)
+    for link in as_they_answer(links, deadline):
+        peer = links[link]
+        try:
+            answers[peer.address] = read(peer, link)
+            peer.put_back(link)
+        except PeerFailed as failed:
+            fail(peer, link, failed)
+    return answers

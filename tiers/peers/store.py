@@ -14,7 +14,7 @@ from kvtier.tiers.peers.following import AnnouncedNames, Following
 from kvtier.tiers.peers.link import PeerLink, as_they_answer
 from kvtier.tiers.peers.one_sided import RemoteMemory
 from kvtier.tiers.peers.owners import Owners, most_nodes
-from kvtier.tiers.peers.peer import MAX_READY, OtherNode, PeerAddresses
+from kvtier.tiers.peers.peer import MAX_READY, OtherNode, PeerAddresses, query_each
 from kvtier.tiers.peers.ring import Keys, Owner
 from kvtier.tiers.peers.stream import PeerAddress, PeerFailed, address_text
 from kvtier.tiers.peers.wire import MAX_NAMES, LentBlocks, PeerVerb, shared_key
@@ -259,27 +259,21 @@ class PeersStore(Tier):
         self, names: Sequence[ChainHash], deadline: float
     ) -> tuple[dict[PeerAddress, list[bool]], Outcome | None]:
         """Which blocks each peer holds, and one failure if there was any."""
-        pending: list[tuple[OtherNode, PeerLink]] = []
-        held: dict[PeerAddress, list[bool]] = {}
-        failure: Outcome | None = None
-        for peer in self._to_query(names, deadline):
-            link = None
-            try:
-                link = peer.connection(deadline)
-                link.ask(PeerVerb.HELD, names, deadline)
-                pending.append((peer, link))
-            except PeerFailed as failed:
-                failure = self._fail(peer, link, failed)
-        self._counts.count("questions", len(pending))
-        by_link = {link: peer for peer, link in pending}
-        for link in as_they_answer(by_link, deadline):
-            try:
-                until = max(deadline + _HELD_TIME, time.monotonic() + _THERE_TIME)
-                held[by_link[link].address] = link.read_held(len(names), until)
-                by_link[link].put_back(link)
-            except PeerFailed as failed:
-                failure = self._fail(by_link[link], link, failed)
-        return held, failure
+        failures: list[Outcome] = []
+
+        def ask(peer: OtherNode, link: PeerLink) -> None:
+            link.ask(PeerVerb.HELD, names, deadline)
+            self._counts.count("questions", 1)
+
+        def read(peer: OtherNode, link: PeerLink) -> list[bool]:
+            return link.read_held(len(names), max(deadline + _HELD_TIME, time.monotonic() + _THERE_TIME))
+
+        def fail(peer: OtherNode, link: PeerLink | None, failed: PeerFailed) -> Outcome:
+            failures.append(self._fail(peer, link, failed))
+            return failures[-1]
+
+        held = query_each(self._to_query(names, deadline), ask, read, deadline, fail)
+        return held, failures[-1] if failures else None
 
     def _to_query(self, names: Sequence[ChainHash], deadline: float) -> list[OtherNode]:
         """Those that owners name, of a ring; else all that answer, unless their events are complete."""

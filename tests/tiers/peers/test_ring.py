@@ -278,7 +278,7 @@ def test_garbage_is_a_protocol_error_or_means_one_thing() -> None:
             words = [bytes(whole[at : at + 32]) for at in range(0, len(whole), 32)]
         for pack, unpack in ((wire.pack_report, wire.unpack_report), (wire.pack_asked, wire.unpack_asked)):
             try:
-                read = unpack(words)  # type: ignore[operator]
+                read = unpack(words)
             except wire.ProtocolError:
                 num_wrong += 1
             else:
