@@ -159,11 +159,11 @@ class PeersConfig(Section):
     )
     index: Literal["auto", "all", "ring"] = option(
         "auto",
-        "how blocks of other nodes are found; ring: by the owners of their names; auto: so above 64 nodes, else all",
+        "ring: blocks are found by the owners of their names; auto: above 64 nodes",
     )
     max_blocks: WholeNumber = option(
         1_000_000,
-        "other nodes' blocks known by events, for each model, or as an owner; nodes with more are queried by name",
+        "other nodes' blocks known by events, for each model, or as an owner; the rest is queried",
         ge=1,
         le=100_000_000,
     )

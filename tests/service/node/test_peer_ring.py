@@ -85,6 +85,19 @@ def test_a_prompt_costs_its_owners_a_question_and_its_holder_one(key: Path, made
         assert tier.stats()["owners_unanswered"] == len(probes(keys_of(other.hashes)))
 
 
+def test_above_64_nodes_the_ring_needs_no_setting(key: Path, made: list[Node]) -> None:
+    made += [Node(key, slots=32) for _ in range(MAX_PEERS + 1)]
+    chain = anchored()
+    assert store(made[9].hierarchy, chain) == 24
+    tell(at(made[9]), chain, *made)
+    with borrowing(key, *(node.address for node in made)) as tier:
+        assert (tier.locate(chain.hashes), read(tier, chain)) == (24, [Outcome.OK] * 24)
+        assert tier.stats()["questions"] == 1
+    with borrowing(key, *(node.address for node in made), index="all", answering=MAX_PEERS) as tier:
+        tier.locate(chain.hashes)
+        assert tier.stats()["questions"] == MAX_PEERS
+
+
 def test_what_a_node_stores_is_found_by_all_and_what_it_evicts_is_a_miss(key: Path, made: list[Node]) -> None:
     made += [Node(key, slots=64) for _ in range(3)]
     addresses, chain = [node.address for node in made], anchored()

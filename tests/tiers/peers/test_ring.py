@@ -172,6 +172,18 @@ def test_a_round_is_bounded_and_the_next_one_goes_on(clock: FakeClock) -> None:
     assert reports.counts["start_overs"] == 250
 
 
+def test_an_owner_that_failed_gets_the_whole_in_the_next_round(clock: FakeClock) -> None:
+    fleet, keys = FleetOfOwners(4, clock), random_keys(100)
+    ring, reports = Ring(fleet.nodes), Reports()
+    fleet.settle(reports, fleet.nodes[0], keys, ring)
+    fleet.down = {fleet.nodes[1]}
+    assert fleet.round(reports, fleet.nodes[0], keys[:50], ring) == 4
+    fleet.down = set()
+    assert fleet.round(reports, fleet.nodes[0], keys[:50], ring) == 1
+    assert fleet.sent[-1][1].seq == 0
+    fleet.require(ring, keys.tolist()[:50], fleet.nodes[0])
+
+
 def test_a_block_that_comes_and_goes_between_reports_is_not_mentioned(clock: FakeClock) -> None:
     fleet, keys = FleetOfOwners(3, clock), random_keys(4)
     ring, reports = Ring(fleet.nodes), Reports()
