@@ -4,11 +4,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from threading import Lock
 from typing import Final, TypeAlias
 
-from kvtier.tiers import ChainHash, Outcome
+from kvtier.tiers import ChainHash
 from kvtier.tiers.config import PeersConfig
 from kvtier.tiers.peers.link import PeerLink
 from kvtier.tiers.peers.peer import MAX_PEERS, Fail, OtherNode, looked_up, query_each
@@ -19,7 +18,6 @@ _log = logging.getLogger(__name__)
 
 _PART: Final = 4  # of `deadline`: the longest that an owner is waited for, and then its replica
 _MOST_QUERIED: Final = 2  # holders that are queried for their exact runs
-_WITHOUT: Final = 10.0  # seconds in which a node that hung up is no owner: its release knows no ring
 
 Peers: TypeAlias = Mapping[PeerAddress, OtherNode]
 Places: TypeAlias = Mapping[PeerAddress, list[int]]
@@ -41,7 +39,6 @@ class Owners:
         self._listen: list[PeerAddress] | None = None  # this node's addresses by its configuration, once looked up
         self._own: Owner | None = None  # this node as an owner
         self._reports = Reports()
-        self._without: dict[PeerAddress, float] = {}  # nodes that are no owners until then
         self._lock = Lock()
         self._counts: Counter[str] = Counter()  # owners queried, those that did not answer, names without any
         self._warned_unknown = False
@@ -87,8 +84,8 @@ class Owners:
             def read(peer: OtherNode, link: PeerLink, places: Places = places, until: float = until) -> Holders:
                 return link.read_holders(len(places[peer.address]), until)
 
-            queried = [peers[address] for address in places if self._is_owner(address, peers)]
-            answers = query_each(queried, ask, read, until, partial(self._failed, fail))
+            queried = [peers[address] for address in places if _answers(address, peers)]
+            answers = query_each(queried, ask, read, until, fail)
             if own in places and self._own is not None:
                 answers[own] = self._own.holders(self._fingerprint, asked[places[own]].tolist())
             for address, nodes in answers.items():
@@ -119,34 +116,27 @@ class Owners:
                 link = peer.connection(until)
                 taken = link.report(report, until)
             except PeerFailed as failed:
-                self._failed(fail, peer, link, failed)
+                fail(peer, link, failed)
                 return None
             peer.put_back(link)
             return taken
 
         def may(address: PeerAddress) -> bool:
-            return address == node or self._is_owner(address, peers)
+            return address == node or _answers(address, peers)
 
         self._reports.step(node, anchors_of(keys), ring, may, send)
 
     def _until(self) -> float:
         return time.monotonic() + self._config.deadline / _PART
 
-    def _is_owner(self, address: PeerAddress, peers: Peers) -> bool:
-        peer = peers.get(address)
-        return peer is not None and peer.answers and time.monotonic() >= self._without.get(address, 0.0)
-
     def _own_address(self, ring: Ring, peers: Peers) -> PeerAddress | None:
         configured = next((each for each in self._listen or () if each in ring.numbers), None)
         return configured or next((address for address, peer in peers.items() if peer.is_myself), None)
 
-    def _failed(self, fail: Fail, peer: OtherNode, link: PeerLink | None, failed: PeerFailed) -> Outcome:
-        if link is None or failed.reason != "hung_up":
-            return fail(peer, link, failed)
-        link.close()
-        self._without = {each: until for each, until in self._without.items() if until > time.monotonic()}
-        self._without[peer.address] = time.monotonic() + _WITHOUT
-        return failed.outcome
+
+def _answers(address: PeerAddress, peers: Peers) -> bool:
+    peer = peers.get(address)
+    return peer is not None and peer.answers
 
 
 def _addresses_of(listen: str | None) -> list[PeerAddress]:

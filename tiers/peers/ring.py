@@ -162,28 +162,20 @@ class Reports:
             known.at, known.pending = now, {}
 
     def _note(self, keys: Keys, ring: Ring) -> None:
-        """Find what changed since the last round."""
-        before = self._ring
-        for key, numbers in self._moved(ring):
-            was, now = ({each.nodes[i] for i in of} for each, of in zip((before, ring), numbers, strict=True) if each)
-            self._change(key, now - was, is_added=True)
-            self._change(key, was - now, is_added=False)
+        """Find what changed since the last round, of blocks and of their owners."""
+        before, known = self._ring or ring, self._keys
+        stayed = keys[:0] if before is ring else np.intersect1d(keys, known, assume_unique=True)
+        came, left = (np.setdiff1d(*each, assume_unique=True) for each in ((keys, known), (known, keys)))
+        for changed, was_held, is_held in ((stayed, True, True), (came, False, True), (left, True, False)):
+            pairs = (each.owners(changed).tolist() for each in (before, ring))
+            for key, *owners in zip(changed.tolist(), *pairs, strict=True):
+                was = {before.nodes[i] for i in owners[0]} if was_held else set()
+                now = {ring.nodes[i] for i in owners[1]} if is_held else set()
+                self._change(key, now - was, is_added=True)
+                self._change(key, was - now, is_added=False)
         for owner in [each for each in self._reported if each not in ring.numbers]:
             del self._reported[owner]
-        for here, there, is_added in ((keys, self._keys, True), (self._keys, keys, False)):
-            changed = np.setdiff1d(here, there, assume_unique=True)
-            for key, of in zip(changed.tolist(), ring.owners(changed).tolist(), strict=True):
-                self._change(key, {ring.nodes[i] for i in of}, is_added=is_added)
         self._ring, self._keys = ring, keys
-
-    def _moved(self, ring: Ring) -> Iterator[tuple[int, tuple[list[int], list[int]]]]:
-        """Keys whose owners are others now: the numbers in the ring before, and in this one."""
-        if (before := self._ring) is None or before is ring or not len(self._keys):
-            return
-        number = np.array([ring.numbers.get(node, -1) for node in before.nodes])
-        was, now = before.owners(self._keys), ring.owners(self._keys)
-        for i in np.flatnonzero((number[was] != now).any(1)).tolist():
-            yield int(self._keys[i]), (was[i].tolist(), now[i].tolist())
 
     def _change(self, key: int, owners: Collection[PeerAddress], *, is_added: bool) -> None:
         for owner in owners:

@@ -181,7 +181,7 @@ def honest_form(count: int, found: list[list[PeerAddress]]) -> Said:
         (lambda session, verb, num: session.answer(verb, 9, bytes(wire.HOLDERS_BYTES * num)), "garbage"),
         (lambda session, verb, num: session.answer(wire.PeerVerb.HELD, 1, bytes(wire.HOLDERS_BYTES * num)), "garbage"),
         (lambda session, verb, num: noise(num), "mac"),
-        (lambda session, verb, num: b"", None),  # hangs up, as a release that knows no ring
+        (lambda session, verb, num: b"", "hung_up"),
     ],
 )
 def test_an_owner_that_lies_is_a_miss(key: Path, made: list[Node], said: Said, reason: str | None) -> None:
