@@ -94,6 +94,12 @@ class LentModel:
 
         self._memory = begun("kvtier-nixl", register)
 
+    def keys(self) -> peers.Keys:
+        """The last eight bytes of each lent block's name, as a hint: names change meanwhile."""
+        pool = self.hierarchy.host.pool
+        words = np.frombuffer(pool.naming[0], np.uint64).reshape(-1, wire.HASH_BYTES // 8)
+        return words[pool.ready_slots() if self.is_lent else [], -1]
+
     def begin_reports(self, index: HolderIndex) -> None:
         """Tell the ring's owners which blocks are lent, until `close`."""
 
@@ -101,8 +107,7 @@ class LentModel:
             while not self._closing.wait(peers.ROUND):
                 for port in self.hierarchy.ports:
                     if isinstance(tier := port.tier, peers.PeersStore):
-                        names = self.hierarchy.host.lineage().names
-                        tier.report(names[:, -1] if self.is_lent else names[:0, -1], index)
+                        tier.report(self.keys(), index)
 
         self._reporting = threading.Thread(target=run, name="kvtier-report", daemon=True)
         self._reporting.start()

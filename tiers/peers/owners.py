@@ -52,8 +52,8 @@ class Owners:
         if self._listen is None:
             self._listen = _addresses_of(self._config.listen)
         nodes = set(addresses)
-        if nodes.isdisjoint(self._listen):  # `nodes` may leave this one out
-            nodes.update(self._listen[:1])
+        if self._listen and nodes.isdisjoint(self._listen):  # `nodes` may leave this one out
+            nodes.add(self._listen[0])
         if self.ring is None or nodes != self.ring.numbers.keys():
             self.ring = Ring(nodes)
         return True
@@ -139,10 +139,10 @@ def _answers(address: PeerAddress, peers: Peers) -> bool:
     return peer is not None and peer.answers
 
 
-def _addresses_of(listen: str | None) -> list[PeerAddress]:
-    """Where others reach this node, by its own configuration; none if it listens at all its addresses."""
+def _addresses_of(listen: str | None) -> list[PeerAddress] | None:
+    """Where others reach this node, by its configuration; none if it listens everywhere. None: nobody knows yet."""
     try:
         found = [] if listen is None else looked_up(listen)
     except (OSError, ValueError):
-        return []
+        return None
     return [each for each in found if each[0] not in ("0.0.0.0", "::")]

@@ -106,7 +106,7 @@ def test_what_a_node_stores_is_found_by_all_and_what_it_evicts_is_a_miss(key: Pa
         assert store(made[0].hierarchy, chain) == 24
 
         def report() -> None:
-            own.report(made[0].hierarchy.host.lineage().names[:, -1], made[0].peer_server.index)
+            own.report(made[0].model.keys(), made[0].peer_server.index)
 
         report()
         with borrowing(key, *addresses, index="ring") as tier:
@@ -115,6 +115,14 @@ def test_what_a_node_stores_is_found_by_all_and_what_it_evicts_is_a_miss(key: Pa
             assert read(tier, chain) == [Outcome.EVICTED] * 24  # before it is reported
             report()
             assert tier.locate(chain.hashes) == 0
+            assert [node.peer_server.index.num_keys for node in made] == [0, 0, 0]
+            # After a reset nothing is lent, or reported.
+            assert store(made[0].hierarchy, chain) == 24
+            report()
+            assert tier.locate(chain.hashes) == 24
+            made[0].hierarchy.reset()
+            assert store(made[0].hierarchy, chain) == 24
+            report()
             assert [node.peer_server.index.num_keys for node in made] == [0, 0, 0]
 
 
@@ -304,3 +312,15 @@ def test_a_fleet_finds_blocks_by_its_ring_also_after_a_kill_and_a_restart(fleet_
     assert "kvtier_peer_ring_total{" in fleet.metrics(1)
     for tiers in (again, second, third):
         tiers.close()
+
+
+def test_a_node_that_listens_everywhere_finds_its_own_address(fleet_of: Callable[..., Fleet]) -> None:
+    fleet, chain = fleet_of(2, peers__index="ring"), anchored()
+    end_child(fleet.daemons[0].process)
+    fleet.daemons[0] = fleet.start(0, peers__listen=fleet.addresses[0].replace("127.0.0.1", "0.0.0.0"))
+    first, second = (attach(path) for path in fleet.sockets)
+    assert store_at(first, chain) == 24
+    wait_until(lambda: where(second, chain) == Attribution(24, peers=24))
+    assert load(second, chain) == 24
+    first.close()
+    second.close()
