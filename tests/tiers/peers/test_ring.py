@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 
 import numpy as np
+import peer_ring
 import pytest
 from doubles import FakeClock, chain_of
 
@@ -300,3 +301,14 @@ def test_garbage_is_a_protocol_error_or_means_one_thing() -> None:
         for nodes in wire.unpack_holders(data):
             assert len(nodes) <= MAX_HOLDERS
             assert all(0 < port < 65536 for _, port in nodes)
+
+
+def test_a_simulated_fleet_finds_its_prompts_also_without_a_tenth_of_it() -> None:
+    """As `benchmarks/peer_ring.py` simulates it: the real client, reports and owners of forty nodes."""
+    rows = {row["what"]: row for row in peer_ring.simulate(40, 1024, 0.5, 3, 150)}
+    assert rows["start"]["reports a node"] == 40
+    assert rows["look-ups"]["found"] == 1
+    for what in ("a tenth is dead, unknown", "known as dead", "list without them, at once"):
+        assert rows[what]["found"] > 0.95, what  # both owners of a name may be dead
+        assert rows[what]["owners queried"] < 2 * MAX_ASKED
+    assert rows["… reported anew"]["found"] == 1
