@@ -57,7 +57,8 @@ class Node:
     def __init__(self, number: int, clock: Clock, draw: np.random.Generator, blocks: int, config: PeersConfig) -> None:
         self.address: PeerAddress = (f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", 9402)
         self.index = HolderIndex(config.max_blocks, clock)
-        self.owners = Owners(config.model_copy(update={"listen": "{}:{}".format(*self.address)}), MODEL)
+        listen = "{}:{}".format(*self.address)
+        self.owners = Owners(config.model_copy(update={"listen": listen}), MODEL, clock)
         self.draw, self.answers, self.is_dead = draw, True, False
         self.chats = [self.chat() for _ in range(blocks // PROMPT)]
         self.wake = os.eventfd(1)  # a reply is there at once

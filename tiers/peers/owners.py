@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from threading import Lock
 from typing import Final, TypeAlias
 
@@ -32,8 +32,9 @@ def most_nodes(config: PeersConfig) -> int:
 class Owners:
     """The ring as this node sees it. `adopt` and `report` belong to one thread each; other methods are thread-safe."""
 
-    def __init__(self, config: PeersConfig, fingerprint: bytes) -> None:
-        self._config = config
+    def __init__(self, config: PeersConfig, fingerprint: bytes, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: for the pace of reports."""
+        self._config, self._clock = config, clock
         self._fingerprint = fingerprint
         self.ring: Ring | None = None  # None: every node is followed, or queried
         self._listen: list[PeerAddress] | None = None  # this node's addresses by its configuration, once looked up
@@ -124,7 +125,7 @@ class Owners:
         def may(address: PeerAddress) -> bool:
             return address == node or _answers(address, peers)
 
-        self._reports.step(node, anchors_of(keys), ring, may, send)
+        self._reports.step(node, anchors_of(keys), ring, may, send, self._clock)
 
     def _until(self) -> float:
         return time.monotonic() + self._config.deadline / _PART
