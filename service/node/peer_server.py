@@ -101,7 +101,7 @@ class LentModel:
         return words[pool.ready_slots() if self.is_lent else [], -1]
 
     def begin_reports(self, index: HolderIndex) -> None:
-        """Tell the ring's owners which blocks are lent, until `close`."""
+        """Report to the ring's owners which blocks are lent, until `close`."""
 
         def run() -> None:
             while not self._closing.wait(peers.ROUND):
@@ -326,7 +326,7 @@ class PeerServer:
         fingerprint = session.blocks.fingerprint
         if verb is wire.PeerVerb.REPORT:
             return session.answer(verb, self.index.report(fingerprint, wire.unpack_report(words)))
-        keys = wire.unpack_asked(words)
+        keys = wire.unpack_query(words)
         found = self.index.holders(fingerprint, keys)
         return session.answer(verb, 0 if found is None else len(keys), wire.pack_holders(found or [()] * len(keys)))
 

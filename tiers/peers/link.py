@@ -175,7 +175,7 @@ class PeerLink:
 
     def ask_holders(self, keys: Sequence[int], deadline: float) -> None:
         """Send the request that `read_holders` reads the reply of."""
-        self.ask(PeerVerb.HOLDERS, wire.pack_asked(keys), deadline)
+        self.ask(PeerVerb.HOLDERS, wire.pack_query(keys), deadline)
 
     def read_holders(self, num_keys: int, deadline: float) -> list[list[PeerAddress]] | None:
         """Which nodes hold each block, as the peer knows. None: it cannot say that nobody does."""

@@ -68,19 +68,19 @@ class Owners:
         Its names are then queried at their other owner.
         """
         ring, keys = self.ring, keys_of(names)
-        if ring is None or not len(asked := keys[probes(keys)]):
+        if ring is None or not len(probed := keys[probes(keys)]):
             return []
-        owners, found = ring.owners(asked), dict[int, list[PeerAddress]]()
+        owners, found = ring.owners(probed), dict[int, list[PeerAddress]]()
         own = self._own_address(ring, peers)
         for replica in range(REPLICAS):
             places: dict[PeerAddress, list[int]] = {}
-            for i in range(len(asked)):
+            for i in range(len(probed)):
                 if i not in found:
                     places.setdefault(ring.nodes[owners[i, replica]], []).append(i)
             until = min(deadline, self._until())
 
             def ask(peer: OtherNode, link: PeerLink, places: Places = places, until: float = until) -> None:
-                link.ask_holders(asked[places[peer.address]].tolist(), until)
+                link.ask_holders(probed[places[peer.address]].tolist(), until)
 
             def read(peer: OtherNode, link: PeerLink, places: Places = places, until: float = until) -> Holders:
                 return link.read_holders(len(places[peer.address]), until)
@@ -88,13 +88,13 @@ class Owners:
             queried = [peers[address] for address in places if _answers(address, peers)]
             answers = query_each(queried, ask, read, until, fail)
             if own in places and self._own is not None:
-                answers[own] = self._own.holders(self._fingerprint, asked[places[own]].tolist())
+                answers[own] = self._own.holders(self._fingerprint, probed[places[own]].tolist())
             for address, nodes in answers.items():
                 found.update(zip(places[address], nodes or (), strict=False))
             with self._lock:
                 self._counts["owners_queried"] += len(queried)
         with self._lock:
-            self._counts["owners_unanswered"] += len(asked) - len(found)
+            self._counts["owners_unanswered"] += len(probed) - len(found)
         ranked = dict.fromkeys(node for i in sorted(found, reverse=True) for node in found[i] if node != own)
         return [peer for node in ranked if (peer := peers.get(node)) is not None and peer.answers][:_MOST_QUERIED]
 
@@ -141,7 +141,7 @@ def _answers(address: PeerAddress, peers: Peers) -> bool:
 
 
 def _addresses_of(listen: str | None) -> list[PeerAddress] | None:
-    """Where others reach this node, by its configuration; none if it listens everywhere. None: nobody knows yet."""
+    """Where others reach this node, by its configuration; none if it listens everywhere. None: not known yet."""
     try:
         found = [] if listen is None else looked_up(listen)
     except (OSError, ValueError):

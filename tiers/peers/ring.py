@@ -1,4 +1,4 @@
-"""The ring: which nodes know a block's holders, where nodes are too many to follow or query each; and what they get.
+"""The ring: where nodes are too many to follow or query each, two of them know the holders of a block.
 
 Only every eighth name counts, an *anchor*: chosen by its own bits, so that both sides find it without a block's depth
 or parent. Who holds an anchor usually holds what is before it, and is queried for the exact run. So a prompt costs a
@@ -24,7 +24,7 @@ Keys: TypeAlias = NDArray[np.uint64]
 MAX_NODES: Final = 1024
 REPLICAS: Final = 2
 ANCHORS: Final = 8  # names for each one that is an anchor
-MAX_ASKED: Final = 8  # anchors of a prompt that owners are queried about
+MAX_PROBES: Final = 8  # anchors of a prompt, in queries to owners
 MAX_HOLDERS: Final = 3  # of an anchor, in an answer
 HEARTBEAT: Final = 30.0  # seconds, at most, between two reports to an owner
 LAPSE: Final = 4 * HEARTBEAT  # seconds after which a silent node's blocks are forgotten
@@ -52,7 +52,7 @@ def probes(keys: Keys) -> list[int]:
     A holder of most of the prompt is found by an anchor of at least half its run, where few others are.
     """
     places = np.flatnonzero(keys % np.uint64(ANCHORS) == 0).tolist()
-    return [places[(1 << i) - 1] for i in range(MAX_ASKED) if 1 << i <= len(places)]
+    return [places[(1 << i) - 1] for i in range(MAX_PROBES) if 1 << i <= len(places)]
 
 
 class Ring:
@@ -112,7 +112,7 @@ class _Reported:
 
 
 class Reports:
-    """What this node tells owners. For one thread. Nothing is queued: an owner gets the changes since its last report.
+    """What a node reports to owners, on one thread. Nothing is queued: an owner gets all changes since its last report.
 
     An owner that fails, restarts, or lags behind gets the whole part of it anew.
     """

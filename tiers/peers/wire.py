@@ -41,7 +41,7 @@ from typing import Final
 
 from kvtier.tiers import BlockRecord, ChainHash, ConfigError, FormatError, derive, install_command, load_key
 from kvtier.tiers.naming import PROBE_BYTES, KVProbe
-from kvtier.tiers.peers.ring import MAX_ASKED, MAX_HOLDERS, MAX_REPORTED, Report
+from kvtier.tiers.peers.ring import MAX_HOLDERS, MAX_PROBES, MAX_REPORTED, Report
 from kvtier.tiers.peers.stream import TAG_BYTES, BlockTags, PeerAddress
 
 MAGIC: Final = b"kvtier peers 1\r\n"
@@ -61,7 +61,7 @@ WORDS_BYTES: Final = _WORDS.size
 ADDRESS: Final = Struct("<Q")
 _NODE: Final = Struct("<16sH")  # a node's address and port; IPv4 as ::ffff:a.b.c.d
 _REPORT: Final = Struct("<16sHQHHH")
-_ASKED: Final = Struct("<H30x")
+_QUERY: Final = Struct("<H30x")
 _KEY_BYTES: Final = 8
 HOLDERS_BYTES: Final = _NODE.size * MAX_HOLDERS  # of one key, in an answer
 _V4: Final = bytes(10) + b"\xff\xff"
@@ -122,16 +122,16 @@ def shared_key(path: Path) -> bytes:
     return derive(load_key(path, "[peers] key_file"), b"kvtier peers")
 
 
-def pack_asked(keys: Sequence[int]) -> list[bytes]:
+def pack_query(keys: Sequence[int]) -> list[bytes]:
     """The words of a HOLDERS question."""
-    return [_ASKED.pack(len(keys)), *_pack_keys(keys)]
+    return [_QUERY.pack(len(keys)), *_pack_keys(keys)]
 
 
-def unpack_asked(words: Sequence[bytes]) -> list[int]:
-    """Inverse of `pack_asked`. ProtocolError."""
-    (count,) = _ASKED.unpack(words[0])
+def unpack_query(words: Sequence[bytes]) -> list[int]:
+    """Inverse of `pack_query`. ProtocolError."""
+    (count,) = _QUERY.unpack(words[0])
     keys = _unpack_keys(words, count)
-    if not 0 < count <= MAX_ASKED or pack_asked(keys) != words:
+    if not 0 < count <= MAX_PROBES or pack_query(keys) != words:
         raise ProtocolError("keys")
     return keys
 

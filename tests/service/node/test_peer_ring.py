@@ -195,7 +195,7 @@ def honest_form(count: int, found: list[list[PeerAddress]]) -> Said:
 def test_an_owner_that_lies_is_a_miss(key: Path, made: list[Node], said: Said, reason: str | None) -> None:
     def script(connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, names: list[bytes]) -> None:
         assert verb is wire.PeerVerb.HOLDERS
-        keys = wire.unpack_asked(names)
+        keys = wire.unpack_query(names)
         if not (answer := said(session, verb, len(keys))):
             raise EOFError
         connection.sendall(answer)

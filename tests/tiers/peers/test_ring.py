@@ -1,4 +1,4 @@
-"""The ring alone: who owns a key, which keys are anchors, what owners are told; and the words of its messages."""
+"""The ring alone: who owns a key, which keys are anchors, what owners learn; and the words of its messages."""
 
 import os
 import random
@@ -18,8 +18,8 @@ from kvtier.tiers.peers.ring import (
     ANCHORS,
     HEARTBEAT,
     LAPSE,
-    MAX_ASKED,
     MAX_HOLDERS,
+    MAX_PROBES,
     PACE,
     Keys,
     Report,
@@ -82,11 +82,11 @@ def test_anchors_are_found_without_depth_or_parent_and_queries_go_deep() -> None
     assert set(anchors_of(keys_of(chain.hashes[300:])).tolist()) <= set(anchors.tolist())
     places = probes(keys)
     order = [i for i, key in enumerate(keys.tolist()) if key in set(anchors.tolist())]
-    assert places == [order[(1 << i) - 1] for i in range(MAX_ASKED) if 1 << i <= len(order)]
+    assert places == [order[(1 << i) - 1] for i in range(MAX_PROBES) if 1 << i <= len(order)]
     assert probes(keys[:0]) == []
 
 
-# What owners are told
+# What owners learn
 
 
 class FleetOfOwners:
@@ -273,15 +273,15 @@ def test_messages_are_read_as_they_were_written() -> None:
         packed = wire.pack_holders(found)
         assert len(packed) == wire.HOLDERS_BYTES * len(found)
         assert wire.unpack_holders(packed) == found
-    for count in range(1, MAX_ASKED + 1):
+    for count in range(1, MAX_PROBES + 1):
         keys = [draw.getrandbits(64) for _ in range(count)]
-        assert wire.unpack_asked(wire.pack_asked(keys)) == keys
+        assert wire.unpack_query(wire.pack_query(keys)) == keys
 
 
 def test_garbage_is_a_protocol_error_or_means_one_thing() -> None:
     """Random words, and true ones with flipped bits: never another exception, never two forms of one message."""
     draw = random.Random(5)
-    true = [wire.pack_report(Report(("10.0.0.1", 1), 5, 1, [1, 2, 3], [4])), wire.pack_asked([1, 2, 3])]
+    true = [wire.pack_report(Report(("10.0.0.1", 1), 5, 1, [1, 2, 3], [4])), wire.pack_query([1, 2, 3])]
     num_wrong = 0
     for turn in range(3000):
         words = [os.urandom(32) for _ in range(draw.randrange(1, 5))]
@@ -289,7 +289,7 @@ def test_garbage_is_a_protocol_error_or_means_one_thing() -> None:
             whole = bytearray(b"".join(draw.choice(true)))
             whole[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
             words = [bytes(whole[at : at + 32]) for at in range(0, len(whole), 32)]
-        for pack, unpack in ((wire.pack_report, wire.unpack_report), (wire.pack_asked, wire.unpack_asked)):
+        for pack, unpack in ((wire.pack_report, wire.unpack_report), (wire.pack_query, wire.unpack_query)):
             try:
                 read = unpack(words)
             except wire.ProtocolError:
@@ -310,5 +310,5 @@ def test_a_simulated_fleet_finds_its_prompts_also_without_a_tenth_of_it() -> Non
     assert rows["look-ups"]["found"] == 1
     for what in ("a tenth is dead, unknown", "known as dead", "list without them, at once"):
         assert rows[what]["found"] > 0.95, what  # both owners of a name may be dead
-        assert rows[what]["owners queried"] < 2 * MAX_ASKED
+        assert rows[what]["owners queried"] < 2 * MAX_PROBES
     assert rows["… reported anew"]["found"] == 1
