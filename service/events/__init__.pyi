@@ -2,6 +2,7 @@ from .consumer import CurveKeys as CurveKeys
 from .consumer import EventConsumer as EventConsumer
 from .prefix_index import Feeds as Feeds
 from .prefix_index import PrefixIndex as PrefixIndex
+from .prefix_index import new_holders as new_holders
 from .prefix_index import prompt_hashes as prompt_hashes
 from .publisher import AnnouncedBlocks as AnnouncedBlocks
 from .publisher import Publisher as Publisher

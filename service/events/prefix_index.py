@@ -38,7 +38,7 @@ def prompt_hashes(
     return naming.dynamo_block_hashes(tokens, block_size, naming.dynamo_seed(lora_name, namespace))
 
 
-def _holders(num_tiers: int) -> "Holders":
+def new_holders(num_tiers: int) -> "Holders":
     """Compiled where it was built, else interpreted."""
     form: Any = extension("kvtier.service.events.holders_compiled") or interpreted
     made: Holders = form.Holders(num_tiers)
@@ -95,7 +95,7 @@ class PrefixIndex:
         self._log_from: dict[str, float] = {}
         self._lock = threading.Lock()  # guards what follows
         self._workers: dict[str, _Worker] = {}
-        self._holders = _holders(len(self._media))
+        self._holders = new_holders(len(self._media))
         self._numbered: tuple[Feeds, NDArray[np.int64]] | None = None  # workers' numbers, while they stay the same
 
     @property

@@ -1,4 +1,5 @@
 from .daemon import Daemon as Daemon
+from .holder_index import HolderIndex as HolderIndex
 from .lookups import OptimumWatch as OptimumWatch
 from .lookups import TraceRecorder as TraceRecorder
 from .lookups import WatchedModel as WatchedModel

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvtier import tiers
 from kvtier.service import Crowd, events
+from kvtier.service.node.holder_index import HolderIndex
 from kvtier.tiers import L2, TIERS, BlockRecord, BlockShape, ChainHash, ConfigError, Outcome, checksum, peers
 from kvtier.tiers.config import EventsConfig, PeersConfig
 from kvtier.tiers.hierarchy import Hierarchy, begun
@@ -24,7 +25,7 @@ from kvtier.tiers.pool import Lease
 
 _log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS: Final = 512  # a thread each: MAX_PEERS nodes, with two of their own for each of four models
+MAX_CONNECTIONS: Final = 4 * peers.MAX_NODES  # a thread each: one of every node for each of four models
 MAX_STRANGERS: Final = 16  # of these, connections that have not proven yet that they have the key
 _HELLO_SECONDS: Final = 5.0  # for the whole handshake
 _IDLE_SECONDS: Final = 300.0  # without a question
@@ -46,6 +47,8 @@ class LentModel:
         self._tags = np.zeros((num_slots, peers.TAG_BYTES), np.uint8)  # of the block in each slot …
         self._tagged = np.full(num_slots, -1, np.int64)  # … of this generation
         self._memory: Future[RemoteMemory] | None = None  # what lets borrowers read these slots
+        self._closing = threading.Event()
+        self._reporting: threading.Thread | None = None
         self._idle = threading.Condition()
         self._users: set[socket.socket] = set()  # connections whose question about it is being answered
         self._closed = False
@@ -91,6 +94,24 @@ class LentModel:
 
         self._memory = begun("kvtier-nixl", register)
 
+    def keys(self) -> peers.Keys:
+        """The last eight bytes of each lent block's name, as a hint: names change meanwhile."""
+        pool = self.hierarchy.host.pool
+        words = np.frombuffer(pool.naming[0], np.uint64).reshape(-1, wire.HASH_BYTES // 8)
+        return words[pool.ready_slots() if self.is_lent else [], -1]
+
+    def begin_reports(self, index: HolderIndex) -> None:
+        """Report to the ring's owners which blocks are lent, until `close`."""
+
+        def run() -> None:
+            while not self._closing.wait(peers.ROUND):
+                for port in self.hierarchy.ports:
+                    if isinstance(tier := port.tier, peers.PeersStore):
+                        tier.report(self.keys(), index)
+
+        self._reporting = threading.Thread(target=run, name="kvtier-report", daemon=True)
+        self._reporting.start()
+
     def memory(self, seconds: float = 0.0) -> RemoteMemory | None:
         """What borrowers read, once it is registered; None: they get blocks over the connection."""
         if self._memory is None:
@@ -112,6 +133,9 @@ class LentModel:
         """Stop lending, and cut off connections that blocks are being sent to: the memory is freed. Idempotent."""
         deadline = time.monotonic() + _CLOSE_SECONDS
         self._forget(self)
+        self._closing.set()
+        if self._reporting is not None:
+            self._reporting.join(_CLOSE_SECONDS)
         with self._idle:
             self._closed = True
             for connection in self._users:
@@ -140,6 +164,7 @@ class PeerServer:
             peers.load_nixl()
         self._lock = threading.Condition()  # guards what follows; never held across I/O
         self.counts: Counter[str] = Counter()
+        self.index = HolderIndex(config.max_blocks)
         self._models: dict[bytes, LentModel] = {}
         self._connections: set[socket.socket] = set()
         self._strangers = Crowd[socket.socket](MAX_STRANGERS)
@@ -158,6 +183,8 @@ class PeerServer:
         model = LentModel(hierarchy, fingerprint, sizes, self._forget)
         if self._config.transport == "nixl":
             model.offer_memory()
+        if self._config.nodes and self._config.index != "all":
+            model.begin_reports(self.index)
         with self._lock:
             self._models[fingerprint] = model
         return model
@@ -183,6 +210,7 @@ class PeerServer:
             self._lock.wait_for(lambda: not self._connections, _CLOSE_SECONDS)
 
     def check(self) -> None:
+        self.index.check()
         with self._lock:
             assert 0 <= self._in_flight, f"{self._in_flight} bytes in flight"
             assert len(self._strangers) <= len(self._connections) <= MAX_CONNECTIONS, "connections"
@@ -266,6 +294,9 @@ class PeerServer:
         model = self._models.get(session.blocks.fingerprint)
         if verb is wire.PeerVerb.DONE:
             return
+        if verb in (wire.PeerVerb.HOLDERS, wire.PeerVerb.REPORT):
+            stream.send([self._answer_as_owner(session, verb, names)], deadline)
+            return
         if verb is wire.PeerVerb.KV_PROBE:
             session.note_probe(names)
             is_other = model is not None and not model.is_alike(session)
@@ -289,6 +320,15 @@ class PeerServer:
                 stream.send([session.answer(verb, len(metadata), whole)], deadline)
             else:
                 self._lend_blocks(stream, session, model, names, verb)
+
+    def _answer_as_owner(self, session: wire.PeerSession, verb: wire.PeerVerb, words: Sequence[bytes]) -> bytes:
+        """Of any model, also of those that are not open here."""
+        fingerprint = session.blocks.fingerprint
+        if verb is wire.PeerVerb.REPORT:
+            return session.answer(verb, self.index.report(fingerprint, wire.unpack_report(words)))
+        keys = wire.unpack_query(words)
+        found = self.index.holders(fingerprint, keys)
+        return session.answer(verb, 0 if found is None else len(keys), wire.pack_holders(found or [()] * len(keys)))
 
     def _send_none(self, stream: PeerStream, session: wire.PeerSession, verb: wire.PeerVerb, num: int) -> None:
         nothing = {

@@ -279,6 +279,11 @@ def peers_series(daemon: Daemon, namespaces: Sequence[Namespace]) -> Iterator[Me
         text = "Batches requested from a node because its KV events name their blocks; wrong: one was not there"
         yield counter("kvtier_peer_hints", text, {way: total[f"hints_{way}"] for way in ("right", "wrong")}, "result")
         yield counter("kvtier_peer_questions", "Questions to other nodes which blocks they hold", total["questions"])
+        text = "Of a ring of nodes: owners queried, blocks they did not know of, reports to them and their blocks"
+        ring = {
+            name: total[name] for name in ("owners_queried", "owners_unanswered", "reports", "reported", "start_overs")
+        }
+        yield counter("kvtier_peer_ring", text, ring, "event")
         for name, what, text in (
             ("answering", "answering", "Other nodes that answer"),
             ("sure", "sure", "Of these, nodes whose KV events are complete"),
@@ -288,6 +293,9 @@ def peers_series(daemon: Daemon, namespaces: Sequence[Namespace]) -> Iterator[Me
     if (peer_server := daemon.peer_server) is not None:
         text = "Blocks and bytes lent to other nodes, and why connections were ended"
         yield counter("kvtier_lent", text, dict(peer_server.counts), "event")
+        text = "Reports of other nodes to this one as an owner of the ring, and what was forgotten"
+        yield counter("kvtier_owned", text, dict(peer_server.index.counts), "event")
+        yield gauge("kvtier_owned_blocks", "Blocks of other nodes reported to this one", peer_server.index.num_keys)
         yield gauge("kvtier_lending_connections", "Connections of other nodes", peer_server.num_connections)
 
 

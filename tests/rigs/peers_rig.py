@@ -77,10 +77,12 @@ class Node:
 
 
 @contextmanager
-def borrowing(key: Path, *nodes: str, answering: int | None = None, **options: Any) -> Iterator[PeersStore]:
+def borrowing(
+    key: Path, *nodes: str, answering: int | None = None, listen: str | None = None, **options: Any
+) -> Iterator[PeersStore]:
     """A tier over these nodes, once `answering` of them, or all, answer."""
     breaker = {"failures": options.pop("failures", 5), "retry_after": options.pop("retry_after", "1s")}
-    config = peers_config(key, *nodes, listen=None, **options).model_copy(
+    config = peers_config(key, *nodes, listen=listen, **options).model_copy(
         update={"breaker": Config.model_validate({"breaker": breaker}).breaker}
     )
     store = PeersStore.open(config, FINGERPRINT, slot_bytes=SLOT_BYTES, block_size=BLOCK_SIZE)

@@ -157,9 +157,13 @@ class PeersConfig(Section):
         True,
         "know other nodes' blocks by their KV events, if published and replayed at tcp://",
     )
+    index: Literal["auto", "all", "ring"] = option(
+        "auto",
+        "ring: blocks are found by the owners of their names; auto: above 64 nodes",
+    )
     max_blocks: WholeNumber = option(
         1_000_000,
-        "blocks of other nodes known by events, for each model; nodes with more are queried by name",
+        "other nodes' blocks known by events, for each model, or as an owner; the rest is queried",
         ge=1,
         le=100_000_000,
     )

@@ -9,11 +9,11 @@ from operator import itemgetter
 from threading import Lock
 from typing import Final, Protocol
 
-from kvtier.tiers import ChainHash, ConfigError, Outcome
+from kvtier.tiers import ChainHash, ConfigError
 from kvtier.tiers.config import PeersConfig
-from kvtier.tiers.peers.link import EventsAt, PeerLink
-from kvtier.tiers.peers.peer import OtherNode, PeerAddress
-from kvtier.tiers.peers.stream import PeerFailed
+from kvtier.tiers.peers.link import EventsAt
+from kvtier.tiers.peers.peer import Fail, OtherNode
+from kvtier.tiers.peers.stream import PeerAddress, PeerFailed
 from kvtier.tiers.peers.wire import PeerVerb
 
 _log = logging.getLogger(__name__)
@@ -243,11 +243,7 @@ class Following:
         names = sum(len(each.names) for each in followed)
         return {**self._counts, "told": names, "sure": sum(each.is_sure for each in followed)}
 
-    def tend(
-        self,
-        peers: Mapping[PeerAddress, OtherNode],
-        fail: Callable[[OtherNode, PeerLink | None, PeerFailed], Outcome],
-    ) -> None:
+    def tend(self, peers: Mapping[PeerAddress, OtherNode], fail: Fail) -> None:
         """Read the addresses of peers' events regularly, and follow them. Waits for peers."""
         if self._open is None:
             return
@@ -273,13 +269,7 @@ class Following:
         for each in self._followed.values():
             each.close()
 
-    def _ask(
-        self,
-        followed: _Followed,
-        peer: OtherNode,
-        open_feed: OpenFeed,
-        fail: Callable[[OtherNode, PeerLink | None, PeerFailed], Outcome],
-    ) -> None:
+    def _ask(self, followed: _Followed, peer: OtherNode, open_feed: OpenFeed, fail: Fail) -> None:
         link, deadline = None, time.monotonic() + self._config.deadline
         try:
             link = peer.connection(deadline)

@@ -15,7 +15,8 @@ from typing import Any, Final
 from kvtier.tiers import BlockRecord, ChainHash, Outcome, checksum
 from kvtier.tiers.peers import wire
 from kvtier.tiers.peers.one_sided import METADATA_BYTES, RemoteMemory
-from kvtier.tiers.peers.stream import TAG_BYTES, PeerFailed, PeerStream
+from kvtier.tiers.peers.ring import Report
+from kvtier.tiers.peers.stream import TAG_BYTES, PeerAddress, PeerFailed, PeerStream
 from kvtier.tiers.peers.wire import Greeting, LentBlocks, PeerSession, PeerVerb, ProtocolError
 
 _FORM: Final = Struct("<B128s128s")  # tells_all, publish, replay: padded with zeros
@@ -171,6 +172,22 @@ class PeerLink:
             return EventsAt.unpack(message)
         except ProtocolError as wrong:
             raise _wrong(wrong) from None
+
+    def ask_holders(self, keys: Sequence[int], deadline: float) -> None:
+        """Send the request that `read_holders` reads the reply of."""
+        self.ask(PeerVerb.HOLDERS, wire.pack_query(keys), deadline)
+
+    def read_holders(self, num_keys: int, deadline: float) -> list[list[PeerAddress]] | None:
+        """Which nodes hold each block, as the peer knows. None: it cannot say that nobody does."""
+        size = wire.WORDS_BYTES + num_keys * wire.HOLDERS_BYTES + wire.PROOF_BYTES
+        count, rows = self._read(PeerVerb.HOLDERS, self._stream.take(size, deadline), num_keys)
+        return wire.unpack_holders(rows) if count else None
+
+    def report(self, report: Report, deadline: float) -> bool:
+        """Report to an owner; whether it took the report. False: start over."""
+        self.ask(PeerVerb.REPORT, wire.pack_report(report), deadline)
+        answer = self._stream.take(wire.WORDS_BYTES + wire.PROOF_BYTES, deadline)
+        return self._read(PeerVerb.REPORT, answer, 1)[0] == 1
 
     def read_from(self, memory: RemoteMemory, deadline: float) -> bool:
         """Read blocks by `memory` from now on, if the peer offers its own."""

@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from kvtier.tiers import BATCH_BYTES, BlockShape, ConfigError, ConfiguredTier, Finding, error, ok, refusal, warning
 from kvtier.tiers.config import Config
 from kvtier.tiers.peers.link import IsMyself, PeerLink
-from kvtier.tiers.peers.peer import PeerAddresses, address_text
+from kvtier.tiers.peers.owners import most_nodes
+from kvtier.tiers.peers.peer import PeerAddresses
 from kvtier.tiers.peers.store import PeersStore
-from kvtier.tiers.peers.stream import PeerFailed
+from kvtier.tiers.peers.stream import PeerFailed, address_text
 from kvtier.tiers.peers.wire import LentBlocks, shared_key
 
 _ANSWER_SECONDS = 2.0  # the doctor waits longer than the tier
@@ -45,7 +46,9 @@ def _knowledge(config: Config) -> Iterator[str]:
     """How this node knows which blocks others hold, and others which it holds."""
     if config.peers.nodes:
         yield (
-            "knows what others hold by their KV events if they publish them, else by queries"
+            "queries a ring of owners for who holds what"
+            if config.peers.index == "ring"
+            else "knows what others hold by their KV events if they publish them, else by queries"
             if config.peers.events
             else "queries others for what they hold"
         )
@@ -76,9 +79,10 @@ def examine(config: Config) -> list[Finding]:
     if not peers.nodes:
         return [ok("peers", f"lends on {peers.listen}, borrows from no node: no [peers] nodes")]
     unknown = [node for node in peers.nodes if not PeerAddresses([node]).look_up()]
+    found = PeerAddresses(peers.nodes, most=most_nodes(peers)).look_up()
     findings = [warning(f"peer {node}", "no address", "fix [peers] nodes, or start this node") for node in unknown]
     with ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:
-        return [*findings, *pool.map(lambda address: _check_peer(address, key), PeerAddresses(peers.nodes).look_up())]
+        return [*findings, *pool.map(lambda address: _check_peer(address, key), found)]
 
 
 def _check_peer(address: tuple[str, int], key: bytes) -> Finding:

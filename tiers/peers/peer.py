@@ -6,44 +6,38 @@ import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
-from typing import Final
+from typing import Final, TypeVar
 
 from kvtier.tiers import Breaker, Outcome
-from kvtier.tiers.peers.link import IsMyself, PeerLink
-from kvtier.tiers.peers.stream import PeerFailed
+from kvtier.tiers.peers.link import IsMyself, PeerLink, as_they_answer
+from kvtier.tiers.peers.stream import PeerAddress, PeerFailed, address_text
 
 _log = logging.getLogger(__name__)
 
-MAX_PEERS: Final = 64
+MAX_PEERS: Final = 64  # followed or queried each; more are a ring
 _KEPT: Final = 3600.0  # seconds; addresses that are dead by then cost a connection now and then
-
-PeerAddress = tuple[str, int]
-
-
-def address_text(address: Sequence[object]) -> str:
-    """HOST:PORT of a socket's address, as [peers] nodes takes it."""
-    host, port = str(address[0]), address[1]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class PeerAddresses:
     """The addresses of the HOST:PORTs that [peers] names. Not thread-safe; a look-up waits for the resolver.
 
-    A failed look-up is no empty answer: a name's last addresses count for `_KEPT` seconds more. Of more than MAX_PEERS
+    A failed look-up is no empty answer: a name's last addresses count for `_KEPT` seconds more. Of more than `most`
     addresses a stable choice is used, whatever their order: those that rank first under this machine's name. So
     machines do not all choose the same.
     """
 
-    def __init__(self, nodes: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
-        self._nodes, self._clock = nodes, clock
+    def __init__(
+        self, nodes: Sequence[str], clock: Callable[[], float] = time.monotonic, most: int = MAX_PEERS
+    ) -> None:
+        self._nodes, self._clock, self._most = nodes, clock, most
         self._known: dict[str, tuple[float, list[PeerAddress]]] = {}  # by node: time and result of the last look-up
         self._unknown: set[str] = set()  # nodes whose last look-up failed
         self._warned_too_many = False
 
     def look_up(self) -> list[PeerAddress]:
-        """Up to MAX_PEERS addresses, each once."""
+        """Up to `most` addresses, each once."""
         for node in self._nodes:
             try:
                 self._known[node] = self._clock(), looked_up(node)
@@ -58,12 +52,12 @@ class PeerAddresses:
                 if node in self._known and self._clock() - self._known[node][0] > _KEPT:
                     del self._known[node]
         found = list(dict.fromkeys(each for _, addresses in self._known.values() for each in addresses))
-        if len(found) <= MAX_PEERS:
+        if len(found) <= self._most:
             return found
         if not self._warned_too_many:
             self._warned_too_many = True
-            _log.warning("[peers] nodes: %d addresses, %d of them are used", len(found), MAX_PEERS)
-        return sorted(found, key=_rank)[:MAX_PEERS]
+            _log.warning("[peers] nodes: %d addresses, %d of them are used", len(found), self._most)
+        return sorted(found, key=_rank)[: self._most]
 
 
 def looked_up(node: str) -> list[PeerAddress]:
@@ -90,6 +84,7 @@ class OtherNode:
         self.address = address
         self.breaker = breaker
         self.is_myself = False
+        self.max_ready = MAX_READY
         self.counts: Counter[str] = Counter()
         self._connect = connect
         self._lock = Lock()  # guards what follows; never held across I/O
@@ -120,7 +115,7 @@ class OtherNode:
             self.breaker.success()
         with self._lock:
             self._is_up = self.breaker.closed and not self._closed
-            if not self._closed and link.compared_probe == self._probe and len(self._ready) < MAX_READY:
+            if not self._closed and link.compared_probe == self._probe and len(self._ready) < self.max_ready:
                 self._ready.append(link)
                 return
         link.close()
@@ -186,3 +181,36 @@ class OtherNode:
             links, self._ready = self._ready, []
         for link in links:
             link.close()
+
+
+A = TypeVar("A")
+Fail = Callable[[OtherNode, PeerLink | None, PeerFailed], Outcome]
+"""Called for a peer that failed, with its connection if it had one."""
+
+
+def query_each(
+    peers: Iterable[OtherNode],
+    ask: Callable[[OtherNode, PeerLink], None],
+    read: Callable[[OtherNode, PeerLink], A],
+    deadline: float,
+    fail: Fail,
+) -> dict[PeerAddress, A]:
+    """Send all queries, then read the replies as they come. Those of failed peers are missing."""
+    links: dict[PeerLink, OtherNode] = {}
+    answers: dict[PeerAddress, A] = {}
+    for peer in peers:
+        link = None
+        try:
+            link = peer.connection(deadline)
+            ask(peer, link)
+            links[link] = peer
+        except PeerFailed as failed:
+            fail(peer, link, failed)
+    for link in as_they_answer(links, deadline):
+        peer = links[link]
+        try:
+            answers[peer.address] = read(peer, link)
+            peer.put_back(link)
+        except PeerFailed as failed:
+            fail(peer, link, failed)
+    return answers

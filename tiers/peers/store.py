@@ -13,8 +13,10 @@ from kvtier.tiers.config import Config
 from kvtier.tiers.peers.following import AnnouncedNames, Following
 from kvtier.tiers.peers.link import PeerLink, as_they_answer
 from kvtier.tiers.peers.one_sided import RemoteMemory
-from kvtier.tiers.peers.peer import OtherNode, PeerAddress, PeerAddresses, address_text
-from kvtier.tiers.peers.stream import PeerFailed
+from kvtier.tiers.peers.owners import Owners, most_nodes
+from kvtier.tiers.peers.peer import MAX_READY, OtherNode, PeerAddresses, query_each
+from kvtier.tiers.peers.ring import Keys, Owner
+from kvtier.tiers.peers.stream import PeerAddress, PeerFailed, address_text
 from kvtier.tiers.peers.wire import MAX_NAMES, LentBlocks, PeerVerb, shared_key
 from kvtier.tiers.shared import KnownNames, OutcomeCounts
 
@@ -81,8 +83,9 @@ class PeersStore(Tier):
     deadline: `deadline` seconds and its bytes over `bandwidth`. A peer that fails costs the blocks requested from it,
     and after several failures in a row its breaker opens.
 
-    Which blocks peers hold is known by their KV events if these can be followed, else by requests, for a while. Both
-    are hints: a block counts only once it was read and verified.
+    Which blocks peers hold is known by their KV events if these can be followed, else by requests, for a while. Of a
+    ring of peers, only those are queried that its owners name. All are hints: a block counts only once it was read and
+    verified.
 
     It takes no stores. After a reset it holds nothing: peers may have blocks from before it.
     """
@@ -97,6 +100,7 @@ class PeersStore(Tier):
         self._key = key
         self._holders = KnownNames[PeerAddress](_NAME_LIFETIME)  # by the replies of peers
         self._following = Following(config.peers, blocks.fingerprint)
+        self._owners = Owners(config.peers, blocks.fingerprint)
         self._probe: bytes | None = None  # our model's KV probe; None: it was not computed
         self._memory = RemoteMemory() if config.peers.transport == "nixl" else None
         self._by_stream_until: dict[PeerAddress, float] = {}  # peers whose memory could not be read
@@ -104,7 +108,7 @@ class PeersStore(Tier):
         self._peers: dict[PeerAddress, OtherNode] = {}  # replaced whole, by the maintenance thread alone
         self._counts = OutcomeCounts()  # and failures of former peers
         self._closing = threading.Event()
-        self._addresses = PeerAddresses(self._config.nodes)
+        self._addresses = PeerAddresses(self._config.nodes, most=most_nodes(self._config))
         self._looked_up_at = float("-inf")
         self._tending = threading.Thread(target=self._tend, name="kvtier-peers", daemon=True)
 
@@ -138,7 +142,7 @@ class PeersStore(Tier):
         ]
 
     def locate(self, hashes: Sequence[ChainHash]) -> int | Outcome:
-        """Query every peer that answers, unless its events are complete. Of several holders, the longest run counts."""
+        """Query the peers that may hold blocks. Of several holders, the longest run counts."""
         if self._is_off:
             return 0
         deadline = time.monotonic() + self._config.deadline
@@ -183,6 +187,14 @@ class PeersStore(Tier):
         self._counts.add("read", results)
         return results
 
+    def report(self, keys: Keys, own: Owner) -> None:
+        """Report to the ring's owners, if there is a ring, that this node holds blocks of these keys.
+
+        On one thread, regularly. `own`: this node as an owner.
+        """
+        if not self._closing.is_set():
+            self._owners.report(keys[:0] if self._is_off else keys, own, self._peers, self._fail)
+
     def write(self, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> list[Outcome]:
         """Nothing is stored with peers: the hierarchy does not offer them any."""
         return [Outcome.UNSUPPORTED] * len(records)
@@ -212,12 +224,16 @@ class PeersStore(Tier):
         return direction == "write" or any(peer.answers for peer in self._peers.values())
 
     def stats(self) -> Mapping[str, int]:
-        """{read, locate}_{outcome}, failed_{reason}, hints_{right, wrong}, questions; names, told, answering, sure."""
+        """{read, locate}_{outcome}, failed_{reason}, hints_{right, wrong}, questions; names, told, answering, sure.
+
+        Of a ring: owners_{queried, unanswered}, reports, reported, start_overs.
+        """
         counts, peers = Counter(self._counts.counts()), list(self._peers.values())
         for peer in peers:
             counts.update({f"failed_{reason}": count for reason, count in peer.counts.items()})
         answering = sum(peer.answers for peer in peers)
-        return {**counts, **self._following.stats(), "names": len(self._holders), "answering": answering}
+        known = {**self._following.stats(), **self._owners.stats()}
+        return {**counts, **known, "names": len(self._holders), "answering": answering}
 
     def check(self) -> None:
         self._holders.check()
@@ -243,27 +259,27 @@ class PeersStore(Tier):
         self, names: Sequence[ChainHash], deadline: float
     ) -> tuple[dict[PeerAddress, list[bool]], Outcome | None]:
         """Which blocks each peer holds, and one failure if there was any."""
-        pending: list[tuple[OtherNode, PeerLink]] = []
-        held: dict[PeerAddress, list[bool]] = {}
-        failure: Outcome | None = None
-        for peer in [each for each in self._peers.values() if each.answers and not self._following.is_sure_of(each)]:
-            link = None
-            try:
-                link = peer.connection(deadline)
-                link.ask(PeerVerb.HELD, names, deadline)
-                pending.append((peer, link))
-            except PeerFailed as failed:
-                failure = self._fail(peer, link, failed)
-        self._counts.count("questions", len(pending))
-        by_link = {link: peer for peer, link in pending}
-        for link in as_they_answer(by_link, deadline):
-            try:
-                until = max(deadline + _HELD_TIME, time.monotonic() + _THERE_TIME)
-                held[by_link[link].address] = link.read_held(len(names), until)
-                by_link[link].put_back(link)
-            except PeerFailed as failed:
-                failure = self._fail(by_link[link], link, failed)
-        return held, failure
+        failures: list[Outcome] = []
+
+        def ask(peer: OtherNode, link: PeerLink) -> None:
+            link.ask(PeerVerb.HELD, names, deadline)
+            self._counts.count("questions", 1)
+
+        def read(peer: OtherNode, link: PeerLink) -> list[bool]:
+            return link.read_held(len(names), max(deadline + _HELD_TIME, time.monotonic() + _THERE_TIME))
+
+        def fail(peer: OtherNode, link: PeerLink | None, failed: PeerFailed) -> Outcome:
+            failures.append(self._fail(peer, link, failed))
+            return failures[-1]
+
+        held = query_each(self._to_query(names, deadline), ask, read, deadline, fail)
+        return held, failures[-1] if failures else None
+
+    def _to_query(self, names: Sequence[ChainHash], deadline: float) -> list[OtherNode]:
+        """Those that owners name, of a ring; else all that answer, unless their events are complete."""
+        if self._owners.ring is not None:
+            return self._owners.holders(names, self._peers, deadline, self._fail)
+        return [each for each in self._peers.values() if each.answers and not self._following.is_sure_of(each)]
 
     def _learn(
         self,
@@ -391,7 +407,7 @@ class PeersStore(Tier):
                 if self._closing.is_set():
                     return
                 peer.tend()
-            self._following.tend(self._peers, self._fail)
+            self._following.tend({} if self._owners.ring is not None else self._peers, self._fail)
             self._closing.wait(_TEND_EVERY)
         self._following.close()  # `close` may have come while a stream was opened
 
@@ -404,7 +420,9 @@ class PeersStore(Tier):
             )
             for address in addresses
         }
+        is_ring = self._owners.adopt(addresses)
         for peer in peers.values():
+            peer.max_ready = 1 if is_ring else MAX_READY
             peer.require(self._probe)
         removed = [peer for address, peer in self._peers.items() if address not in peers]
         for address in [each for each in self._by_stream_until if each not in peers]:

@@ -1,6 +1,7 @@
 """A connection between two nodes, and the tag of a block."""
 
 import socket
+from collections.abc import Sequence
 from typing import Final
 
 from kvtier.tiers import Outcome
@@ -8,6 +9,14 @@ from kvtier.tiers.shared import ByteStream, SendBuffer, StorageFailed
 
 TAG_BYTES: Final = 16
 KEY_BYTES: Final = 16
+
+PeerAddress = tuple[str, int]
+
+
+def address_text(address: Sequence[object]) -> str:
+    """HOST:PORT of a socket's address, as [peers] nodes takes it."""
+    host, port = str(address[0]), address[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class BlockTags:

@@ -17,6 +17,12 @@ MEMORY is for [peers] transport "nixl": behind the number, NIXL's metadata of th
 the number is its length, or 0: none. Then PLACES replaces LEND: of each block come head, address (u64) and tag. The
 lender keeps the blocks until the next question, which may be DONE: it has no answer.
 
+HOLDERS and REPORT are for the owners of a ring (`ring.py`), who know which nodes hold blocks by keys, the last eight
+bytes of their names. In place of names they have a header and keys, filled up with zeros: the number of keys; or
+node (16 + u16), epoch (u64), number of the report, keys added, keys removed (u16 each). HOLDERS is answered by three
+nodes a key, zeros for none; the number is 0 if the owner is too young to know. REPORT is answered by 1, or 0: start
+over.
+
 A proof is HMAC-SHA256 under a key of the connection alone, over its message and the number of the question. A tag is
 a MAC over head and payload, under a key made from the shared one and the fingerprint (`BlockTags`). A block that is
 sent again has its tag already. Nothing is encrypted.
@@ -24,6 +30,7 @@ sent again has its tag already. Nothing is encrypted.
 
 import hmac
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -34,7 +41,8 @@ from typing import Final
 
 from kvtier.tiers import BlockRecord, ChainHash, ConfigError, FormatError, derive, install_command, load_key
 from kvtier.tiers.naming import PROBE_BYTES, KVProbe
-from kvtier.tiers.peers.stream import TAG_BYTES, BlockTags
+from kvtier.tiers.peers.ring import MAX_HOLDERS, MAX_PROBES, MAX_REPORTED, Report
+from kvtier.tiers.peers.stream import TAG_BYTES, BlockTags, PeerAddress
 
 MAGIC: Final = b"kvtier peers 1\r\n"
 NONCE_BYTES: Final = 32
@@ -51,6 +59,12 @@ HELLO_BYTES: Final = _HELLO.size + PROOF_BYTES
 WELCOME_BYTES: Final = _WELCOME.size + PROOF_BYTES
 WORDS_BYTES: Final = _WORDS.size
 ADDRESS: Final = Struct("<Q")
+_NODE: Final = Struct("<16sH")  # a node's address and port; IPv4 as ::ffff:a.b.c.d
+_REPORT: Final = Struct("<16sHQHHH")
+_QUERY: Final = Struct("<H30x")
+_KEY_BYTES: Final = 8
+HOLDERS_BYTES: Final = _NODE.size * MAX_HOLDERS  # of one key, in an answer
+_V4: Final = bytes(10) + b"\xff\xff"
 _SEED: Final = os.urandom(NODE_BYTES)
 
 
@@ -69,6 +83,8 @@ class PeerVerb(IntEnum):
     MEMORY = 5  # how is this node's memory read (of the model whose fingerprint is the one name)?
     PLACES = 6  # where do these blocks lie?
     DONE = 7  # the places of the last answer are not needed any more
+    HOLDERS = 8  # which nodes hold blocks of these keys?
+    REPORT = 9  # this node holds, or no longer holds, blocks of these keys
 
 
 _VERBS: Final = frozenset(PeerVerb)
@@ -104,6 +120,73 @@ def shared_key(path: Path) -> bytes:
             f'[peers] key_file "{path}": needs aeg 0.9 ({error}); {install_command("peers")}, or leave out [peers]'
         ) from None
     return derive(load_key(path, "[peers] key_file"), b"kvtier peers")
+
+
+def pack_query(keys: Sequence[int]) -> list[bytes]:
+    """The words of a HOLDERS question."""
+    return [_QUERY.pack(len(keys)), *_pack_keys(keys)]
+
+
+def unpack_query(words: Sequence[bytes]) -> list[int]:
+    """Inverse of `pack_query`. ProtocolError."""
+    (count,) = _QUERY.unpack(words[0])
+    keys = _unpack_keys(words, count)
+    if not 0 < count <= MAX_PROBES or pack_query(keys) != words:
+        raise ProtocolError("keys")
+    return keys
+
+
+def pack_report(report: Report) -> list[bytes]:
+    """The words of a REPORT question."""
+    host, port = _packed(report.node)
+    head = _REPORT.pack(host, port, report.epoch, report.seq, len(report.added), len(report.removed))
+    return [head, *_pack_keys([*report.added, *report.removed])]
+
+
+def unpack_report(words: Sequence[bytes]) -> Report:
+    """Inverse of `pack_report`. ProtocolError."""
+    host, port, epoch, seq, num_added, num_removed = _REPORT.unpack(words[0])
+    count, node = num_added + num_removed, _unpacked(host, port)
+    keys = _unpack_keys(words, count)
+    report = None if node is None else Report(node, epoch, seq, keys[:num_added], keys[num_added:])
+    if report is None or count > MAX_REPORTED or pack_report(report) != words:
+        raise ProtocolError("keys")
+    return report
+
+
+def pack_holders(found: Sequence[Sequence[PeerAddress]]) -> bytes:
+    return b"".join(
+        b"".join(_NODE.pack(*_packed(node)) for node in nodes).ljust(HOLDERS_BYTES, b"\0") for nodes in found
+    )
+
+
+def unpack_holders(data: bytes) -> list[list[PeerAddress]]:
+    rows = [_NODE.iter_unpack(data[at : at + HOLDERS_BYTES]) for at in range(0, len(data), HOLDERS_BYTES)]
+    return [[node for each in row if (node := _unpacked(*each)) is not None] for row in rows]
+
+
+def _pack_keys(keys: Sequence[int]) -> list[bytes]:
+    packed = Struct(f"<{len(keys)}Q").pack(*keys)
+    return [packed[at : at + HASH_BYTES].ljust(HASH_BYTES, b"\0") for at in range(0, len(packed), HASH_BYTES)]
+
+
+def _unpack_keys(words: Sequence[bytes], count: int) -> list[int]:
+    packed = b"".join(words[1:])
+    return [int.from_bytes(packed[at : at + _KEY_BYTES], "little") for at in range(0, len(packed), _KEY_BYTES)][:count]
+
+
+def _packed(node: PeerAddress) -> tuple[bytes, int]:
+    host, port = node
+    if ":" in host:
+        return socket.inet_pton(socket.AF_INET6, host.partition("%")[0]), port
+    return _V4 + socket.inet_pton(socket.AF_INET, host), port
+
+
+def _unpacked(host: bytes, port: int) -> PeerAddress | None:
+    if not port:
+        return None
+    family, packed = (socket.AF_INET, host[12:]) if host.startswith(_V4) else (socket.AF_INET6, host)
+    return socket.inet_ntop(family, packed), port
 
 
 def pack_challenge(nonce: bytes) -> bytes:
