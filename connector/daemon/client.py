@@ -30,6 +30,8 @@ from kvtier.connector.daemon.wire import (
     Holds,
     Lookup,
     News,
+    Offer,
+    Offered,
     Operation,
     Release,
     Renew,
@@ -235,6 +237,7 @@ class RemoteTiers:
 
         While that answer is due the next steps store nothing, and do not wait.
         """
+        self.is_short = False
         if not wanted:
             return []
         most, heads = max([len(each.hashes) for each in wanted]), wanted
@@ -252,7 +255,8 @@ class RemoteTiers:
                 traced = [(number, each.trace) for number, each in enumerate(heads, first)]
                 link.traces += [(number, trace.traceparent) for number, trace in traced if trace is not None]
         self.is_late = False
-        link, answers = self._call(Reserve.of(first, heads), self._deadline)
+        is_offer = may_retry and self._attachment.takes_offers
+        link, answers = self._call((Offer if is_offer else Reserve).of(first, heads), self._deadline)
         with self._lock:
             if answers is None and link is not None and link is self._attachment.link:
                 # It may still answer: release the slots it grants.
@@ -260,8 +264,11 @@ class RemoteTiers:
             grants: list[Granted | None] | None = None
             if link is not None and answers is not None and link is self._attachment.link:
                 try:
-                    (answer,) = answers
+                    (answer,), is_short = answers, False
+                    if is_offer:
+                        answer, is_short = unpack_answer(answer, Offered)
                     grants = unpack_grants(answer, [len(each.hashes) for each in heads], link.welcome.num_slots)
+                    self.is_short = is_short
                 except (ValueError, FormatError) as error:  # not one answer, or not one of this client's
                     self._attachment.cut(error)
             if grants is None or link is None:
@@ -270,7 +277,7 @@ class RemoteTiers:
                 return self._refused(wanted, None if self.is_late and may_retry else reason)
             reservations = self._reserved(link, first, heads, grants)
         handled = sum([len(head.hashes) for head, each in zip(heads, reservations, strict=True) if each is not None])
-        if missing := sum([len(each.hashes) for each in wanted]) - handled:
+        if not self.is_short and (missing := sum([len(each.hashes) for each in wanted]) - handled):
             self.metrics.dropped(L2, Outcome.NO_SLOT, missing)
         return [*reservations, *[None] * (len(wanted) - len(heads))]
 

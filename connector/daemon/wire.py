@@ -32,14 +32,15 @@ from kvtier.tiers.reuse import Hint, RequestEnd
 
 T = TypeVar("T")
 
-VERSION: Final = 9
+VERSION: Final = 10
 OLDEST: Final = 6
-RELEASES: Final = {6: "0.1", 7: "0.2", 8: "0.2", 9: "0.2"}
+RELEASES: Final = {6: "0.1", 7: "0.2", 8: "0.2", 9: "0.2", 10: "0.2"}
 """The first release of kvtier with each version."""
 LOSSY_SINCE: Final = 7  # `Hello.lossy`
 SHARES_SINCE: Final = 7  # `Hello.size` 0
 WHOLE_SINCE: Final = 8  # `Overlap.WHOLE`
 TRACES_SINCE: Final = 9  # `Request.traces`
+OFFERS_SINCE: Final = 10  # `Offer`
 
 MAX_HELLO: Final = 8 << 10  # bytes of a frame before the handshake
 MAX_FRAME: Final = 16 << 20  # bytes of any other
@@ -71,6 +72,7 @@ Tokens: TypeAlias = Annotated[bytes, Meta(max_length=4 * MAX_BLOCK_SIZE)]  # of 
 Id: TypeAlias = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 Found: TypeAlias = Annotated[tuple[Number, ...], Meta(max_length=64)]  # as `pack_found`
 Grants: TypeAlias = tuple[Column, Column, Column, Column]  # as `pack_grants`
+Offered: TypeAlias = tuple[Raw, bool]  # `Grants`, and whether some blocks found no room
 Traces: TypeAlias = Annotated[
     list[tuple[Number, Annotated[str, Meta(pattern=r"^00-[0-9a-f]{32}-[0-9a-f]{16}-0[01]\Z")]]],
     Meta(max_length=MAX_ITEMS),
@@ -160,6 +162,27 @@ class Reserve(_Message, tag=5):
         wanted = list(map(Wanted, chains, names[num_names:], names[num_names + num :]))
         for i in self.partial:
             wanted[i].is_partial = True
+        return wanted
+
+
+class Offer(Reserve, tag=17):
+    """As `Reserve`, but the client offers again, or counts as dropped, what finds no room. Answered by `Offered`."""
+
+    rest: Annotated[list[Number], Meta(max_length=MAX_ITEMS)]  # indices of what is offered again
+
+    @classmethod
+    def of(cls, first: int, wanted: Sequence[Wanted]) -> "Offer":
+        as_reserve = Reserve.of(first, wanted)
+        columns = as_reserve.counts, as_reserve.hashes, as_reserve.parents, as_reserve.tenants
+        return cls(first, *columns, as_reserve.partial, [i for i, each in enumerate(wanted) if each.is_rest])
+
+    def wanted(self) -> list[Wanted]:
+        """Inverse of `of`. FormatError as `Reserve`."""
+        wanted = Reserve.wanted(self)
+        if self.rest and max(self.rest) >= len(wanted):
+            raise FormatError("offer: a rest out of range")
+        for i in self.rest:
+            wanted[i].is_rest = True
         return wanted
 
 
@@ -279,7 +302,7 @@ class RequestEnded(_Message, tag=16):
 
 Operation: TypeAlias = (
     Ask | Renew | Cancel | Take | Release | Reserve | Seal | Abandon | Computed | Holds | Lookup | Ended | Bye | Reset
-    | Drain | Check | RequestEnded
+    | Drain | Check | RequestEnded | Offer
 )  # fmt: skip
 OPERATIONS: Final[tuple[type[Operation], ...]] = get_args(Operation)
 

@@ -59,6 +59,7 @@ class Session:
         self._over = False
         self._corked = False  # while a batch of frames is read
         self._blocked = False  # the client's socket buffer is full
+        self._sent_at = 0.0  # when it last took bytes
         self._verbs: dict[
             type[wire.Operation], Callable[[Any], Any]
         ] = {}  # the handler of each operation, once welcomed
@@ -138,14 +139,19 @@ class Session:
         holdings = self.holdings
         if holdings is not None and self.connected and holdings.may_expire(at) and self._ready():
             self._daemon.counts["promises_lapsed"] += holdings.expire(at)
+        if self.connected and self._blocked and at - self._sent_at >= self._daemon.lease_deadline:
+            self.cut_off("it does not read what it is sent", "slow_reader")
 
     def copies_for(self, client: "Session") -> None:
         """Keep that client's blocks until this session's process has ended, too. OSError as `watch`."""
         if self._socket is not None:
             client.processes.watch(self._socket, self.peer)
 
-    def end_connection(self, reason: str) -> None:
-        """Close. Promises are cancelled; leases and reservations stay while a process lives, counted. Idempotent."""
+    def end_connection(self, reason: str, *, is_read: bool = False) -> None:
+        """Close. Leases and reservations stay while a process lives, counted. Idempotent.
+
+        `is_read`: the client has sent nothing more: promises are cancelled. Else it may have taken them.
+        """
         if self._socket is None:
             return
         self._daemon.loop.forget(self._socket.fileno())
@@ -158,15 +164,19 @@ class Session:
         self._num_kept = 0
         self._daemon.buffers.record(self, 0)
         if self.holdings is not None:
-            self.holdings.drop_claims()
+            self.holdings.drop_claims(may_be_taken=not is_read)
         if self.holdings is None or not any(self.holdings.counts) or not self.processes:
             self.end(reason)
         else:
             self._daemon.counts[f"{reason}_holding"] += 1
 
+    def cut_off(self, why: Exception | str, reason: str) -> None:
+        self._daemon.log(f"client {self.peer.pid} is cut off: {why}")
+        self.end_connection(reason)
+
     def end(self, reason: str) -> None:
         """No copy of this client is under way: release all it holds, remove it, count the reason. Idempotent."""
-        self.end_connection(reason)
+        self.end_connection(reason, is_read=True)
         if self._over:  # it held nothing, so it ended with its connection
             return
         self._over = True
@@ -189,6 +199,7 @@ class Session:
         """Read and serve what the client has sent, and write pending output. True if nothing was left to read."""
         if events & WRITABLE:
             self._flush()
+            self.notify()  # claims may have waited for the client to read
             if events == WRITABLE:
                 return True
         buffer = self._daemon.loop.buffer
@@ -202,7 +213,7 @@ class Session:
             except OSError:
                 size = 0
             if not size:
-                self.end_connection("died")
+                self.end_connection("died", is_read=True)
                 return True
             self._corked = True  # the answers to a batch of frames go out at once
             try:
@@ -215,11 +226,9 @@ class Session:
                 if self.holdings is None:
                     self.refuse(error, "malformed")
                 else:
-                    self._daemon.log(f"client {self.peer.pid} is cut off: {error}")
-                    self.end_connection("malformed")
+                    self.cut_off(error, "malformed")
             except Exception as error:  # one client's input must not end the others' service
-                self._daemon.log(f"client {self.peer.pid} is cut off: {error!r}")
-                self.end_connection("error")
+                self.cut_off(repr(error), "error")
             self._corked = False
             if self._output or self._reader.num_waiting or self._num_kept:
                 self._flush()
@@ -292,8 +301,7 @@ class Session:
         def done(answer: Any) -> None:
             self._busy = False
             if isinstance(answer, Exception):
-                self._daemon.log(f"client {self.peer.pid} is cut off: {answer!r}")
-                self.end_connection("error")
+                self.cut_off(repr(answer), "error")
             elif self._socket is not None and self.holdings is not None:
                 self._reply(request, [True if answer is None else answer])
             if self.namespace is not None:  # the epoch may have changed: notify all its members
@@ -328,14 +336,16 @@ class Session:
         try:
             if self._output:
                 del self._output[: self._socket.send(self._output)]
+                self._sent_at = now()
         except BlockingIOError:
             pass
         except OSError:
             self.end_connection("died")
             return
+        if self.holdings is not None:
+            self.holdings.num_unread = len(self._output)
         if len(self._output) > _MAX_OUTPUT:
-            self._daemon.log(f"client {self.peer.pid} is cut off: it does not read what it is sent")
-            self.end_connection("slow_reader")
+            self.cut_off("it does not read what it is sent", "slow_reader")
         elif self._blocked != bool(self._output):
             self._blocked = bool(self._output)
             self._daemon.loop.change(self._socket.fileno(), READABLE | WRITABLE if self._blocked else READABLE)
@@ -393,7 +403,8 @@ class Daemon:
         self.refusals = Refusals()
         self.started = now()
         self.limits: dict[str, TenantLimits] = {}  # by cache_salt; on the loop's thread
-        self.buffers: Buffers[Session] = Buffers(self._cut_off)
+        too_much = "it neither ends what it sends nor reads what it is sent"
+        self.buffers: Buffers[Session] = Buffers(lambda session: session.cut_off(too_much, "buffer_full"))
         self.request_log = RequestLog.opened(config.service.request_log, "[service] request_log")
         self.models = Namespaces(config, self.request_log)
         self._sessions: dict[bytes, Session] = {}
@@ -626,10 +637,6 @@ class Daemon:
             self._turn_away(connection, peer, f"process {peer.pid} cannot be watched: {fix}")
         else:
             self._sessions[session.client] = session
-
-    def _cut_off(self, session: Session) -> None:
-        self.log(f"client {session.peer.pid} is cut off: it neither ends what it sends nor reads what it is sent")
-        session.end_connection("buffer_full")
 
     def _turn_away(self, connection: socket.socket, peer: Peer, why: str) -> None:
         self.counts["turned_away"] += 1
