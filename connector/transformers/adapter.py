@@ -279,7 +279,7 @@ class KVTier:
         if call.num_copies > 1:
             cache.batch_repeat_interleave(call.num_copies)
         given = quantized_cache(self.model, cache, call.quantization) if call.is_quantized else cache
-        with going_on_from(self.model, cache.get_seq_length() if call.is_assisted else 0):
+        with going_on_from(self._live, cache.get_seq_length() if call.is_assisted else 0):
             result = self.model.generate(input_ids, **call.options(self.model, options, given))
         num_columns = input_ids.shape[1]
         if call.names_answers and self._config.cache.store_generated:

@@ -292,6 +292,28 @@ def test_each_matrix_of_each_layer_changed_past_the_counters_shows() -> None:
             assert watch.holds()
 
 
+def test_weights_made_in_inference_mode_have_no_name_without_a_variant(
+    open_tier: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    auto: Any = AutoModelForCausalLM
+    with torch.inference_mode():
+        model = auto.from_config(LlamaConfig(**SIZES)).eval()
+    kv = open_tier(model)
+    for _ in range(2):
+        assert answered(kv) == 0
+    assert "embed_tokens.weight was made in torch.inference_mode(), where torch notes no change of it" in caplog.text
+    kv = open_tier(model, variant="as loaded")
+    answered(kv)
+    assert answered(kv) == HELD
+    # Others' changes count in that mode, too.
+    model = bare()
+    kv = open_tier(model)
+    answered(kv)
+    with torch.inference_mode():
+        model.model.layers[0].self_attn.k_proj.weight[0] += 1.0
+    assert answered(kv) == 0
+
+
 def halved(model: Any) -> Any:
     return model.half()
 
