@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 _MAX_OUTPUT: Final = 4 << 20  # bytes a client may leave unread
+_REST: Final = 1 << 16  # bytes read at once of a client that is cut off
 _LARGE: Final = 1 << 20  # bytes of a client's buffers that are given back when it ends
 _MAX_TURN: Final = 16  # reads in a row, so that one client does not occupy the loop
 _MAX_WAIT: Final = 600.0  # seconds
@@ -147,13 +148,14 @@ class Session:
         if self._socket is not None:
             client.processes.watch(self._socket, self.peer)
 
-    def end_connection(self, reason: str, *, is_read: bool = False) -> None:
-        """Close. Leases and reservations stay while a process lives, counted. Idempotent.
+    def end_connection(self, reason: str, *, is_legible: bool = True) -> None:
+        """Close. Promises are cancelled; leases and reservations stay while a process lives, counted. Idempotent.
 
-        `is_read`: the client has sent nothing more: promises are cancelled. Else it may have taken them.
+        Unless what the client sent `is_legible` to its end, promises become leases: it may have taken them.
         """
         if self._socket is None:
             return
+        is_read = is_legible and self._has_read_rest()
         self._daemon.loop.forget(self._socket.fileno())
         self._socket.close()
         self._socket = None
@@ -170,13 +172,27 @@ class Session:
         else:
             self._daemon.counts[f"{reason}_holding"] += 1
 
-    def cut_off(self, why: Exception | str, reason: str) -> None:
+    def cut_off(self, why: Exception | str, reason: str, *, is_legible: bool = True) -> None:
         self._daemon.log(f"client {self.peer.pid} is cut off: {why}")
-        self.end_connection(reason)
+        self.end_connection(reason, is_legible=is_legible)
+
+    def _has_read_rest(self) -> bool:
+        """Let the client send nothing more, and serve what it took last: a copy may be under way."""
+        assert self._socket is not None
+        if self.holdings is None:
+            return True
+        try:
+            self._socket.shutdown(socket.SHUT_RD)
+            while data := self._socket.recv(_REST):
+                for request in self._reader.feed(data):
+                    self.holdings.take([each for each in request.operations if type(each) is wire.Take])
+        except (OSError, FormatError):
+            return False
+        return True
 
     def end(self, reason: str) -> None:
         """No copy of this client is under way: release all it holds, remove it, count the reason. Idempotent."""
-        self.end_connection(reason, is_read=True)
+        self.end_connection(reason)
         if self._over:  # it held nothing, so it ended with its connection
             return
         self._over = True
@@ -213,7 +229,7 @@ class Session:
             except OSError:
                 size = 0
             if not size:
-                self.end_connection("died", is_read=True)
+                self.end_connection("died")
                 return True
             self._corked = True  # the answers to a batch of frames go out at once
             try:
@@ -226,9 +242,9 @@ class Session:
                 if self.holdings is None:
                     self.refuse(error, "malformed")
                 else:
-                    self.cut_off(error, "malformed")
+                    self.cut_off(error, "malformed", is_legible=False)
             except Exception as error:  # one client's input must not end the others' service
-                self.cut_off(repr(error), "error")
+                self.cut_off(repr(error), "error", is_legible=False)
             self._corked = False
             if self._output or self._reader.num_waiting or self._num_kept:
                 self._flush()

@@ -5,7 +5,7 @@ import itertools
 import os
 import socket
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from kvtier.connector.daemon import Peer, pidfd_of, wire
@@ -136,7 +136,7 @@ class Holdings:
             wire.Ask: self._ask,
             wire.Renew: self._renew,
             wire.Cancel: self._cancel,
-            wire.Take: self._take,
+            wire.Take: lambda op: self.take([op]),
             wire.Release: self._release,
             wire.Reserve: self._reserve,
             wire.Offer: self._offer,
@@ -260,8 +260,8 @@ class Holdings:
         for number in op.claims:
             self._drop(number)
 
-    def _take(self, op: wire.Take) -> None:
-        for number in op.claims:
+    def take(self, operations: Sequence[wire.Take]) -> None:
+        for number in [number for each in operations for number in each.claims]:
             if self._renewed.pop(number, None) is not None:
                 self._leases[number] = self._tiers.lease(self._claims.pop(number))  # nothing is left to cancel
 

@@ -488,7 +488,10 @@ def test_answers_that_are_not_read_keep_no_slots(home: Path, serve: Serve, attac
     assert load(tiers, chain) == 2048
 
 
-def test_a_promise_taken_just_before_its_client_is_cut_off_keeps_its_slots(serve: Serve, attach: Attach) -> None:
+@pytest.mark.parametrize("is_legible", [True, False])  # False: garbage came just before
+def test_a_promise_taken_just_before_its_client_is_cut_off_keeps_its_slots(
+    serve: Serve, attach: Attach, is_legible: bool
+) -> None:
     served = serve(host={"size": 64 * SLOT_BYTES})
     one, other, chain = attach(), attach(), chain_of(8)
     store(one, chain)
@@ -500,11 +503,11 @@ def test_a_promise_taken_just_before_its_client_is_cut_off_keeps_its_slots(serve
         """Another client's message, by which this one has most unread bytes of all."""
         is_busy.set()
         assert goes_on.wait(PATIENCE)
-        session.cut_off("it keeps too much", "buffer_full")
+        session.cut_off("it keeps too much", "buffer_full", is_legible=is_legible)
 
     served.daemon.loop.call(turn)
     assert is_busy.wait(PATIENCE)
-    lease = one.lease(claim)  # the daemon never reads this
+    lease = one.lease(claim)  # the daemon has not read this
     goes_on.set()
     wait_until(lambda: served.daemon.counts["buffer_full_holding"] == 1)
     for number in range(1, 9):
