@@ -105,6 +105,7 @@ class RemoteTiers:
         self.epoch = 0
         """Counts resets and reconnections."""
         self.is_late, self.is_short, self.sends_later = False, False, True
+        self.offers_again = False
         self._pid = os.getpid()
         self._attachment.start()
         self.region, self.epoch = self._attachment.region, self._attachment.epoch
@@ -255,8 +256,9 @@ class RemoteTiers:
                 traced = [(number, each.trace) for number, each in enumerate(heads, first)]
                 link.traces += [(number, trace.traceparent) for number, trace in traced if trace is not None]
         self.is_late = False
-        is_offer = may_retry and self._attachment.takes_offers
-        link, answers = self._call((Offer if is_offer else Reserve).of(first, heads), self._deadline)
+        is_offer, keeps = may_retry and self._attachment.takes_offers, self.offers_again and self.has_lower
+        operation = Offer.of(first, heads, keeps=keeps) if is_offer else Reserve.of(first, heads)
+        link, answers = self._call(operation, self._deadline)
         with self._lock:
             if answers is None and link is not None and link is self._attachment.link:
                 # It may still answer: release the slots it grants.

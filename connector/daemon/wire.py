@@ -166,15 +166,17 @@ class Reserve(_Message, tag=5):
 
 
 class Offer(Reserve, tag=17):
-    """As `Reserve`, but the client offers again, or counts as dropped, what finds no room. Answered by `Offered`."""
+    """As `Reserve`, by a client that learns whether some blocks find no room. Answered by `Offered`."""
 
     rest: Annotated[list[Number], Meta(max_length=MAX_ITEMS)]  # indices of what is offered again
+    keeps: bool  # it offers such blocks again: the daemon does not count them as dropped
 
     @classmethod
-    def of(cls, first: int, wanted: Sequence[Wanted]) -> "Offer":
+    def of(cls, first: int, wanted: Sequence[Wanted], *, keeps: bool = False) -> "Offer":
         as_reserve = Reserve.of(first, wanted)
         columns = as_reserve.counts, as_reserve.hashes, as_reserve.parents, as_reserve.tenants
-        return cls(first, *columns, as_reserve.partial, [i for i, each in enumerate(wanted) if each.is_rest])
+        rest = [i for i, each in enumerate(wanted) if each.is_rest]
+        return cls(first, *columns, as_reserve.partial, rest, keeps)
 
     def wanted(self) -> list[Wanted]:
         """Inverse of `of`. FormatError as `Reserve`."""

@@ -139,7 +139,7 @@ class Holdings:
             wire.Take: lambda op: self.take([op]),
             wire.Release: self._release,
             wire.Reserve: self._reserve,
-            wire.Offer: self._offer,
+            wire.Offer: lambda op: (self._reserve(op), self._tiers.is_short),
             wire.Seal: self._seal,
             wire.Abandon: self._abandon,
             wire.Computed: lambda op: self._hierarchy.computed(op.num_tokens, op.seconds, op.position),
@@ -278,8 +278,8 @@ class Holdings:
             if claim.trace is not None:
                 claim.trace.end()
 
-    def _reserve(self, op: wire.Reserve, *, may_retry: bool = False) -> wire.Grants:
-        wanted = op.wanted()
+    def _reserve(self, op: wire.Reserve) -> wire.Grants:
+        self._tiers.is_short, wanted = False, op.wanted()
         lengths = [len(each.hashes) for each in wanted]
         if not self._reservations.keys().isdisjoint(range(op.first, op.first + len(wanted))):
             raise FormatError(f"a reservation from {op.first} on is there already")
@@ -293,19 +293,19 @@ class Holdings:
                 if (traceparent := self.traces.pop(number, None)) is not None:
                     each.trace = tracing.Trace(traceparent)
         try:
-            reservations = self._tiers.reserve(wanted, may_retry=may_retry)
+            reservations = self._tiers.reserve(wanted, may_retry=isinstance(op, wire.Offer))
         except ValueError as error:  # a name given twice; the slots reserved before are abandoned
             raise FormatError(str(error)) from None
+        if self._tiers.is_short and isinstance(op, wire.Offer) and not op.keeps:
+            ends = [0 if each is None else each.indices[-1] + 1 if each.indices else -1 for each in reservations]
+            num_lost = sum([length - end for length, end in zip(lengths, ends, strict=True) if end >= 0])
+            self._hierarchy.metrics.dropped(L2, Outcome.NO_SLOT, num_lost)
         for number, reservation in enumerate(reservations, op.first):
             if reservation is not None and reservation.hashes:
                 self._reservations[number] = reservation
         return wire.pack_grants(
             [None if each is None else (each.indices, each.slots, each.generations) for each in reservations]
         )
-
-    def _offer(self, op: wire.Offer) -> tuple[wire.Grants, bool]:
-        self._tiers.is_short = False
-        return self._reserve(op, may_retry=True), self._tiers.is_short
 
     def _seal(self, op: wire.Seal) -> None:
         if max(map(len, op.tokens), default=0) > self._token_bytes:  # other clients receive them

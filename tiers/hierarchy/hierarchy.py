@@ -58,7 +58,7 @@ class Hierarchy:
     order: `_lock` → the pool's, a port's, a queue's or a tier's index lock; never held across I/O.
     """
 
-    is_late = sends_later = False
+    is_late = sends_later = offers_again = False
 
     def __init__(
         self,

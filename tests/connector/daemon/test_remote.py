@@ -338,15 +338,15 @@ def test_what_finds_no_room_is_offered_again_and_counted_once(client: Client, pa
         num_steps += 1
     assert num_steps > 1
     assert where(tiers, chain).miss == 0
-    # Partly taken where the engine cannot keep its blocks: that is counted here, and not there as well.
+    assert drops(tiers, Outcome.NO_SLOT) == 0
+    # Where the engine cannot keep its blocks that is counted at once, on both sides.
     side = SchedulerSide(tiers, keeps_blocks=False)
     other = chain_of(32, first_token=1000)
     side.admit(SimpleNamespace(request_id="other", chain=other, num_tokens=32 * BLOCK_SIZE + 1))
     side.store("other", 0, range(32))
     [op] = side.build_plan().stores
-    assert drops(tiers, Outcome.NO_SLOT) == 32 - len(op.host_slots) > 0
     [namespace] = daemon.daemon.call(daemon.daemon.namespaces)
-    assert drops(namespace.hierarchy, Outcome.NO_SLOT) == 0
+    assert drops(tiers, Outcome.NO_SLOT) == drops(namespace.hierarchy, Outcome.NO_SLOT) == 32 - len(op.host_slots) > 0
     side.close()
     tiers.close()
     daemon.check()

@@ -123,9 +123,9 @@ def test_version_8_says_whether_promises_may_end_inside_a_block() -> None:
 
 
 def test_version_10_offers_what_may_find_no_room() -> None:
-    offer = wire.Offer.of(9, [Wanted([A], P, T), Wanted([B], A, T, is_rest=True)])
+    offer = wire.Offer.of(9, [Wanted([A], P, T), Wanted([B], A, T, is_rest=True)], keeps=True)
     frame = wire.pack_request(1, [offer])
-    assert frame[4:] == bytes.fromhex(f"92 01 91 98 11 09 c410{one}{one} c440{a}{b} c440{p}{a} c440{t}{t} 90 9101")
+    assert frame[4:] == bytes.fromhex(f"92 01 91 99 11 09 c410{one}{one} c440{a}{b} c440{p}{a} c440{t}{t} 90 9101 c3")
     assert unpack_request(body_of(frame)) == (1, [offer])
     assert [each.is_rest for each in offer.wanted()] == [False, True]
     with pytest.raises(FormatError, match="out of range"):
