@@ -453,12 +453,17 @@ class Daemon:
         models, num_clients = list(self.models), len(self._sessions)
         stores = LastStores(each.hierarchy for each in models)
         for session in list(self._sessions.values()):
+            session.end_connection("shutdown")
+        used = {each for each in models if each.in_use}
+        for session in list(self._sessions.values()):
             session.end("shutdown")
         self.loop.close()
         if self.peer_server is not None:
             self.peer_server.close()
         threads = [
-            threading.Thread(target=each.close, args=(timeout,), name="kvtier-close", daemon=True)
+            threading.Thread(
+                target=each.close, args=(timeout,), kwargs={"is_used": each in used}, name="kvtier-close", daemon=True
+            )
             for each in self.models.clear()
         ]
         for thread in threads:

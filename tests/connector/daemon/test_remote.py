@@ -320,6 +320,29 @@ def test_memory_of_a_daemon_that_is_gone_is_free_for_the_next_one(client: Client
     daemon.close()
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_daemon_that_ends_frees_its_memory_though_idle_clients_map_it(
+    client: Client, path: Path, copies: bool
+) -> None:
+    daemon = DaemonThread(path, host={"size": 64 * SLOT_BYTES})
+    tiers, chain = client(), chain_of(4)
+    store(tiers, chain)
+    claim, _ = ask(tiers, chain)
+    lease, region = tiers.lease(claim), tiers.region
+    assert region is not None
+    assert region.fd is not None
+    if not copies:
+        lease.release()
+        tiers.tick()
+        wait_until(lambda: not any(client.leases for client in daemon.daemon.call(daemon.daemon.clients)))
+    assert os.fstat(region.fd).st_blocks > 0
+    daemon.close()
+    assert (os.fstat(region.fd).st_blocks > 0) == copies
+    if copies:
+        verify(tiers, lease)
+        lease.release()
+
+
 def test_what_finds_no_room_is_offered_again_and_counted_once(client: Client, path: Path, tmp_path: Path) -> None:
     daemon = DaemonThread(path, host={"size": 8 * SLOT_BYTES}, file={"path": str(tmp_path), "size": "4MiB"})
     tiers, chain = client(), chain_of(32)
