@@ -193,6 +193,7 @@ class EncoderScheduler:
         self._granted, self._expected, self._computed = {}, set(), {}
         self._settle(unused)
         self._handle = handle_of(self.side.tiers, self._handle, plan)
+        self._mapped = self._mapped if self._handle is not None else None  # workers unmap it
         sizes = {op.op_id: self._items[op.request_id].num_pieces for op in plan.stores}
         return EncoderStep(self._handle, plan.encode(), self._shape, names, sizes)
 

@@ -215,7 +215,6 @@ class Session:
         """Read and serve what the client has sent, and write pending output. True if nothing was left to read."""
         if events & WRITABLE:
             self._flush()
-            self.notify()  # claims may have waited for the client to read
             if events == WRITABLE:
                 return True
         buffer = self._daemon.loop.buffer
@@ -360,6 +359,9 @@ class Session:
             return
         if self.holdings is not None:
             self.holdings.num_unread = len(self._output)
+            if self.holdings.waits_for_reader and not self._output:
+                self.holdings.waits_for_reader = False
+                self._daemon.loop.call(self.notify)
         if len(self._output) > _MAX_OUTPUT:
             self.cut_off("it does not read what it is sent", "slow_reader")
         elif self._blocked != bool(self._output):

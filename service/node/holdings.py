@@ -127,6 +127,7 @@ class Holdings:
         self.waiting: dict[int, Claim] = {}  # those of the claims that have no answer yet
         self.news: list[wire.News] = []  # answers of claims; the sender empties it
         self.num_unread = 0  # bytes of `news`, and of what the client has not read; the sender sets it
+        self.waits_for_reader = False  # some of the claims; the sender looks again, and unsets it
         self._client = next(_CLIENTS)  # this client's number in hints' accounts
         self._leases: dict[int, Lease] = {}
         self._reservations: dict[int, Reservation] = {}
@@ -155,6 +156,7 @@ class Holdings:
     def look(self) -> None:
         for number in list(self.waiting):
             if self.num_unread >= _MAX_UNREAD:
+                self.waits_for_reader = True
                 return
             self._look(number)
 
@@ -220,6 +222,8 @@ class Holdings:
         self._claims[number] = self.waiting[number] = claim
         if self.num_unread < _MAX_UNREAD:
             self._look(number)
+        else:
+            self.waits_for_reader = True
 
     def expect(self, traces: wire.Traces) -> None:
         """What a request's operations belong to, if this daemon traces, too."""
