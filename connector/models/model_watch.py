@@ -114,7 +114,10 @@ class ModelWatch:
 
     @contextmanager
     def expecting(self, owner: torch.nn.Module, name: str, value: object) -> Iterator[None]:
-        """Inside the context a module of the model has this attribute of ours. Other changes are noticed."""
+        """Inside the context a module of the model has this attribute, and afterwards what it had.
+
+        Passes notice every other change, also of this attribute.
+        """
         own, was_same = vars(owner), self._same_attributes()
         before = own.get(name, own)
         own[name] = value
@@ -123,6 +126,7 @@ class ModelWatch:
         try:
             yield
         finally:
+            own[name] = value
             is_same = self._same_attributes()
             if before is own:
                 del own[name]
