@@ -76,7 +76,7 @@ class SchedulerSide:
         self.late: dict[int, StoringOp] = {}  # of the last plan: stores that may be retried
         self.traces: dict[str, tracing.Trace] = {}  # of live requests that are traced: the engine adds them
         self._clock = clock
-        self._keeps_blocks = keeps_blocks
+        self._keeps_blocks = tiers.offers_again = keeps_blocks
         self._partial_blocks = partial_blocks
         self._op_ids = count(1)
         self._steps = count(1)

@@ -227,6 +227,13 @@ class Tier(ABC):
         """Each holder's blocks are its own: from now on take them only from holders with an equal KV probe."""
         return
 
+    def compares_kv(self, compare: Callable[[], None]) -> None:
+        """Call `compare` when the storage may keep another probe: before blocks are read or written then.
+
+        It keeps the probe if there is none. KVMismatch: another model's KV is there. TierUnavailable.
+        """
+        return
+
     # Its changes, and its order of eviction.
 
     change_feed: ChangeFeed | None = None

@@ -31,6 +31,8 @@ from kvtier.connector.daemon.wire import (
     Holds,
     Lookup,
     News,
+    Offer,
+    Offered,
     Operation,
     Release,
     Renew,
@@ -106,6 +108,7 @@ class RemoteTiers:
         self.epoch = 0
         """Counts resets and reconnections."""
         self.is_late, self.is_short, self.sends_later = False, False, True
+        self.offers_again = False
         self._pid = os.getpid()
         self._attachment.start()
         self.region, self.epoch = self._attachment.region, self._attachment.epoch
@@ -238,6 +241,7 @@ class RemoteTiers:
 
         While that answer is due the next steps store nothing, and do not wait.
         """
+        self.is_short = False
         if not wanted:
             return []
         most, heads = max([len(each.hashes) for each in wanted]), wanted
@@ -253,7 +257,9 @@ class RemoteTiers:
                 self.is_late = link is not None and (bool(link.overdue) or link.is_silent(now, self._deadline))
                 if self.is_late:
                     return self._refused(wanted, None if may_retry else Outcome.TIMEOUT)
-            operations: list[Operation] = [Reserve.of(first, heads)]
+            is_offer, keeps = may_retry and self._attachment.takes_offers, self.offers_again and self.has_lower
+            offer = Offer.of(first, heads, keeps=keeps) if is_offer else Reserve.of(first, heads)
+            operations: list[Operation] = [offer]
             if link is not None:
                 self._trace(link, first, heads)
                 if most == 1 and self._attachment.preallocates:
@@ -267,8 +273,11 @@ class RemoteTiers:
             grants: list[Granted | None] | None = None
             if link is not None and answers is not None and link is self._attachment.link:
                 try:
-                    (answer,) = answers
+                    (answer,), is_short = answers, False
+                    if is_offer:
+                        answer, is_short = unpack_answer(answer, Offered)
                     grants = unpack_grants(answer, [len(each.hashes) for each in heads], link.welcome.num_slots)
+                    self.is_short = is_short
                 except (ValueError, FormatError) as error:  # not one answer, or not one of this client's
                     self._attachment.cut(error)
             if grants is None or link is None:
@@ -277,7 +286,7 @@ class RemoteTiers:
                 return self._refused(wanted, None if self.is_late and may_retry else reason)
             reservations = self._reserved(link, first, heads, grants)
         handled = sum([len(head.hashes) for head, each in zip(heads, reservations, strict=True) if each is not None])
-        if missing := sum([len(each.hashes) for each in wanted]) - handled:
+        if not self.is_short and (missing := sum([len(each.hashes) for each in wanted]) - handled):
             self.metrics.dropped(L2, Outcome.NO_SLOT, missing)
         return [*reservations, *[None] * (len(wanted) - len(heads))]
 

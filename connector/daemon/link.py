@@ -21,6 +21,7 @@ from kvtier.connector.daemon.wire import (
     MAX_FRAME,
     MAX_ITEMS,
     MAX_PREALLOCATED,
+    OFFERS_SINCE,
     PREALLOCATES_SINCE,
     RELEASES,
     REPLIES,
@@ -288,7 +289,7 @@ class Link:
 class Attachment:
     """At most one link at a time, reconnected automatically. Not thread-safe; only `start` and `close` wait.
 
-    The region stays mapped while copies use it; a restarted daemon has a new one.
+    The region stays mapped while copies use it; a restarted daemon has a new one, and room for it once the old is gone.
     """
 
     def __init__(self, path: Path, hello: Hello, clock: Callable[[], float]) -> None:
@@ -467,6 +468,7 @@ class Attachment:
                 self.connecting[0].close()
                 self.connecting = None
             self._failed(error)
+            self._unmap_unused()
 
     @property
     def takes_whole(self) -> bool:
@@ -480,6 +482,10 @@ class Attachment:
     @property
     def preallocates(self) -> bool:
         return self._version >= PREALLOCATES_SINCE
+
+    @property
+    def takes_offers(self) -> bool:
+        return self._version >= OFFERS_SINCE
 
     def _say_hello(self) -> Link:
         self.hello = replace(self.hello, reset=self._owes_reset)
@@ -518,7 +524,7 @@ class Attachment:
                 region = HostRegion.attach(fd, reply.num_slots, reply.slot_bytes)
         finally:
             os.close(fd)
-        if self.region is not None:
+        if self._instance:
             self.epoch += 1
         self.region, self._instance, self.has_lower = region, reply.instance, reply.has_lower
         link.welcome, link.region, link.epoch_base = reply, region, self.epoch - reply.epoch
@@ -536,6 +542,15 @@ class Attachment:
             self._former.remove(former)
             if former.region is not self.region and all(former.region is not other.region for other in self._former):
                 former.region.close()
+
+    def _unmap_unused(self) -> None:
+        """The daemon is gone, or refuses: perhaps for lack of the memory that its predecessor's region takes."""
+        used = [former.region for former in self._former if former.held]
+        for region in [former.region for former in self._former]:
+            if region not in used:
+                region.close()
+        if self.region not in used:
+            self.region = None
 
     def _failed(self, why: Exception) -> None:
         self.away = f'[service] socket "{self.path}": {why}'

@@ -41,6 +41,7 @@ SHARES_SINCE: Final = 7  # `Hello.size` 0
 WHOLE_SINCE: Final = 8  # `Overlap.WHOLE`
 TRACES_SINCE: Final = 9  # `Request.traces`
 PREALLOCATES_SINCE: Final = 10  # `Preallocate`, `ReserveAt`, `Reply.preallocated`
+OFFERS_SINCE: Final = 10  # `Offer`
 
 MAX_HELLO: Final = 8 << 10  # bytes of a frame before the handshake
 MAX_FRAME: Final = 16 << 20  # bytes of any other
@@ -74,6 +75,7 @@ Tokens: TypeAlias = Annotated[bytes, Meta(max_length=4 * MAX_BLOCK_SIZE)]  # of 
 Id: TypeAlias = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 Found: TypeAlias = Annotated[tuple[Number, ...], Meta(max_length=64)]  # as `pack_found`
 Grants: TypeAlias = tuple[Column, Column, Column, Column]  # as `pack_grants`
+Offered: TypeAlias = tuple[Raw, bool]  # `Grants`, and whether some blocks found no room
 Traces: TypeAlias = Annotated[
     list[tuple[Number, Annotated[str, Meta(pattern=r"^00-[0-9a-f]{32}-[0-9a-f]{16}-0[01]\Z")]]],
     Meta(max_length=MAX_ITEMS),
@@ -165,6 +167,29 @@ class Reserve(_Message, tag=5):
         wanted = list(map(Wanted, chains, names[num_names:], names[num_names + num :]))
         for i in self.partial:
             wanted[i].is_partial = True
+        return wanted
+
+
+class Offer(Reserve, tag=19):
+    """As `Reserve`, by a client that learns whether some blocks find no room. Answered by `Offered`."""
+
+    rest: Annotated[list[Number], Meta(max_length=MAX_ITEMS)]  # indices of what is offered again
+    keeps: bool  # it offers such blocks again: the daemon does not count them as dropped
+
+    @classmethod
+    def of(cls, first: int, wanted: Sequence[Wanted], *, keeps: bool = False) -> "Offer":
+        as_reserve = Reserve.of(first, wanted)
+        columns = as_reserve.counts, as_reserve.hashes, as_reserve.parents, as_reserve.tenants
+        rest = [i for i, each in enumerate(wanted) if each.is_rest]
+        return cls(first, *columns, as_reserve.partial, rest, keeps)
+
+    def wanted(self) -> list[Wanted]:
+        """Inverse of `of`. FormatError as `Reserve`."""
+        wanted = Reserve.wanted(self)
+        if self.rest and max(self.rest) >= len(wanted):
+            raise FormatError("offer: a rest out of range")
+        for i in self.rest:
+            wanted[i].is_rest = True
         return wanted
 
 
@@ -299,7 +324,7 @@ class ReserveAt(_Message, tag=18):
 
 Operation: TypeAlias = (
     Ask | Renew | Cancel | Take | Release | Reserve | Seal | Abandon | Computed | Holds | Lookup | Ended | Bye | Reset
-    | Drain | Check | RequestEnded | Preallocate | ReserveAt
+    | Drain | Check | RequestEnded | Preallocate | ReserveAt | Offer
 )  # fmt: skip
 OPERATIONS: Final[tuple[type[Operation], ...]] = get_args(Operation)
 

@@ -8,7 +8,7 @@ from .checkpoint import (
     require_checkpoint,
     revision_of,
 )
-from .computes import without_adapters
+from .computes import LiveModel, without_adapters
 from .hf_model import dtype_of, identity_of, live_model, weights_of
 from .hf_versions import SHORT_ROPE, cache_option, given_cache, returned_cache, rope_limit
 
@@ -16,6 +16,7 @@ __all__ = [
     "REASONING_MARKS",
     "SHORT_ROPE",
     "FileStamp",
+    "LiveModel",
     "Reasoning",
     "ToolCalls",
     "cache_option",

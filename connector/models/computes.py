@@ -47,6 +47,7 @@ _TUNERS: Final = frozenset(
 )
 _THROUGH: Final = ("base_layer", "original_module", "token_adapter")  # where an adapter layer has the wrapped layer
 _INTO: Final = ("base_model", "model")  # … and where PEFT's models have the wrapped model
+_MAKE_OUTSIDE: Final = 'load it outside of that, or name each state of the weights: KVTier(model, variant="…")'
 _NOT_SETTINGS: Final = frozenset({*vars(torch.nn.Module()), "kwargs", "merged_adapters"})
 _DROPOUT: Final = torch.nn.modules.dropout._DropoutNd
 _BATCH_NORM: Final = torch.nn.modules.batchnorm._BatchNorm
@@ -152,6 +153,7 @@ class LiveModel:
         try:
             if self._label is None:
                 require_known_code(self.model, parts)
+                _require_counted(parts)
             adapters = adapters_of(parts)
             _require_alike(self.model.device, parts)
             if self._kind != (kind := (self.model.dtype, self.model.device)):
@@ -363,6 +365,15 @@ def _require_alike(device: torch.device, parts: Iterable[ModelPart]) -> None:
         if part.module.training and (why := _varies(part.module)) is not None:
             place = part.path[:-1] or type(part.module).__name__
             raise UnnamedModelError(f"{place} is in training mode with {why}, so no two passes agree; call eval()")
+
+
+def _require_counted(parts: Iterable[ModelPart]) -> None:
+    """UnnamedModelError if a weight was made in inference mode: torch counts none of its changes in place."""
+    for part in parts:
+        for name, each in part.module._parameters.items():
+            if each is not None and each.is_inference():
+                problem = f"{part.path}{name} was made in torch.inference_mode(), where torch notes no change of it"
+                raise UnnamedModelError(f"{problem}; {_MAKE_OUTSIDE}")
 
 
 def _varies(module: torch.nn.Module) -> str | None:

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, Final
@@ -114,6 +115,29 @@ class ModelWatch:
             )
         except (RuntimeError, TypeError, ValueError, LookupError):  # two tensors were compared, so one replaced another
             return False
+
+    @contextmanager
+    def expecting(self, owner: torch.nn.Module, name: str, value: object) -> Iterator[None]:
+        """Inside the context a module of the model has this attribute, and afterwards what it had.
+
+        Passes notice every other change, also of this attribute.
+        """
+        own, was_same = vars(owner), self._same_attributes()
+        before = own.get(name, own)
+        own[name] = value
+        if was_same:
+            self._values = gc.get_referents(*self._attributes)
+        try:
+            yield
+        finally:
+            own[name] = value
+            is_same = self._same_attributes()
+            if before is own:
+                del own[name]
+            else:
+                own[name] = before
+            if was_same and is_same:
+                self._values = gc.get_referents(*self._attributes)
 
     def _same_attributes(self) -> bool:
         """Whether attributes are unchanged. Tensors in no table are ignored: some hold state of the last text."""

@@ -35,6 +35,7 @@ from kvtier.connector.transformers.cache_form import CacheForm, empty_cache, pro
 from kvtier.connector.transformers.calls import (
     Call,
     UnheldCallError,
+    generating,
     going_on_from,
     other_tokens,
     quantized_cache,
@@ -166,7 +167,8 @@ class KVTier:
         self._said: set[str] = set()
         self._is_sure = True  # whether the name covers all changes of the model since it was named
         self._is_tested = True  # whether it computed a few tokens since anything but adapters changed
-        self._turn = _TURNS.of(next((each for each in model.modules() if isinstance(each, PreTrainedModel)), model))
+        self._generates = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), model)
+        self._turn = _TURNS.of(self._generates)
         self._opened: CacheTiers | None = None
         self._inherited: CacheTiers | None = None  # in a forked child: its parent's, never collected
         self._states: StateCalls | None = None  # None: the model keeps no recurrent states
@@ -279,7 +281,8 @@ class KVTier:
         if call.num_copies > 1:
             cache.batch_repeat_interleave(call.num_copies)
         given = quantized_cache(self.model, cache, call.quantization) if call.is_quantized else cache
-        with going_on_from(self.model, cache.get_seq_length() if call.is_assisted else 0):
+        num_assisted = cache.get_seq_length() if call.is_assisted else 0
+        with generating(self._live), going_on_from(self._live, self._generates, num_assisted):
             result = self.model.generate(input_ids, **call.options(self.model, options, given))
         num_columns = input_ids.shape[1]
         if call.names_answers and self._config.cache.store_generated:

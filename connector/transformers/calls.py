@@ -12,20 +12,32 @@ import torch
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, QuantizedCache
 from transformers import __version__ as _version
 
-from kvtier.connector.models import cache_option, given_cache
+from kvtier.connector.models import LiveModel, cache_option, given_cache
 from kvtier.connector.transformers.padding import ends_of_answers, inferred_mask, pads_of
 
 _PREPARE: Final = "prepare_inputs_for_generation"
 
 
 @contextmanager
-def going_on_from(model: Any, num_columns: int) -> Iterator[None]:
-    """Inside the context, `model.generate` with an assistant continues after `num_columns` of its cache.
+def generating(live: LiveModel) -> Iterator[None]:
+    """Around `generate`: PEFT's models for causal LMs put a method of theirs on what they wrap, which is no change."""
+    model = live.model
+    if "base_model" in model._modules and hasattr(model, f"base_model_{_PREPARE}"):
+        with live.watch.expecting(model.base_model, _PREPARE, getattr(model, _PREPARE)):
+            yield
+    else:
+        yield
 
-    For every other decoding method transformers does that itself. With an assistant its first pass has the whole
-    prompt, whatever the cache has (from 5.6 on; before, the positions in the cache decided).
+
+@contextmanager
+def going_on_from(live: LiveModel, generates: Any, num_columns: int) -> Iterator[None]:
+    """Inside the context, `generate` with an assistant continues after `num_columns` of its cache.
+
+    `generates`: the part of the model whose `generate` runs, which an adapter library may wrap. For every other way of
+    decoding transformers does that itself. With an assistant its first pass has the whole prompt, whatever the cache
+    has (from 5.6 on; before, the positions in the cache decided).
     """
-    prepare = model.prepare_inputs_for_generation
+    prepare = generates.prepare_inputs_for_generation
     if not num_columns or "next_sequence_length" not in inspect.signature(prepare).parameters:
         yield
         return
@@ -36,14 +48,8 @@ def going_on_from(model: Any, num_columns: int) -> Iterator[None]:
             options["next_sequence_length"] = input_ids.shape[1] - num_columns
         return prepare(input_ids, *arguments, **options)
 
-    patched = vars(model).get(_PREPARE)  # on this instance, by an adapter library
-    model.prepare_inputs_for_generation = prepare_the_rest
-    try:
+    with live.watch.expecting(generates, _PREPARE, prepare_the_rest):
         yield
-    finally:
-        del model.prepare_inputs_for_generation  # the class's own again
-        if patched is not None:
-            model.prepare_inputs_for_generation = patched
 
 
 def quantized_cache(model: Any, loaded: DynamicCache, settings: Mapping[str, Any] | None) -> QuantizedCache:

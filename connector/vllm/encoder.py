@@ -124,7 +124,8 @@ class EncoderScheduler:
         self._granted: dict[str, bool] = {}  # items that this step was asked for, and whether all of each is loaded
         self._expected: set[str] = set()  # of these, the ones that vLLM has scheduled
         self._computed: dict[str, Item] = {}  # items that this step encodes
-        self._writing: dict[int, tuple[CopyOp, list[bytes], float]] = {}  # stores under way, since when
+        # stores under way, their region and since when
+        self._writing: dict[int, tuple[CopyOp, list[bytes], HostRegion, float]] = {}
         self._loading: set[int] = set()
         self._handle: RegionHandle | None = None
         self._mapped: int | None = None  # the region that every rank has mapped
@@ -188,10 +189,11 @@ class EncoderScheduler:
             assert region is not None
             for slot in op.host_slots:
                 region.slot(slot)[:32] = bytes(32)
-            self._writing[op.op_id] = op, names[op.op_id], now
+            self._writing[op.op_id] = op, names[op.op_id], region, now
         self._granted, self._expected, self._computed = {}, set(), {}
         self._settle(unused)
-        self._handle = handle_of(self.side.tiers, self._handle)
+        self._handle = handle_of(self.side.tiers, self._handle, plan)
+        self._mapped = self._mapped if self._handle is not None else None  # workers unmap it
         sizes = {op.op_id: self._items[op.request_id].num_pieces for op in plan.stores}
         return EncoderStep(self._handle, plan.encode(), self._shape, names, sizes)
 
@@ -232,13 +234,14 @@ class EncoderScheduler:
 
     def _settle(self, loaded: tuple[int, ...]) -> None:
         """Seal the stores whose heads are written, and report loads."""
-        region, now = self.side.tiers.region, time.monotonic()
+        now = time.monotonic()
         filled, failed, lost = list[int](), list[int](), list[int]()
-        for op_id, (op, names, since) in list(self._writing.items()):
-            heads = [] if region is None else [bytes(region.slot(slot)[:32]) for slot in op.host_slots]
+        for op_id, (op, names, region, since) in list(self._writing.items()):
+            is_gone = region is not self.side.tiers.region  # the daemon was restarted
+            heads = [] if is_gone else [bytes(region.slot(slot)[:32]) for slot in op.host_slots]
             if heads == names:
                 filled.append(op_id)
-            elif _REFUSED in heads:
+            elif is_gone or _REFUSED in heads:
                 failed.append(op_id)
             elif now >= since + _LOST:
                 _log.error("no worker has stored an encoder's output in %g s; no more are loaded or stored", _LOST)
@@ -253,8 +256,9 @@ class EncoderScheduler:
 class EncoderWorker:
     """A worker's half: copies between vLLM's encoder outputs and the scheduler's L2, within the step."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, encodes: bool = True) -> None:
+        """`encodes`: this rank has the encoder. One of a later pipeline stage maps and loads nothing."""
+        self._device, self._encodes = device, encodes
         self._step, self._plan = EncoderStep(None, b"", EncoderShape(1, 1), {}, {}), StepPlan(0, 0)
         self._handle: RegionHandle | None = None
         self._region: HostRegion | None = None
@@ -263,6 +267,8 @@ class EncoderWorker:
 
     def begin(self, step: EncoderStep) -> None:
         """Map the region, and note the items to be stored."""
+        if not self._encodes:
+            return
         self._connect(step.region)
         self._step, self._plan = step, StepPlan.decode(step.plan)
         self._wanted = {op.request_id: op for op in self._plan.stores}
@@ -306,9 +312,11 @@ class EncoderWorker:
         self._region = self._handle = None
 
     def _connect(self, handle: RegionHandle | None) -> None:
-        if handle is None or handle == self._handle:
+        if handle == self._handle:
             return
         self.close()
+        if handle is None:
+            return
         try:
             self._region, self._handle = handle.attach(), handle
         except (OSError, ConfigError, TierUnavailable) as error:

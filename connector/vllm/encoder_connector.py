@@ -19,7 +19,7 @@ try:
         ECConnectorRole,
         ECConnectorWorkerMetadata,
     )
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 except ImportError as error:
     raise ImportError(f"kvtier.connector.vllm needs vLLM from 0.32 on ({error}); pip install vllm") from error
 
@@ -62,7 +62,8 @@ class KVTierECConnector(Halves[EncoderScheduler, EncoderWorker], ECConnectorBase
         require_supported_version(KVTierECConnector)
         self._stats = KVTierStats()
         if role == ECConnectorRole.WORKER:
-            self._worker_half = EncoderWorker(torch.device(vllm_config.device_config.device))
+            device = torch.device(vllm_config.device_config.device)
+            self._worker_half = EncoderWorker(device, encodes=get_pp_group().is_first_rank)
             return
         transfer, model = vllm_config.ec_transfer_config, vllm_config.model_config
         parallel = vllm_config.parallel_config
@@ -74,7 +75,7 @@ class KVTierECConnector(Halves[EncoderScheduler, EncoderWorker], ECConnectorBase
         named = encoder_identity(vllm_config, shape.width, shape.block_size, cache)
         config = options.shared(parallel.data_parallel_rank, parallel.data_parallel_size)
         tiers = open_tiers(config, named.fingerprint(), shape, named, takes_parts=False)
-        ranks = parallel.tensor_parallel_size
+        ranks = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size  # of the first pipeline stage
         self._scheduler_half = EncoderScheduler(shape, tiers, named.fingerprint(), cache.cache_salt, ranks)
         reason = why_unnamed(vllm_config)
         self._keeps = reason is None

@@ -216,7 +216,7 @@ class SchedulerHalf:
         self._keep_late(written)
         fences = self._ops.readers(written)
         self._expect(plan)
-        self.memory = handle_of(self.side.tiers, self.memory)
+        self.memory = handle_of(self.side.tiers, self.memory, plan)
         return StepMessage(
             region=self.memory,
             plan=plan.encode(),

@@ -69,10 +69,15 @@ class RegionHandle:
             os.close(fd)
 
 
-def handle_of(tiers: CacheTiers, known: RegionHandle | None) -> RegionHandle | None:
-    """The handle by which workers find L2, `known` if it is still right. It changes when the daemon restarts."""
+def handle_of(tiers: CacheTiers, known: RegionHandle | None, plan: StepPlan) -> RegionHandle | None:
+    """The handle by which workers find a plan's L2, `known` if it is still right. It changes when the daemon restarts.
+
+    If that happens while a step is planned, its loads are of the old memory. None: its handle is not known.
+    """
     region, member = tiers.region, tiers.member if isinstance(tiers, RemoteTiers) else None
-    if region is not None and (known is None or (known.region_id, known.client) != (region.region_id, member)):
+    if region is None or plan.region not in (0, region.region_id):
+        return known if known is not None and known.region_id == plan.region else None
+    if known is None or (known.region_id, known.client) != (region.region_id, member):
         return RegionHandle.of(region, member)
     return known
 
@@ -81,7 +86,7 @@ def handle_of(tiers: CacheTiers, known: RegionHandle | None) -> RegionHandle | N
 class WorkerStep:
     """One step of a worker. vLLM passes it as a `StepMessage`."""
 
-    region: RegionHandle | None  # None: no daemon was reached yet, so nothing is planned
+    region: RegionHandle | None  # None: no daemon is there, so nothing is planned
     plan: bytes  # `StepPlan`: loads, and stores of blocks this step fills
     final_stores: bytes  # `StepPlan`: stores of finished requests; made before the step's compute
     is_idle: bool  # nothing is computed in this step
@@ -163,6 +168,8 @@ class WorkerHalf:
             return
         self._refuse(StepPlan(0, 0, (), self._stores.stores))  # vLLM never reported that their compute was issued
         self._step, self._spoiled = message, False
+        if message.region is None:
+            self._disconnect()  # its memory may be what a restarted daemon lacks
         final_stores = StepPlan.decode(message.final_stores)
         self._stores = StepPlan.decode(message.plan)
         for request_id, blocks in message.lost.items():

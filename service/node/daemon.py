@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 _MAX_OUTPUT: Final = 4 << 20  # bytes a client may leave unread
+_REST: Final = 1 << 16  # bytes read at once of a client that is cut off
 _LARGE: Final = 1 << 20  # bytes of a client's buffers that are given back when it ends
 _MAX_TURN: Final = 16  # reads in a row, so that one client does not occupy the loop
 _MAX_WAIT: Final = 600.0  # seconds
@@ -59,6 +60,7 @@ class Session:
         self._over = False
         self._corked = False  # while a batch of frames is read
         self._blocked = False  # the client's socket buffer is full
+        self._sent_at = 0.0  # when it last took bytes
         self._verbs: dict[
             type[wire.Operation], Callable[[Any], Any]
         ] = {}  # the handler of each operation, once welcomed
@@ -138,16 +140,22 @@ class Session:
         holdings = self.holdings
         if holdings is not None and self.connected and holdings.may_expire(at) and self._ready():
             self._daemon.counts["promises_lapsed"] += holdings.expire(at)
+        if self.connected and self._blocked and at - self._sent_at >= self._daemon.lease_deadline:
+            self.cut_off("it does not read what it is sent", "slow_reader")
 
     def copies_for(self, client: "Session") -> None:
         """Keep that client's blocks until this session's process has ended, too. OSError as `watch`."""
         if self._socket is not None:
             client.processes.watch(self._socket, self.peer)
 
-    def end_connection(self, reason: str) -> None:
-        """Close. Promises are cancelled; leases and reservations stay while a process lives, counted. Idempotent."""
+    def end_connection(self, reason: str, *, is_legible: bool = True) -> None:
+        """Close. Promises are cancelled; leases and reservations stay while a process lives, counted. Idempotent.
+
+        Unless what the client sent `is_legible` to its end, promises become leases: it may have taken them.
+        """
         if self._socket is None:
             return
+        is_read = is_legible and self._has_read_rest()
         self._daemon.loop.forget(self._socket.fileno())
         self._socket.close()
         self._socket = None
@@ -158,11 +166,29 @@ class Session:
         self._num_kept = 0
         self._daemon.buffers.record(self, 0)
         if self.holdings is not None:
-            self.holdings.drop_claims()
+            self.holdings.drop_claims(may_be_taken=not is_read)
         if self.holdings is None or not any(self.holdings.counts) or not self.processes:
             self.end(reason)
         else:
             self._daemon.counts[f"{reason}_holding"] += 1
+
+    def cut_off(self, why: Exception | str, reason: str, *, is_legible: bool = True) -> None:
+        self._daemon.log(f"client {self.peer.pid} is cut off: {why}")
+        self.end_connection(reason, is_legible=is_legible)
+
+    def _has_read_rest(self) -> bool:
+        """Let the client send nothing more, and serve what it took last: a copy may be under way."""
+        assert self._socket is not None
+        if self.holdings is None:
+            return True
+        try:
+            self._socket.shutdown(socket.SHUT_RD)
+            while data := self._socket.recv(_REST):
+                for request in self._reader.feed(data):
+                    self.holdings.take([each for each in request.operations if type(each) is wire.Take])
+        except (OSError, FormatError):
+            return False
+        return True
 
     def end(self, reason: str) -> None:
         """No copy of this client is under way: release all it holds, remove it, count the reason. Idempotent."""
@@ -215,11 +241,9 @@ class Session:
                 if self.holdings is None:
                     self.refuse(error, "malformed")
                 else:
-                    self._daemon.log(f"client {self.peer.pid} is cut off: {error}")
-                    self.end_connection("malformed")
+                    self.cut_off(error, "malformed", is_legible=False)
             except Exception as error:  # one client's input must not end the others' service
-                self._daemon.log(f"client {self.peer.pid} is cut off: {error!r}")
-                self.end_connection("error")
+                self.cut_off(repr(error), "error", is_legible=False)
             self._corked = False
             if self._output or self._reader.num_waiting or self._num_kept:
                 self._flush()
@@ -292,8 +316,7 @@ class Session:
         def done(answer: Any) -> None:
             self._busy = False
             if isinstance(answer, Exception):
-                self._daemon.log(f"client {self.peer.pid} is cut off: {answer!r}")
-                self.end_connection("error")
+                self.cut_off(repr(answer), "error")
             elif self._socket is not None and self.holdings is not None:
                 self._reply(request, [True if answer is None else answer])
             if self.namespace is not None:  # the epoch may have changed: notify all its members
@@ -329,14 +352,19 @@ class Session:
         try:
             if self._output:
                 del self._output[: self._socket.send(self._output)]
+                self._sent_at = now()
         except BlockingIOError:
             pass
         except OSError:
             self.end_connection("died")
             return
+        if self.holdings is not None:
+            self.holdings.num_unread = len(self._output)
+            if self.holdings.waits_for_reader and not self._output:
+                self.holdings.waits_for_reader = False
+                self._daemon.loop.call(self.notify)
         if len(self._output) > _MAX_OUTPUT:
-            self._daemon.log(f"client {self.peer.pid} is cut off: it does not read what it is sent")
-            self.end_connection("slow_reader")
+            self.cut_off("it does not read what it is sent", "slow_reader")
         elif self._blocked != bool(self._output):
             self._blocked = bool(self._output)
             self._daemon.loop.change(self._socket.fileno(), READABLE | WRITABLE if self._blocked else READABLE)
@@ -394,7 +422,8 @@ class Daemon:
         self.refusals = Refusals()
         self.started = now()
         self.limits: dict[str, TenantLimits] = {}  # by cache_salt; on the loop's thread
-        self.buffers: Buffers[Session] = Buffers(self._cut_off)
+        too_much = "it neither ends what it sends nor reads what it is sent"
+        self.buffers: Buffers[Session] = Buffers(lambda session: session.cut_off(too_much, "buffer_full"))
         self.request_log = RequestLog.opened(config.service.request_log, "[service] request_log")
         self.models = Namespaces(config, self.request_log)
         self._sessions: dict[bytes, Session] = {}
@@ -427,12 +456,17 @@ class Daemon:
         models, num_clients = list(self.models), len(self._sessions)
         stores = LastStores(each.hierarchy for each in models)
         for session in list(self._sessions.values()):
+            session.end_connection("shutdown")
+        used = {each for each in models if each.in_use}
+        for session in list(self._sessions.values()):
             session.end("shutdown")
         self.loop.close()
         if self.peer_server is not None:
             self.peer_server.close()
         threads = [
-            threading.Thread(target=each.close, args=(timeout,), name="kvtier-close", daemon=True)
+            threading.Thread(
+                target=each.close, args=(timeout,), kwargs={"is_used": each in used}, name="kvtier-close", daemon=True
+            )
             for each in self.models.clear()
         ]
         for thread in threads:
@@ -627,10 +661,6 @@ class Daemon:
             self._turn_away(connection, peer, f"process {peer.pid} cannot be watched: {fix}")
         else:
             self._sessions[session.client] = session
-
-    def _cut_off(self, session: Session) -> None:
-        self.log(f"client {session.peer.pid} is cut off: it neither ends what it sends nor reads what it is sent")
-        session.end_connection("buffer_full")
 
     def _turn_away(self, connection: socket.socket, peer: Peer, why: str) -> None:
         self.counts["turned_away"] += 1

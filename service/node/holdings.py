@@ -5,7 +5,7 @@ import itertools
 import os
 import socket
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from kvtier.connector.daemon import Peer, pidfd_of, wire
@@ -21,6 +21,7 @@ MAX_BUFFERED: Final = 64 << 20  # bytes of frames not whole yet and of answers n
 MAX_PROCESSES: Final = 256  # that copy for one client
 MAX_HELD: Final = 8192  # claims and leases of one client
 MAX_RESERVATIONS: Final = 8192  # of one client, open at once
+_MAX_UNREAD: Final = 512 << 10  # bytes that a client has not read: above that its other claims are not answered
 _CLIENTS: Final = itertools.count(1)  # their numbers in hints' accounts
 _TENANTS: Final = 16  # accounts of one client; tenants beyond share one by their number
 
@@ -66,41 +67,42 @@ class ClientProcesses:
 
     def __init__(self, loop: Loop, all_ended: Callable[[], None]) -> None:
         self._loop, self._all_ended = loop, all_ended
-        self._pids: dict[int, int] = {}  # by pidfd, of those that live
+        # By pidfd: the pid, and the pidfd's inode (one for all before Linux 6.9), since pids are used again.
+        self._live: dict[int, tuple[int, int]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._pids)
+        return bool(self._live)
 
     @property
     def pids(self) -> list[int]:
         """The live ones; 0 for one in a pid namespace that this process does not see."""
-        return sorted(set(self._pids.values()))
+        return sorted({pid for pid, _ in self._live.values()})
 
     def watch(self, connection: socket.socket, peer: Peer) -> int:
         """Watch the process that connected; returns its pidfd's inode, which identifies it. OSError."""
         fd = pidfd_of(connection, peer)
         process = os.fstat(fd).st_ino
-        if peer.pid and peer.pid in self._pids.values():
+        if peer.pid and (peer.pid, process) in self._live.values():
             os.close(fd)
-        elif len(self._pids) >= MAX_PROCESSES:
+        elif len(self._live) >= MAX_PROCESSES:
             os.close(fd)
             raise OSError(f"more than {MAX_PROCESSES} processes")
         else:
-            self._pids[fd] = peer.pid
+            self._live[fd] = peer.pid, process
             self._loop.watch(fd, lambda events: self._ended(fd))
         return process
 
     def forget(self) -> None:
-        for fd in self._pids:
+        for fd in self._live:
             self._loop.forget(fd)
             os.close(fd)
-        self._pids.clear()
+        self._live.clear()
 
     def _ended(self, fd: int) -> None:
         self._loop.forget(fd)
         os.close(fd)
-        del self._pids[fd]
-        if not self._pids:
+        del self._live[fd]
+        if not self._live:
             self._all_ended()
 
 
@@ -125,6 +127,8 @@ class Holdings:
         self._renewed: dict[int, float] = {}  # claim answered → when the client last renewed it
         self.waiting: dict[int, Claim] = {}  # those of the claims that have no answer yet
         self.news: list[wire.News] = []  # answers of claims; the sender empties it
+        self.num_unread = 0  # bytes of `news`, and of what the client has not read; the sender sets it
+        self.waits_for_reader = False  # some of the claims; the sender looks again, and unsets it
         self._client = next(_CLIENTS)  # this client's number in hints' accounts
         self._leases: dict[int, Lease] = {}
         self._reservations: dict[int, Reservation] = {}
@@ -138,11 +142,12 @@ class Holdings:
             wire.Ask: self._ask,
             wire.Renew: self._renew,
             wire.Cancel: self._cancel,
-            wire.Take: self._take,
+            wire.Take: lambda op: self.take([op]),
             wire.Release: self._release,
             wire.Reserve: self._reserve,
             wire.ReserveAt: self._reserve_at,
             wire.Preallocate: self._preallocate,
+            wire.Offer: lambda op: (self._reserve(op), self._tiers.is_short),
             wire.Seal: self._seal,
             wire.Abandon: self._abandon,
             wire.Computed: lambda op: self._hierarchy.computed(op.num_tokens, op.seconds, op.position),
@@ -158,6 +163,9 @@ class Holdings:
 
     def look(self) -> None:
         for number in list(self.waiting):
+            if self.num_unread >= _MAX_UNREAD:
+                self.waits_for_reader = True
+                return
             self._look(number)
 
     def publish(self) -> None:
@@ -181,8 +189,15 @@ class Holdings:
         since = [self._preallocated_at, *self._renewed.values()] if self._preallocated else self._renewed.values()
         return any(at - each >= self._lease_deadline for each in since)
 
-    def drop_claims(self) -> None:
-        """The client has disconnected: cancel what it was promised and has not taken; no copy was planned for it."""
+    def drop_claims(self, *, may_be_taken: bool = False) -> None:
+        """The client has disconnected: cancel what it was promised and has not taken; no copy was planned for it.
+
+        `may_be_taken`: a `Take` may be unread, and its copy under way. So promises become leases.
+        """
+        if may_be_taken:
+            for number in self._renewed:
+                self._leases[number] = self._hierarchy.lease(self._claims.pop(number))
+            self._renewed.clear()
         for number in list(self._claims):
             self._drop(number)
 
@@ -222,7 +237,10 @@ class Holdings:
             names, op.parent, op.num_l1, block_size=op.block_size, overlap=op.overlap, trace=trace
         )
         self._claims[number] = self.waiting[number] = claim
-        self._look(number)
+        if self.num_unread < _MAX_UNREAD:
+            self._look(number)
+        else:
+            self.waits_for_reader = True
 
     def expect(self, traces: wire.Traces) -> None:
         """What a request's operations belong to, if this daemon traces, too."""
@@ -254,6 +272,7 @@ class Holdings:
         children = claim.children if self._takes_parts else ()
         news = wire.News(number, found, claim.refusal, good_for, slots, generations, children, claim.split)
         self.news.append(news)
+        self.num_unread += len(slots) + len(generations)
 
     def _renew(self, op: wire.Renew) -> None:
         self._renewed |= dict.fromkeys(self._renewed.keys() & op.claims, now())
@@ -262,8 +281,8 @@ class Holdings:
         for number in op.claims:
             self._drop(number)
 
-    def _take(self, op: wire.Take) -> None:
-        for number in op.claims:
+    def take(self, operations: Sequence[wire.Take]) -> None:
+        for number in [number for each in operations for number in each.claims]:
             if self._renewed.pop(number, None) is not None:
                 self._leases[number] = self._tiers.lease(self._claims.pop(number))  # nothing is left to cancel
 
@@ -281,15 +300,19 @@ class Holdings:
                 claim.trace.end()
 
     def _reserve(self, op: wire.Reserve) -> wire.Grants:
-        wanted = self._wanted(op)
+        self._tiers.is_short, wanted = False, self._wanted(op)
         lengths = [len(each.hashes) for each in wanted]
         if len(self._reservations) + len(lengths) > MAX_RESERVATIONS or max(lengths, default=0) > wire.MAX_ITEMS:
             self._hierarchy.metrics.dropped(L2, Outcome.QUEUE_FULL, sum(lengths))
             return wire.pack_grants([None] * len(lengths))
         try:
-            reservations = self._tiers.reserve(wanted)
+            reservations = self._tiers.reserve(wanted, may_retry=isinstance(op, wire.Offer))
         except ValueError as error:  # a name given twice; the slots reserved before are abandoned
             raise FormatError(str(error)) from None
+        if self._tiers.is_short and isinstance(op, wire.Offer) and not op.keeps:
+            ends = [0 if each is None else each.indices[-1] + 1 if each.indices else -1 for each in reservations]
+            num_lost = sum([length - end for length, end in zip(lengths, ends, strict=True) if end >= 0])
+            self._hierarchy.metrics.dropped(L2, Outcome.NO_SLOT, num_lost)
         for number, reservation in enumerate(reservations, op.first):
             if reservation is not None and reservation.hashes:
                 self._reservations[number] = reservation

@@ -77,10 +77,11 @@ class Namespace:
     def __post_init__(self) -> None:
         self.hierarchy = self.tiers.hierarchy
 
-    def close(self, timeout: float = 5.0) -> None:
+    def close(self, timeout: float = 5.0, *, is_used: bool = False) -> None:
+        """`is_used`: a client's copy may be under way. Else idle clients that still map its memory keep none of it."""
         if self.lent is not None:
             self.lent.close()
-        self.hierarchy.close(timeout)
+        self.hierarchy.close(timeout, for_all=not is_used)
 
     def require_alike(self, packed: bytes | None) -> None:
         """KVMismatch if a client's model computes other KV than the tiers hold. FormatError if this is no probe."""

@@ -452,6 +452,7 @@ class ServedTiers:
         self.seen = SeenRequests(fingerprint, log)
         self.recorder: TraceRecorder | None = None  # while a trace is recorded
         self.feed: TierFeed | None = None  # if KV events are published
+        self.is_short = False  # as `Hierarchy`'s
         self._missed: OrderedDict[ChainHash, float] = OrderedDict()  # last block looked up → when it last missed
 
     def reload(self, config: Config) -> None:
@@ -504,8 +505,11 @@ class ServedTiers:
     def reserve(self, wanted: Sequence[Wanted], *, may_retry: bool = False) -> list[Reservation | None]:
         tenants = self._note_stores(wanted)
         if not (self.quotas.binds and any(map(self.quotas.bound, tenants))):
-            return self.hierarchy.reserve(wanted)
-        return [self._reserve(each) for each in wanted]
+            reservations = self.hierarchy.reserve(wanted, may_retry=may_retry)
+            self.is_short = self.hierarchy.is_short
+            return reservations
+        self.is_short = False
+        return [self._reserve(each, may_retry=may_retry) for each in wanted]
 
     def preallocate(self, count: int) -> tuple[list[int], list[int]]:
         """As `Hierarchy.preallocate`; none if a quota binds, since a slot without a name has no tenant."""
@@ -535,14 +539,16 @@ class ServedTiers:
                 self.past.record(each.hashes)
         return tenants
 
-    def _reserve(self, wanted: Wanted) -> Reservation | None:
+    def _reserve(self, wanted: Wanted, *, may_retry: bool) -> Reservation | None:
         room = self.quotas.room(wanted)
         if room < len(wanted.hashes):
             self.hierarchy.metrics.dropped(L2, Outcome.QUOTA, len(wanted.hashes) - room)
             self.hierarchy.host.pool.not_stored(wanted.hashes[room:], Outcome.QUOTA)
         if not room and wanted.hashes:
             return None
-        (reservation,) = self.hierarchy.reserve([replace(wanted, hashes=wanted.hashes[:room])])
+        wanted = replace(wanted, hashes=wanted.hashes[:room])
+        (reservation,) = self.hierarchy.reserve([wanted], may_retry=may_retry)
+        self.is_short |= self.hierarchy.is_short
         if reservation is not None:
             self.quotas.took(wanted.tenant, reservation.hashes, reservation.parents)
         return reservation

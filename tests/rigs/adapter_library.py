@@ -63,9 +63,57 @@ class Router(torch.nn.Module):
     __module__ = "peft.tuners.xlora.layer"
 
 
+class _Wrapper(torch.nn.Module):
+    """Has the attributes of what it wraps."""
+
+    inner: str
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__(self.inner), name)
+
+    def forward(self, input_ids: torch.Tensor, cache: Any = None, **options: Any) -> Any:
+        return self._modules[self.inner](input_ids, cache=cache, **options)  # type: ignore[misc]
+
+
+class Tuner(_Wrapper):
+    """What holds a model with adapters, as `peft.tuners.lora.LoraModel`."""
+
+    inner = "model"
+    __module__ = "peft.tuners.lora.model"
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+class ForCausalLM(_Wrapper):
+    """What users have, as `peft.PeftModelForCausalLM`: while it generates, its tuner has a method of its own."""
+
+    inner = "base_model"
+    __module__ = "peft.peft_model"
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.base_model: Any = Tuner(model)
+        self.base_model_prepare_inputs_for_generation = model.prepare_inputs_for_generation
+
+    def prepare_inputs_for_generation(self, *arguments: Any, **options: Any) -> Any:
+        return self.base_model_prepare_inputs_for_generation(*arguments, **options)
+
+    def generate(self, *arguments: Any, **options: Any) -> Any:
+        self.base_model.prepare_inputs_for_generation = self.prepare_inputs_for_generation
+        try:
+            return self.base_model.generate(*arguments, **options)
+        finally:
+            self.base_model.prepare_inputs_for_generation = self.base_model_prepare_inputs_for_generation
+
+
 def installed(monkeypatch: Any) -> None:
     """Have the classes' code count as PEFT's while a test runs."""
-    for kind in (LoraLinear, Router):
+    for kind in (LoraLinear, Router, Tuner, ForCausalLM):
         monkeypatch.setitem(sys.modules, kind.__module__, ModuleType(kind.__module__))
     monkeypatch.setitem(globals(), "__name__", PACKAGE)
 

@@ -106,7 +106,7 @@ class ScriptedTiers:
     def count(self, found: Attribution, missing: Outcome | None = Outcome.ABSENT, causes: Causes | None = None) -> None:
         self.metrics.looked_up(found, missing)
 
-    is_late = is_short = sends_later = False
+    is_late = is_short = sends_later = offers_again = False
 
     def reserve(self, wanted: Sequence[Wanted], *, may_retry: bool = False) -> list[None]:
         return [None] * len(wanted)

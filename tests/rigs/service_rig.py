@@ -238,8 +238,8 @@ def where(tiers: CacheTiers, chain: TokenChain) -> Attribution:
 def verify(tiers: CacheTiers, lease: Lease) -> None:
     """I1: the leased slots hold the bytes of the leased names."""
     region = tiers.region
-    assert region is not None
     for slot, chain_hash in zip(lease.slots, lease.hashes, strict=True):
+        assert region is not None
         assert bytes(region.slot(slot)) == payload_of(chain_hash, region.slot_bytes)
 
 

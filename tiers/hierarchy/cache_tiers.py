@@ -210,6 +210,9 @@ class BlockStores(Protocol):
     Only `reserve` may wait for an answer, once for a whole step and up to a deadline of its own.
     """
 
+    offers_again: bool
+    """Set by the caller: while there is a tier below L2 it retries what finds no slot, else it counts it at once."""
+
     is_late: bool
     """Whether the last `reserve` got no slots because no answer came in time."""
 

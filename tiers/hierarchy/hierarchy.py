@@ -58,7 +58,7 @@ class Hierarchy:
     order: `_lock` → the pool's, a port's, a queue's or a tier's index lock; never held across I/O.
     """
 
-    is_late = sends_later = False
+    is_late = sends_later = offers_again = False
 
     def __init__(
         self,
@@ -298,10 +298,10 @@ class Hierarchy:
         queues_idle = self.stores.sealing_queue.idle and all(port.queue.idle for port in self.ports)
         return queues_idle and self.promoter.idle
 
-    def close(self, timeout: float = 5.0) -> None:
+    def close(self, timeout: float = 5.0, *, for_all: bool = False) -> None:
         """Drain, drop what is left (counted), close every tier: within `timeout` seconds altogether. Idempotent.
 
-        Does nothing in a forked child.
+        Does nothing in a forked child. `for_all`: as `HostRegion.close`.
         """
         if self._closed or self._pid != os.getpid():
             return
@@ -313,7 +313,7 @@ class Hierarchy:
         for port in self.ports:
             port.close(max(0.0, deadline - time.monotonic()))
         self.stores.close()
-        self.host.close()
+        self.host.region.close(for_all=for_all)
 
     # inside
 

@@ -240,6 +240,16 @@ class ProbedOpening:
     def _pass_on(self) -> None:
         if self._tier is not None and self._probe is not None:
             self._tier.set_kv_probe(self._probe.packed())
+            self._tier.compares_kv(partial(self._compare_again, self._tier))
+
+    def _compare_again(self, tier: Tier) -> None:
+        """The tier may have been emptied or reset: keep the probe there, unless another model was first."""
+        try:
+            self._compare(tier)
+            self._keep(tier)
+        except KVMismatch as error:
+            _log.warning("%s; nothing there is used until it is reset", error)
+            raise
 
     def _keep(self, tier: Tier) -> None:
         if self.kept is None and self._probe is not None:

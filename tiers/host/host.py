@@ -155,8 +155,13 @@ class HostRegion:
         """A device may still write here: `close` leaves the memory mapped and pinned."""
         self._kept = True
 
-    def close(self) -> None:
-        """Unpin and unmap; idempotent. Memory that a slot's view still shows is unmapped with the last such view."""
+    def close(self, *, for_all: bool = False) -> None:
+        """Unpin and unmap; idempotent. Memory that a slot's view still shows is unmapped with the last such view.
+
+        `for_all`: no process copies from or to it: its memory is free though others still map it.
+        """
+        if for_all and self.num_slots and not self._kept:
+            memory.free_everywhere(self.address, self.array.nbytes)
         self._closing.set()
         self.wait_prefaulted(None)
         if self._kept:

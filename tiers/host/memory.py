@@ -25,6 +25,7 @@ _MAP_FIXED: Final = 0x10
 _MAP_ANONYMOUS: Final = 0x20
 _MAP_NORESERVE: Final = 0x4000
 _MAP_FIXED_NOREPLACE: Final = 0x100000  # Linux 4.17
+_MADV_REMOVE: Final = 9
 _MADV_DONTFORK: Final = 10
 _MADV_HUGEPAGE: Final = 14
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
@@ -67,6 +68,11 @@ def collapse(address: int, num_bytes: int) -> bool:
     for offset in range(0, length, HUGE_PAGE):
         populate(address + offset, PAGE)
     return bool(_madvise(address, length, _MADV_COLLAPSE) == 0)
+
+
+def free_everywhere(address: int, num_bytes: int) -> None:
+    """Give shared memory's pages back, whoever maps it: they are zeros from then on."""
+    _madvise(address, num_bytes, _MADV_REMOVE)
 
 
 def advise_no_fork(address: int, num_bytes: int) -> None:

@@ -51,6 +51,7 @@ class ObjectEpoch(SharedEpoch):
         known, number = self._known, self._stored(deadline)
         if number < max(known, 1):
             number = known or time.time_ns() // 1000
+            self.num_begun += 1
             self._bucket.put(self._key, [format_epoch(number)])
         with self._lock:
             self._take(number)
@@ -75,6 +76,7 @@ _MOST_TABLES: Final = 16  # read at once
 _MOST_LOGGED: Final = 16
 _BAD: Final = (Outcome.CHECKSUM, Outcome.KEY_MISMATCH)
 _EPOCH_CHANGED: Final = StorageFailed(Outcome.EPOCH, "reset meanwhile")
+_OTHER_KV: Final = StorageFailed(Outcome.IO_ERROR, "blocks may be another model's")
 
 
 class ObjectStore(SharedTier):
@@ -127,7 +129,7 @@ class ObjectStore(SharedTier):
         as the first one, so more and more of them are read at once.
         """
         deadline = self._deadline(0)
-        epoch = self._current(deadline)
+        epoch = self._usable(deadline)
         if isinstance(epoch, StorageFailed):
             return self._located(0, epoch)
         found, step, width = self._index.leading(hashes), 1, 1
@@ -148,7 +150,7 @@ class ObjectStore(SharedTier):
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
         require_buffers(len(hashes), into, self.space.slot_bytes)
         deadline = self._deadline(len(hashes))
-        epoch = self._current(deadline)
+        epoch = self._usable(deadline)
         results: list[BlockRecord | Outcome]
         if isinstance(epoch, StorageFailed):
             results = [epoch.outcome] * len(hashes)
@@ -164,7 +166,7 @@ class ObjectStore(SharedTier):
         """As `Tier.write`. After a failure the rest of the chain is PARENT_FAILED."""
         require_records(records, payloads, self.space.slot_bytes, self.space.block_size)
         deadline = self._deadline(len(records))
-        epoch = self._current(deadline)
+        epoch = self._usable(deadline)
         done, failure = 0, epoch if isinstance(epoch, StorageFailed) else None
         if not isinstance(epoch, StorageFailed):
             done, failure = self._write(records, payloads, epoch, deadline)
@@ -237,6 +239,11 @@ class ObjectStore(SharedTier):
         if isinstance(epoch, StorageFailed):
             raise explanation(self._config, epoch)
         return deadline, self.space.kv_probe_key(epoch)
+
+    def _usable(self, deadline: float) -> int | StorageFailed:
+        """The epoch for blocks, or why there is none."""
+        epoch = self._current(deadline)
+        return _OTHER_KV if not isinstance(epoch, StorageFailed) and self._is_other_kv() else epoch
 
     def _current(self, deadline: float) -> int | StorageFailed:
         """The epoch of all processes, or why it is not known."""

@@ -82,6 +82,7 @@ class Epoch(SharedEpoch):
         answer = seen
         known, number = self._known, parse_epoch(seen)
         if number < max(known, 1) and (not isinstance(seen, Refusal) or seen.code == _NOT_OURS):
+            self.num_begun += 1
             only_new = [b"NX"] if there == 0 else []  # another process may write its own right now
             write = command(b"SET", self._key, format_epoch(known or time.time_ns() // 1000), *only_new)
             answer, seen = self._batches.ask(self._key, [write, get], deadline)
@@ -297,6 +298,8 @@ class RedisStore(SharedTier):
         epoch = self._epoch.value
         if epoch is None:  # reset just now
             return [Outcome.EPOCH] * len(hashes)
+        if self._is_other_kv():
+            return [Outcome.IO_ERROR] * len(hashes)
         answers, seen = self._batches.run(hashes, epoch, deadline, work)
         return answers if self._epoch.learn(epoch, seen) else [Outcome.EPOCH] * len(hashes)
 

@@ -5,12 +5,14 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
 
-from kvtier.tiers import BlockRecord, Outcome, Tier
+from kvtier.tiers import BlockRecord, KVMismatch, KVTierError, Outcome, Tier
 from kvtier.tiers.config import ObjectsConfig, RedisConfig
 from kvtier.tiers.shared.changes import SharedChanges
 from kvtier.tiers.shared.forms import RecordForm
+
+_COMPARED: Final = 30.0  # seconds that a comparison of KV probes is valid: a full server evicts them without notice
 
 
 class StorageFailed(Exception):
@@ -39,6 +41,7 @@ class SharedEpoch(ABC):
         self._lock = threading.Lock()  # guards what follows; never held across I/O
         self._known = 0  # the highest seen, or wanted by a reset
         self._agreed = False  # the storage has it
+        self.num_begun = 0  # epochs that began, or that the storage had lost: whatever it keeps for one is gone
 
     @property
     def value(self) -> int | None:
@@ -79,6 +82,7 @@ class SharedEpoch(ABC):
         """The storage has this epoch now. It does not count if a reset has raised ours meanwhile. Under `_lock`."""
         if number >= self._known:
             if number > self._known:
+                self.num_begun += 1
                 self._forget()
             self._known, self._agreed = number, True
 
@@ -121,6 +125,9 @@ class SharedTier(Tier):
         self._saved = form.saved
         self._config, self._record_bytes = config, record_bytes
         self._name = name
+        self._compare: Callable[[], None] | None = None
+        self._compared = self._refused = -1  # `num_begun` of the epoch in which the storage's probe agreed, or did not
+        self._compare_at = 0.0
         self._closing = threading.Lock()  # guards what follows, and `_is_closed`; never held across I/O
         self._resetting: threading.Thread | None = None
 
@@ -132,6 +139,25 @@ class SharedTier(Tier):
                 name, deadline = f"kvtier-{self._name}-reset", self._deadline(0)
                 self._resetting = threading.Thread(target=self._epoch.settle, args=(deadline,), name=name, daemon=True)
                 self._resetting.start()
+
+    def compares_kv(self, compare: Callable[[], None]) -> None:
+        self._compare = compare
+
+    def _is_other_kv(self) -> bool:
+        """Whether blocks of this epoch may be another model's: its KV probe is, or cannot be read now."""
+        begun, now = self._epoch.num_begun, time.monotonic()
+        if self._compare is None or (self._compared == begun and now < self._compare_at):
+            return False
+        if self._refused != begun:
+            try:
+                self._compare()
+            except KVMismatch:
+                self._compared, self._refused = -1, begun
+            except KVTierError:  # no answer: the next call compares again
+                return True
+            else:
+                self._compared, self._compare_at = begun, now + _COMPARED
+        return self._refused == begun
 
     def stats(self) -> Mapping[str, int]:
         """Counts since open: {verb}_{outcome}, evicted; with compression also saved_{way}, in bytes."""

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from at_once import at_once
-from doubles import BLOCK_SIZE, SLOT_BYTES, FakeClock, chain_of, wait_until
+from doubles import BLOCK_SIZE, SLOT_BYTES, FakeClock, chain_of, payload_of, wait_until
 from service_rig import (
     FINGERPRINT,
     PATIENCE,
@@ -33,10 +34,12 @@ from service_rig import (
     records,
     store,
     unpack_request,
+    verify,
     wanted,
     where,
 )
 
+from kvtier.connector import SchedulerSide, WorkerReport
 from kvtier.connector.daemon import wire
 from kvtier.connector.daemon.client import RemoteTiers
 from kvtier.tiers.errors import ConfigError
@@ -287,6 +290,89 @@ def test_slots_that_a_device_may_still_write_to_stay_the_clients(client: Client,
     [namespace] = daemon.daemon.call(daemon.daemon.namespaces)
     assert namespace.hierarchy.host.pool.counts().filling == 4
     other.close()
+    daemon.close()
+
+
+def test_memory_of_a_daemon_that_is_gone_is_free_for_the_next_one(client: Client, path: Path) -> None:
+    """A machine may have room for it once."""
+    daemon = DaemonThread(path, host={"size": 16 * SLOT_BYTES})
+    tiers, chain = client(), chain_of(4)
+    store(tiers, chain)
+    claim, _ = ask(tiers, chain)
+    lease, region, epoch = tiers.lease(claim), tiers.region, tiers.epoch
+    assert region is not None
+    daemon.close()
+    wait_until(lambda: not attached(tiers) and bool(tiers.wanting))
+    tiers.tick()
+    assert tiers.region is region  # a copy may be under way
+    verify(tiers, lease)
+    lease.release()
+    wait_until(lambda: not attached(tiers) and tiers.region is None)
+    assert region.num_slots == tiers.num_slots == 0
+    assert tiers.reserve([wanted(chain)]) == [None]
+    assert load(tiers, chain) == 0
+    daemon = DaemonThread(path, host={"size": 16 * SLOT_BYTES})
+    wait_until(lambda: attached(tiers))
+    assert tiers.epoch > epoch
+    assert store(tiers, chain) == load(tiers, chain) == 4
+    tiers.close()
+    daemon.check()
+    daemon.close()
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_daemon_that_ends_frees_its_memory_though_idle_clients_map_it(
+    client: Client, path: Path, copies: bool
+) -> None:
+    daemon = DaemonThread(path, host={"size": 64 * SLOT_BYTES})
+    tiers, chain = client(), chain_of(4)
+    store(tiers, chain)
+    claim, _ = ask(tiers, chain)
+    lease, region = tiers.lease(claim), tiers.region
+    assert region is not None
+    assert region.fd is not None
+    if not copies:
+        lease.release()
+        tiers.tick()
+        wait_until(lambda: not any(client.leases for client in daemon.daemon.call(daemon.daemon.clients)))
+    assert os.fstat(region.fd).st_blocks > 0
+    daemon.close()
+    assert (os.fstat(region.fd).st_blocks > 0) == copies
+    if copies:
+        verify(tiers, lease)
+        lease.release()
+
+
+def test_what_finds_no_room_is_offered_again_and_counted_once(client: Client, path: Path, tmp_path: Path) -> None:
+    daemon = DaemonThread(path, host={"size": 8 * SLOT_BYTES}, file={"path": str(tmp_path), "size": "4MiB"})
+    tiers, chain = client(), chain_of(32)
+    side = SchedulerSide(tiers)
+    side.admit(SimpleNamespace(request_id="long", chain=chain, num_tokens=32 * BLOCK_SIZE + 1))
+    side.store("long", 0, range(32))
+    region, num_steps = tiers.region, 0
+    assert region is not None
+    while not side.idle:
+        plan = side.build_plan()
+        for op in plan.stores:
+            for slot, block in zip(op.host_slots, op.device_blocks, strict=True):
+                region.slot(slot)[:] = payload_of(chain.hashes[block])
+        side.update(WorkerReport(tuple(op.op_id for op in plan.stores)))
+        assert tiers.drain(PATIENCE)
+        num_steps += 1
+    assert num_steps > 1
+    assert where(tiers, chain).miss == 0
+    assert drops(tiers, Outcome.NO_SLOT) == 0
+    # Where the engine cannot keep its blocks that is counted at once, on both sides.
+    side = SchedulerSide(tiers, keeps_blocks=False)
+    other = chain_of(32, first_token=1000)
+    side.admit(SimpleNamespace(request_id="other", chain=other, num_tokens=32 * BLOCK_SIZE + 1))
+    side.store("other", 0, range(32))
+    [op] = side.build_plan().stores
+    [namespace] = daemon.daemon.call(daemon.daemon.namespaces)
+    assert drops(tiers, Outcome.NO_SLOT) == drops(namespace.hierarchy, Outcome.NO_SLOT) == 32 - len(op.host_slots) > 0
+    side.close()
+    tiers.close()
+    daemon.check()
     daemon.close()
 
 

@@ -127,6 +127,16 @@ def test_version_8_says_whether_promises_may_end_inside_a_block() -> None:
     assert wire.pack_handshake(said, 7) == wire.pack_handshake(replace(said, takes_parts=True), 7)
 
 
+def test_version_10_offers_what_may_find_no_room() -> None:
+    offer = wire.Offer.of(9, [Wanted([A], P, T), Wanted([B], A, T, is_rest=True)], keeps=True)
+    frame = wire.pack_request(1, [offer])
+    assert frame[4:] == bytes.fromhex(f"92 01 91 99 13 09 c410{one}{one} c440{a}{b} c440{p}{a} c440{t}{t} 90 9101 c3")
+    assert unpack_request(body_of(frame)) == (1, [offer])
+    assert [each.is_rest for each in offer.wanted()] == [False, True]
+    with pytest.raises(FormatError, match="out of range"):
+        replace(offer, rest=[2]).wanted()
+
+
 def test_version_9_says_what_is_traced_if_anything_is() -> None:
     span = f"00-{'ab' * 16}-{'cd' * 8}-01"
     frame = wire.pack_request(1, [wire.Cancel([3])], [(7, span)])

@@ -156,6 +156,20 @@ def test_assisted_decoding_continues_after_loaded_tokens(open_tier: Open, kind: 
     assert assert_exact(kv, model, expected[0, 5:].tolist()) == (90 + 24 - 1) // BLOCK * BLOCK
 
 
+@pytest.mark.parametrize("way", ["lookup", "assistant"])
+def test_an_assisted_answer_after_a_hit_is_kept_without_a_variant(open_tier: Open, way: str) -> None:
+    model = model_of("llama")
+    tokens = torch.tensor([(prompt(1, 12) * 8)[:90]])
+    options: dict[str, Any] = NEW | {"do_sample": False, "eos_token_id": 9999}
+    options |= {"prompt_lookup_num_tokens": 4} if way == "lookup" else {"assistant_model": model_of("llama")}
+    kv = open_tier(model)
+    kv.generate(tokens[:, :50], **NEW, do_sample=False)
+    answer = kv.generate(tokens, **options)
+    assert kv.num_cached_tokens == 50 // BLOCK * BLOCK
+    assert kv._is_sure  # what is put on the model for the call is no change of it
+    assert assert_exact(kv, model, answer[0].tolist()) == (90 + 24 - 1) // BLOCK * BLOCK
+
+
 def test_what_an_adapter_library_put_on_the_model_stays_there(open_tier: Open) -> None:
     model = model_of("llama")
     own, num_prepared = model.prepare_inputs_for_generation, 0

@@ -14,9 +14,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from _architectures import ARCHITECTURES
-from adapter_library import LoraLinear, Router, each, installed, with_adapters
+from adapter_library import ForCausalLM, LoraLinear, Router, each, installed, with_adapters
 from extent import brief
-from kv_tier_rig import GREEDY, Open, tiers_over
+from kv_tier_rig import GREEDY, Open, assert_exact, tiers_over
 from safetensors.torch import save_file
 from state_models import CONFIGS, config_of
 from tiny_models import SIZES, plain, prompt
@@ -290,6 +290,45 @@ def test_each_matrix_of_each_layer_changed_past_the_counters_shows() -> None:
             assert not watch.holds()
             weight.data.mul_(-1.0)
             assert watch.holds()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"prompt_lookup_num_tokens": 4, "eos_token_id": 9999}], ids=["plain", "assisted"]
+)
+def test_a_model_in_an_adapter_librarys_wrapper_keeps_what_it_computes(
+    open_tier: Open, options: dict[str, Any]
+) -> None:
+    model = bare()
+    with_adapters(model, a=1)
+    wrapped: Any = ForCausalLM(model).eval()
+    kv, tokens = open_tier(wrapped), torch.tensor([(prompt(1, 12) * 8)[:90]])
+    kv.generate(tokens[:, :50], **GREEDY)
+    answer = kv.generate(tokens, **GREEDY | options)
+    assert kv.num_cached_tokens == 48
+    assert torch.equal(answer, wrapped.generate(tokens, **GREEDY | options))
+    assert assert_exact(kv, wrapped, answer[0].tolist()) == (answer.shape[1] - 1) // 16 * 16
+
+
+def test_weights_made_in_inference_mode_have_no_name_without_a_variant(
+    open_tier: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    auto: Any = AutoModelForCausalLM
+    with torch.inference_mode():
+        model = auto.from_config(LlamaConfig(**SIZES)).eval()
+    kv = open_tier(model)
+    for _ in range(2):
+        assert answered(kv) == 0
+    assert "embed_tokens.weight was made in torch.inference_mode(), where torch notes no change of it" in caplog.text
+    kv = open_tier(model, variant="as loaded")
+    answered(kv)
+    assert answered(kv) == HELD
+    # Others' changes count in that mode, too.
+    model = bare()
+    kv = open_tier(model)
+    answered(kv)
+    with torch.inference_mode():
+        model.model.layers[0].self_attn.k_proj.weight[0] += 1.0
+    assert answered(kv) == 0
 
 
 def halved(model: Any) -> Any:

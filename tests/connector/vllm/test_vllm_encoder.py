@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from doubles import wait_until
+from service_rig import PATIENCE, DaemonThread, attached
 
+from kvtier.connector.daemon.client import RemoteTiers
+from kvtier.connector.daemon.wire import Hello
 from kvtier.connector.vllm import encoder
 from kvtier.connector.vllm.encoder import (
     EncoderReport,
@@ -169,6 +173,66 @@ def test_nothing_is_promised_before_every_rank_has_mapped_l2(tmp_path: Path) -> 
         engine.step({"t": [(CAT, 40, 24)]}, {})
         engine.half.finished("t", [CAT])
         assert all(torch.equal(cache[CAT], cat) for cache in engine.caches)
+
+
+def test_ranks_of_later_pipeline_stages_are_not_taken_for_those_that_load(tmp_path: Path) -> None:
+    with closing(Engine(tmp_path / "slab")) as engine:
+        later = EncoderWorker(torch.device("cpu"), encodes=False)
+        message = engine.half.build([], is_idle=True, stores=True)
+        later.begin(message)
+        engine.half.update(later.take_report())  # vLLM asks them in idle steps, too
+        assert not engine.half._is_mapped
+        engine.step({}, {})
+        assert engine.half._is_mapped
+        engine.ask([(CAT, 40, 24)], {CAT: output(1, 40)})
+        engine.evict()
+        message, cache = engine.step({"r": [(CAT, 40, 24)]}, {}), dict[str, torch.Tensor]()
+        later.begin(message)
+        later.load(cache)
+        assert (cache, later.take_report()) == ({}, EncoderReport())
+        engine.half.finished("r", [CAT])
+
+
+def test_a_daemon_that_restarts_within_a_store_ends_that_store_alone(home: Path) -> None:
+    """The next one may have fewer slots, and nobody writes to those of the former."""
+    hello = Hello(FINGERPRINT, SHAPE.block_size, SHAPE.block_bytes, 0, reset=False)
+    daemon = DaemonThread(home / "s", host={"size": 256 * SHAPE.block_bytes})
+    tiers = RemoteTiers(home / "s", hello, PATIENCE, deadline=PATIENCE)
+    half, worker = EncoderScheduler(SHAPE, tiers, FINGERPRINT, None, 1), EncoderWorker(torch.device("cpu"))
+    assert half.is_ready("r", [(CAT, 600, 24)], loads=True)
+    assert not half.has(CAT)
+    half.scheduled(CAT)
+    message = half.build([], is_idle=False, stores=True)
+    daemon.close()
+    daemon = DaemonThread(home / "s", host={"size": 32 * SHAPE.block_bytes})
+    wait_until(lambda: attached(tiers))
+    worker.begin(message)  # its memory is gone, or still there: the store fails
+    worker.save(CAT, output(1, 600))
+    half.update(worker.take_report())
+    assert not half._writing
+    worker.begin(half.build([CAT], is_idle=True, stores=True))
+    half.update(worker.take_report())
+    half.finished("r", [CAT])
+    dog = output(2, 40)
+    assert half.is_ready("s", [(DOG, 40, 24)], loads=True) or not half.has(DOG)
+    half.scheduled(DOG)
+    worker.begin(half.build([], is_idle=False, stores=True))
+    worker.save(DOG, dog)
+    half.update(worker.take_report())
+    half.finished("s", [DOG])
+    assert tiers.drain(PATIENCE)
+    wait_until(lambda: half.is_ready("t", [(DOG, 40, 24)], loads=True) and half.has(DOG))
+    half.scheduled(DOG)
+    cache: dict[str, torch.Tensor] = {}
+    worker.begin(half.build([DOG], is_idle=False, stores=True))
+    worker.load(cache)
+    assert torch.equal(cache[DOG], dog)
+    half.update(worker.take_report())
+    half.finished("t", [DOG])
+    worker.close()
+    half.close()
+    daemon.check()
+    daemon.close()
 
 
 def test_slots_stay_leased_until_every_rank_has_read_them(tmp_path: Path) -> None:

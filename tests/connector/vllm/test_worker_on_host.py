@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from kvtier.connector.plan import CopyOp, StepPlan
 from kvtier.connector.vllm.slots import GroupLane, SlotPlan
-from kvtier.connector.vllm.worker import RegionHandle, WorkerHalf, WorkerStep
+from kvtier.connector.vllm.worker import RegionHandle, WorkerHalf, WorkerStep, handle_of
 from kvtier.tiers.host.host import HostRegion
 
 BLOCKS, SLOTS, HEADS, TOKENS, CONTENT = 8, 8, 2, 8, 64
@@ -115,6 +117,31 @@ def test_a_runner_without_a_hook_before_the_step_starts_loads_once_too(rank: Ran
     rank.half.start_store(message)
     assert rank.ended() == (7,)
     assert rank.holds(3, 2)
+
+
+def test_a_step_planned_as_the_daemon_restarted_loads_from_the_memory_it_was_planned_for(rank: Rank) -> None:
+    tiers: Any = SimpleNamespace(region=rank.region)
+    message = rank.message(LOAD)
+    plan = StepPlan.decode(message.plan)
+    known = handle_of(tiers, None, plan)
+    assert known == message.region
+    other = HostRegion.allocate(SLOTS, rank.region.slot_bytes, shared=True, prefault=False)
+    other.array[:] = 99
+    tiers.region = other  # between the lease and the plan's end
+    rank.half.begin(replace(message, region=handle_of(tiers, known, plan)))
+    rank.drained()
+    assert rank.holds(3, 2)
+    assert handle_of(tiers, None, plan) is None  # unknown: such loads fail
+    following = StepPlan(2, other.region_id)
+    assert handle_of(tiers, known, following) == RegionHandle.of(other)
+    # Without a daemon there is nothing to map, and its memory is free for the next one.
+    tiers.region = None
+    assert handle_of(tiers, known, StepPlan(3, 0)) is None
+    rank.half.start_store(message)
+    assert rank.ended() == (7,)
+    rank.half.begin(WorkerStep(None, StepPlan(3, 0).encode(), StepPlan(3, 0).encode(), is_idle=True))
+    assert rank.half._region is None
+    other.close()
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

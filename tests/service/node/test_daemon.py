@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from command_rig import kvtier
-from doubles import SLOT_BYTES, chain_of, wait_until
+from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, wait_until
 from extent import brief
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -41,6 +41,7 @@ from service_rig import (
     records,
     says,
     store,
+    verify,
     wanted,
     where,
 )
@@ -52,7 +53,7 @@ from kvtier.service.node.daemon import _TICK, Daemon
 from kvtier.service.node.loop import Listener, Loop
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError, KVMismatch
-from kvtier.tiers.hierarchy.cache_tiers import Attribution, Overlap
+from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Overlap, Pending
 from kvtier.tiers.naming.kv_probe import KVProbe
 from kvtier.tiers.tier import Outcome
 
@@ -452,6 +453,70 @@ def test_a_client_that_never_reads_is_cut_off(home: Path, serve: Serve, attach: 
     wait_until(lambda: served.daemon.counts["slow_reader"] == 1)
     assert load(tiers, chain) == 4
     rude.close()
+
+
+def test_more_answers_than_fit_at_once_come_as_their_client_reads(serve: Serve, attach: Attach) -> None:
+    """As where many requests begin with one long document: an answer takes 16 bytes a block."""
+    served = serve(host={"size": 4096 * SLOT_BYTES})
+    tiers, chain = attach(size=4096 * SLOT_BYTES), chain_of(2048)
+    assert store(tiers, chain) == 2048
+    member = tiers.member
+    claims = [tiers.submit(chain.hashes, chain.root, block_size=BLOCK_SIZE) for _ in range(256)]  # 8 MiB of answers
+    answers = dict[int, int | Pending]()
+    while len(answers) < len(claims):
+        found = {i: tiers.poll(claim) for i, claim in enumerate(claims) if i not in answers}
+        answers |= {i: each for i, each in found.items() if each is not PENDING}
+        tiers.wait_progress(0.1)
+    assert set(answers.values()) == {2048}
+    assert tiers.member == member  # it was never cut off
+    for claim in claims:
+        tiers.cancel(claim)
+    tiers.tick()
+    wait_until(lambda: served.daemon.call(served.daemon.clients)[0].claims == 0)
+
+
+def test_answers_that_are_not_read_keep_no_slots(home: Path, serve: Serve, attach: Attach) -> None:
+    served = serve(lease_deadline=1.0, host={"size": 4096 * SLOT_BYTES})
+    tiers, chain = attach(size=4096 * SLOT_BYTES), chain_of(2048)
+    store(tiers, chain)
+    with greeted(home / "s") as rude:
+        for number in range(1, 65):
+            rude.sendall(pack_request(0, [Ask(number, chain.root, 0, 4, b"".join(chain.hashes), Overlap.NONE)]))
+        wait_until(lambda: served.daemon.counts["slow_reader"] == 1)
+        [namespace] = served.daemon.call(served.daemon.namespaces)
+        wait_until(lambda: namespace.hierarchy.host.pool.counts().leased == 0)
+    assert load(tiers, chain) == 2048
+
+
+@pytest.mark.parametrize("is_legible", [True, False])  # False: garbage came just before
+def test_a_promise_taken_just_before_its_client_is_cut_off_keeps_its_slots(
+    serve: Serve, attach: Attach, is_legible: bool
+) -> None:
+    served = serve(host={"size": 64 * SLOT_BYTES})
+    one, other, chain = attach(), attach(), chain_of(8)
+    store(one, chain)
+    claim, _ = ask(one, chain)
+    assert one.member is not None
+    session, is_busy, goes_on = served.daemon._sessions[one.member[1]], threading.Event(), threading.Event()
+
+    def turn() -> None:
+        """Another client's message, by which this one has most unread bytes of all."""
+        is_busy.set()
+        assert goes_on.wait(PATIENCE)
+        session.cut_off("it keeps too much", "buffer_full", is_legible=is_legible)
+
+    served.daemon.loop.call(turn)
+    assert is_busy.wait(PATIENCE)
+    lease = one.lease(claim)  # the daemon has not read this
+    goes_on.set()
+    wait_until(lambda: served.daemon.counts["buffer_full_holding"] == 1)
+    for number in range(1, 9):
+        store(other, chain_of(8, first_token=1000 * number))
+    assert len(lease) == 8
+    verify(one, lease)  # while its copies run nobody overwrites them
+    lease.release()
+    one.tick()
+    wait_until(lambda: attached(one) and served.daemon.counts["replaced"] == 1)
 
 
 def test_a_name_given_twice_a_version_of_the_future_and_silence(home: Path, serve: Serve, attach: Attach) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, hierarchy_of, store
+from doubles import SLOT_BYTES, FakeClock, MemoryTier, chain_of, hierarchy_of, store, wait_until
 from fault_rig import settle
 from object_rig import BUCKET, ObjectServer
 from redis_rig import NO_REDIS, standalone
@@ -24,6 +24,7 @@ from kvtier.tiers.naming.identity import KVShape
 from kvtier.tiers.naming.kv_probe import KVProbe
 from kvtier.tiers.pool import NUM_AGES, EvictionLog
 from kvtier.tiers.reuse import EDGES
+from kvtier.tiers.tier import Outcome
 
 
 def new(number: int, num_blocks: int = 4) -> TokenChain:
@@ -210,8 +211,58 @@ def test_a_bucket_keeps_a_probe_for_each_epoch(s3: ObjectServer) -> None:
     tiers = opened(OURS, objects=objects)
     tiers.reset()
     tiers.close()
-    opened(OTHER, objects=objects).close()  # nothing of before counts
+    tiers = opened(OTHER, objects=objects)  # nothing of before counts
     assert len(s3.keys("kvtier/kv-probes")) == 2
+    tiers.reset()
+    store(tiers, chain_of(4))  # keeps the probe of who runs in the new epoch, too
+    assert tiers.drain(60)
+    with pytest.raises(KVMismatch, match="object store: the KV kept"):
+        opened(OURS, objects=objects)
+    tiers.close()
+
+
+@on_redis
+@pytest.mark.parametrize("way", ["reset", "flushed", "evicted"])
+def test_a_running_engine_keeps_its_probe_where_redis_has_none_and_uses_nothing_of_another_model(
+    way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvtier.tiers.shared.life._COMPARED", 0.0)  # as long after the last comparison
+    with standalone() as server:
+        redis = {"url": server.url, "connect_timeout": "20s", "deadline": "20s"}
+        ours = opened(OURS, redis=redis)
+        [tier] = [port.tier for port in ours.ports]
+        assert tier is not None
+        store(ours, chain_of(4))
+        assert ours.drain(60)
+
+        def lose() -> None:
+            if way == "reset":
+                ours.reset()
+            elif way == "flushed":
+                server.cli("FLUSHALL")
+            else:
+                [key] = [key for key in server.all_keys() if "kv-probe" in key]
+                server.cli("DEL", key)
+
+        lose()
+        store(ours, chain_of(4, first_token=1000))
+        assert ours.drain(60)
+        assert tier.locate(chain_of(4, first_token=1000).hashes) == 4
+        with pytest.raises(KVMismatch, match="Redis: the KV kept"):
+            opened(OTHER, redis=redis)
+        # Where the other one was first, its blocks are not read, and ours are not added.
+        lose()
+        for key in [key for key in server.all_keys() if "kv-probe" in key]:
+            server.cli("DEL", key)
+        other = opened(OTHER, redis=redis)
+        theirs = chain_of(4, first_token=2000)
+        store(other, theirs)
+        assert other.drain(60)
+        wait_until(lambda: tier.locate(theirs.hashes) is not Outcome.EPOCH)  # another began meanwhile
+        assert tier.locate(theirs.hashes) is Outcome.IO_ERROR
+        assert "computed otherwise" in caplog.text
+        other.close()
+        ours.close()
 
 
 @on_redis
