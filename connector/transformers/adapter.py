@@ -282,8 +282,13 @@ class KVTier:
             cache.batch_repeat_interleave(call.num_copies)
         given = quantized_cache(self.model, cache, call.quantization) if call.is_quantized else cache
         num_assisted = cache.get_seq_length() if call.is_assisted else 0
-        with generating(self._live), going_on_from(self._live, self._generates, num_assisted):
-            result = self.model.generate(input_ids, **call.options(self.model, options, given))
+        try:
+            with generating(self._live), going_on_from(self._live, self._generates, num_assisted):
+                result = self.model.generate(input_ids, **call.options(self.model, options, given))
+        except UnheldCallError as error:
+            self._forget_last_call()
+            self._refuse(input_ids, error)
+            return self.model.generate(input_ids, **options)
         num_columns = input_ids.shape[1]
         if call.names_answers and self._config.cache.store_generated:
             sequences = result if isinstance(result, torch.Tensor) else result.sequences

@@ -35,18 +35,23 @@ def going_on_from(live: LiveModel, generates: Any, num_columns: int) -> Iterator
 
     `generates`: the part of the model whose `generate` runs, which an adapter library may wrap. For every other way of
     decoding transformers does that itself. With an assistant its first pass has the whole prompt, whatever the cache
-    has (from 5.6 on; before, the positions in the cache decided).
+    has (from 5.6 on; before, the positions in the cache decided). UnheldCallError if it cannot continue there.
     """
-    prepare = generates.prepare_inputs_for_generation
-    if not num_columns or "next_sequence_length" not in inspect.signature(prepare).parameters:
+    prepare, own = generates.prepare_inputs_for_generation, GenerationMixin.prepare_inputs_for_generation
+    if not num_columns or "next_sequence_length" not in inspect.signature(own).parameters:
         yield
         return
 
     @functools.wraps(prepare)
     def prepare_the_rest(input_ids: Any, *arguments: Any, **options: Any) -> Any:
-        if options.get("is_first_iteration") and options.get("next_sequence_length") is None:
-            options["next_sequence_length"] = input_ids.shape[1] - num_columns
-        return prepare(input_ids, *arguments, **options)
+        if not options.get("is_first_iteration") or options.get("next_sequence_length") is not None:
+            return prepare(input_ids, *arguments, **options)
+        num_left = input_ids.shape[1] - num_columns
+        inputs = prepare(input_ids, *arguments, **{**options, "next_sequence_length": num_left})
+        given = inputs.get("input_ids")
+        if given is None or given.shape[1] != num_left:  # a model's own method may ignore it
+            raise UnheldCallError("this model's assisted decoding begins at a prompt's start; leave the assistant out")
+        return inputs
 
     with live.watch.expecting(generates, _PREPARE, prepare_the_rest):
         yield

@@ -170,6 +170,31 @@ def test_an_assisted_answer_after_a_hit_is_kept_without_a_variant(open_tier: Ope
     assert assert_exact(kv, model, answer[0].tolist()) == (90 + 24 - 1) // BLOCK * BLOCK
 
 
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_models_own_way_to_prepare_inputs_continues_after_a_hit_or_begins_anew(
+    open_tier: Open, ignores: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Phi-3's and Gemma 3's, among others, take the length as one of many options."""
+    model = model_of("llama")
+    own = type(model).prepare_inputs_for_generation
+
+    def prepare(self: Any, input_ids: Any, cache: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        if ignores and kwargs.get("is_first_iteration"):
+            kwargs["next_sequence_length"] = None
+        return own(self, input_ids, cache=cache, attention_mask=attention_mask, **kwargs)
+
+    tokens = torch.tensor([(prompt(1, 12) * 8)[:90]])
+    options: dict[str, Any] = NEW | {"do_sample": False, "eos_token_id": 9999, "prompt_lookup_num_tokens": 4}
+    expected = model.generate(tokens, **options)
+    monkeypatch.setattr(type(model), "prepare_inputs_for_generation", prepare)
+    kv = open_tier(model, variant="with its own way")
+    kv.generate(tokens[:, :50], max_new_tokens=1, do_sample=False)
+    assert torch.equal(kv.generate(tokens, **options), expected)
+    assert kv.num_cached_tokens == (0 if ignores else 48)
+    assert ("begins at a prompt's start" in caplog.text) == ignores
+    assert assert_exact(kv, model, expected[0].tolist()) == (48 if ignores else (90 + 24 - 1) // BLOCK * BLOCK)
+
+
 def test_what_an_adapter_library_put_on_the_model_stays_there(open_tier: Open) -> None:
     model = model_of("llama")
     own, num_prepared = model.prepare_inputs_for_generation, 0
