@@ -166,7 +166,7 @@ segments:
   same, with repair: CPU ÷ a full prefill's | ^blend with
   share chosen by the check, 5 forms of documents: right answers ÷ prefill's | ^recall of 5
   documents found without marks: right answers, points below marked ones | ^recall of doc | Pieces without context
-  same: CPU ÷ a full prefill's | ^blend of
+  same: CPU ÷ a full prefill's | ^blend of | Pieces without context
   prompts that never return, segments found ÷ off: CPU | ^prompts
   longest step beside such a repair ÷ beside a prefill | ^longest step
   first token, check under the load ÷ without | ^TTFT with the check
@@ -212,7 +212,7 @@ router_race:
 serving:
   `kvtier engine`, L2, L3, a cluster: requests/s, first token, p99 ÷ off
 tracing_cost:
-  a request whose trace is recorded: time ÷ one whose trace is not | ^time of a request
+  a request whose trace is recorded: time ÷ one whose trace is not | ^time of a request | A recorded trace
   its spans: CPU ÷ the request's | ^CPU time
 # a GPU
 gpu_bandwidth:
