@@ -224,6 +224,19 @@ def test_slots_not_renewed_are_freed_and_never_used_again(serve: Serve, attach: 
     assert [load(other, each) for each in big] == [120, 120]  # `load` compares the bytes
 
 
+def test_slots_that_lapsed_are_not_renewed(serve: Serve, attach: Attach) -> None:
+    """The client reads its clock only after they have lapsed: what it holds must not look fresh to it."""
+    served = serve(host={"size": SIZE}, lease_deadline=0.4)
+    tiers = attach(size=SIZE)
+    ready(tiers, 4)
+    link = link_of(tiers)
+    wait_until(lambda: pool_of(served).filling == 0)
+    last = link.preallocated_at
+    link.send([wire.Preallocate(link.preallocation_round, time.monotonic(), SHARE)])
+    assert tiers.drain(PATIENCE)  # a round trip: an answer would have been read
+    assert (link.preallocated_at, pool_of(served).filling) == (last, 0)
+
+
 def test_a_client_stopped_between_its_message_and_its_copy_keeps_the_slots(
     serve: Serve, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
