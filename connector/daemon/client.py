@@ -244,8 +244,9 @@ class RemoteTiers:
         self.is_short = False
         if not wanted:
             return []
-        most, heads = max([len(each.hashes) for each in wanted]), wanted
-        if most == 1 and (made := self._reserved_at_once(wanted)) is not None:
+        lengths, heads = [len(each.hashes) for each in wanted], wanted
+        most, are_single = max(lengths), lengths.count(1) == len(lengths)
+        if are_single and (made := self._reserved_at_once(wanted)) is not None:
             return made
         if most > MAX_ITEMS or len(wanted) > MAX_ITEMS or most * len(wanted) > MAX_HASHES:
             heads = _heads(wanted[:MAX_ITEMS])
@@ -258,14 +259,11 @@ class RemoteTiers:
                 if self.is_late:
                     return self._refused(wanted, None if may_retry else Outcome.TIMEOUT)
             is_offer, keeps = may_retry and self._attachment.takes_offers, self.offers_again and self.has_lower
-            offer = Offer.of(first, heads, keeps=keeps) if is_offer else Reserve.of(first, heads)
-            operations: list[Operation] = [offer]
+            operation = Offer.of(first, heads, keeps=keeps) if is_offer else Reserve.of(first, heads)
             if link is not None:
                 self._trace(link, first, heads)
-                if most == 1 and self._attachment.preallocates:
-                    operations.append(link.preallocate(len(heads), self._clock()))
         self.is_late = False
-        link, answers = self._call(operations, self._deadline)
+        link, answers = self._call(operation, self._deadline, num_single=are_single * len(heads))
         with self._lock:
             if answers is None and link is not None and link is self._attachment.link:
                 # It may still answer: release the slots it grants.
@@ -359,7 +357,7 @@ class RemoteTiers:
 
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
         """A round trip."""
-        _, answers = self._call([Holds(b"".join(hashes[:MAX_HASHES]))], self._deadline)
+        _, answers = self._call(Holds(b"".join(hashes[:MAX_HASHES])), self._deadline)
         flags = b""
         if answers:
             with suppress(FormatError):
@@ -564,20 +562,16 @@ class RemoteTiers:
         """
         with self._lock:
             link, now, num = self._pump(), self._clock(), len(wanted)
-            if link is None:
-                return None
-            if not link.has_preallocated(num, now):
-                if link.preallocated and not link.has_preallocated(0, now):
-                    link.give_up_preallocated(now)
+            if link is None or len(link.preallocated) < num or not link.is_fresh(now):
                 return None
             taken, link.preallocated = link.preallocated[:num], link.preallocated[num:]
             first, *_ = [next(self._numbers) for _ in wanted]
             self._trace(link, first, wanted)
             slots = array("q", [slot for slot, _ in taken]).tobytes()
-            is_sent = link.send([ReserveAt(slots, Reserve.of(first, wanted)), link.preallocate(num, now)])
+            is_sent = link.send([ReserveAt(slots, Reserve.of(first, wanted)), *link.preallocate(num, now)])
             granted = [([0], [slot], [generation]) for slot, generation in taken]
             made = self._reserved(link, first, wanted, granted)
-            if is_sent and link.has_preallocated(0, self._clock()):
+            if is_sent and link.is_fresh(self._clock()):
                 self.is_late = False
                 return made
             for each in made:
@@ -641,11 +635,12 @@ class RemoteTiers:
     # calls, without the lock
 
     def _call(
-        self, operations: Sequence[Operation], timeout: float, *, alone: bool = False
+        self, operation: Operation, timeout: float, *, alone: bool = False, num_single: int = 0
     ) -> tuple[Link | None, list[Raw] | None]:
         """Send, and wait for the answer: (the link it was sent on, the answers). None: no answer in time.
 
-        `alone`: the one operation waits in the daemon, which runs one at a time: none is sent while another is due.
+        `alone`: the operation waits in the daemon, which runs one at a time: none is sent while another is due.
+        `num_single`: it is a step of so many stores of one block each.
         """
         end = self._clock() + timeout
         with self._lock:
@@ -655,7 +650,8 @@ class RemoteTiers:
             number = next(self._numbers)
             if alone:
                 link.send()
-            link.send(operations, number)
+            ahead = num_single and self._attachment.preallocates
+            link.send([operation, *(link.preallocate(num_single, self._clock()) if ahead else ())], number)
         while True:
             left = end - self._clock()  # a last check when none is left: this process may have slept, not the daemon
             link.wait(max(0.0, min(left, _LOOK)))
@@ -678,7 +674,7 @@ class RemoteTiers:
                 link.wait(_LOOK)
                 with self._lock:
                     self._pump()
-            return self._call([operation], timeout + _LATE, alone=True)[1] or []
+            return self._call(operation, timeout + _LATE, alone=True)[1] or []
         finally:
             self._waiting_call.release()
 

@@ -146,7 +146,7 @@ class Link:
         self.traces: Traces = []  # of what is sent next
         self.preallocated: list[tuple[int, int]] = []  # slots for stores without a round trip; with their generations
         self.preallocated_at = 0.0  # no later than the daemon last renewed them
-        self.preallocation_round = 0  # counts how often it gave all of them up
+        self.preallocation_round = 0  # counts how often it gave all of them up, or let them lapse
         self.num_wanted = 0  # slots that the next steps may store
         self._has_question = False  # whether `unsent` has a lookup
         self._clock = clock
@@ -209,15 +209,22 @@ class Link:
                 self.error = OSError("the daemon does not read")
         return not self.output and self.error is None
 
-    def preallocate(self, num_stores: int, now: float) -> Preallocate:
-        """What a step with so many stores of one block requests for those after it."""
+    def preallocate(self, num_stores: int, now: float) -> list[Operation]:
+        """What a step with so many stores of one block requests for those after it; `now` as `is_fresh`."""
+        if not self.is_fresh(now):
+            self._begin_round()
         most = min(MAX_PREALLOCATED, self.welcome.num_slots // CLIENT_SHARE)
         self.num_wanted = min(most, max(_STEPS_AHEAD * num_stores, self.num_wanted - self.num_wanted // 8))
-        return Preallocate(self.preallocation_round, now, self.num_wanted)
+        # A step that stores more could never use them.
+        return [] if num_stores > most else [Preallocate(self.preallocation_round, now, self.num_wanted)]
 
     def give_up_preallocated(self, now: float) -> None:
-        """The daemon may free what this client has not used. Slots that are on their way are ignored."""
+        """The daemon may free what this client has not used."""
+        self._begin_round()
         self.put(Preallocate(self.preallocation_round, now, 0))
+
+    def _begin_round(self) -> None:
+        """What is left of the last round, here or on its way, is not used any more."""
         self.preallocation_round += 1
         self.preallocated = []
 
@@ -228,11 +235,16 @@ class Link:
         if counted == self.preallocation_round:
             self.preallocated += slots
             self.preallocated_at = at
+            if len(self.preallocated) > MAX_PREALLOCATED:
+                raise FormatError(f"more than {MAX_PREALLOCATED} preallocated slots")
 
-    def has_preallocated(self, num_slots: int, now: float) -> bool:
-        """Whether it may use so many slots. The daemon frees those not renewed for twice as long as this allows."""
-        is_fresh = now - self.preallocated_at < self.welcome.lease_deadline / 2
-        return is_fresh and len(self.preallocated) >= num_slots
+    def is_fresh(self, now: float) -> bool:
+        """Whether preallocated slots may be used at `now`, this client's clock before it sends something.
+
+        The daemon frees them if they are not renewed for twice as long; from then on it renews none of their round, so
+        a client that was stopped meanwhile never takes them for fresh.
+        """
+        return now - self.preallocated_at < self.welcome.lease_deadline / 2
 
     def read(self, data: bytes) -> list[Reply]:
         """The replies in these bytes and in what follows in the socket. OSError if the daemon is gone, FormatError."""

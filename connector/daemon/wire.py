@@ -308,9 +308,9 @@ class RequestEnded(_Message, tag=16):
 
 
 class Preallocate(_Message, tag=17):
-    """Keep up to `most` free slots for this client's next stores, for a lease deadline; 0: it uses none of them."""
+    """Keep up to `most` free slots for this client's next stores, for a lease deadline, and none of former rounds."""
 
-    round: Number  # how often it has sent 0, and …
+    round: Number  # how often it has given all of them up, and …
     at: Seconds  # … when it sends this, on its clock: the reply repeats both
     most: Annotated[int, Meta(ge=0, le=MAX_PREALLOCATED)]
 

@@ -136,9 +136,12 @@ class Session:
             self._reply(0, [])
 
     def pass_time(self, at: float) -> None:
-        """Expire promises that the client has not renewed, after reading all it has sent."""
+        """Expire promises that the client has not renewed, after reading all it has sent.
+
+        Of a client that was cut off some may be unread: it may copy to slots that it has taken by that.
+        """
         holdings = self.holdings
-        if holdings is not None and self.connected and holdings.may_expire(at) and self._ready():
+        if holdings is not None and self.connected and holdings.may_expire(at) and self._ready() and self.connected:
             self._daemon.counts["promises_lapsed"] += holdings.expire(at)
         if self.connected and self._blocked and at - self._sent_at >= self._daemon.lease_deadline:
             self.cut_off("it does not read what it is sent", "slow_reader")

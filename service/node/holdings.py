@@ -134,7 +134,7 @@ class Holdings:
         self._reservations: dict[int, Reservation] = {}
         self.sealed: list[Filled] = []  # not passed on yet
         self._preallocated: dict[int, int] = {}  # slot → generation
-        self._preallocated_at = 0.0
+        self._preallocated_at, self._round = 0.0, 0  # renewed last; of `Preallocate`
         self._spare: dict[int, tuple[int, int]] = {}  # reservations of blocks not to be stored → slot, generation
         self.granted: wire.Preallocated | None = None  # the sender empties it
         self.traces: dict[int, str] = {}  # of claims and reservations that are coming
@@ -176,10 +176,11 @@ class Holdings:
     def expire(self, at: float) -> int:
         """Cancel promises not renewed within the lease deadline; returns how many. First read all that was sent.
 
-        Preallocated slots not renewed within it are freed.
+        Preallocated slots not renewed within it are freed, which ends their round.
         """
         if self._preallocated and at - self._preallocated_at >= self._lease_deadline:
             self._deallocate()
+            self._round += 1
         late = [number for number, since in self._renewed.items() if at - since >= self._lease_deadline]
         for number in late:
             self._drop(number)
@@ -302,7 +303,7 @@ class Holdings:
     def _reserve(self, op: wire.Reserve) -> wire.Grants:
         self._tiers.is_short, wanted = False, self._wanted(op)
         lengths = [len(each.hashes) for each in wanted]
-        if len(self._reservations) + len(lengths) > MAX_RESERVATIONS or max(lengths, default=0) > wire.MAX_ITEMS:
+        if len(lengths) > self._num_free or max(lengths, default=0) > wire.MAX_ITEMS:
             self._hierarchy.metrics.dropped(L2, Outcome.QUEUE_FULL, sum(lengths))
             return wire.pack_grants([None] * len(lengths))
         try:
@@ -335,15 +336,26 @@ class Holdings:
         return wanted
 
     def _preallocate(self, op: wire.Preallocate) -> None:
-        """Allocate up to the limit, and renew what this client has. Slots in use never come here: see `_reserve_at`."""
-        if not op.most:
+        """Allocate up to the limit, and renew what this client has. Slots in use never come here: see `_reserve_at`.
+
+        A later round frees what is left of those before. One that has ended gets no answer: its client was stopped, and
+        would take slots for renewed that have lapsed.
+        """
+        if op.round > self._round:
             self._deallocate()
+            self._round = op.round
+        if op.round < self._round or not op.most:
             return
-        most = min(op.most, self._hierarchy.num_slots // wire.CLIENT_SHARE)
-        slots, generations = self._tiers.preallocate(max(0, most - len(self._preallocated)))
+        most = min(op.most, self._hierarchy.num_slots // wire.CLIENT_SHARE) - len(self._preallocated)
+        slots, generations = self._tiers.preallocate(max(0, min(most, self._num_free)))
         self._preallocated.update(zip(slots, generations, strict=True))
         self._preallocated_at = now()
         self.granted = op.round, op.at, array("q", slots).tobytes(), array("q", generations).tobytes()
+
+    @property
+    def _num_free(self) -> int:
+        """How many reservations more this client may have."""
+        return MAX_RESERVATIONS - sum(self.counts[2:])
 
     def _deallocate(self) -> None:
         slots, self._preallocated = self._preallocated, {}

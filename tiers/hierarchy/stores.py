@@ -24,6 +24,7 @@ AT_ONCE: Final = 256  # blocks sealed together, about: the first are published o
 _SIGHTINGS_PER_SLOT: Final = 4  # blocks not yet admitted that are remembered, per L2 slot
 _MAX_SEALING: Final = 1 << 16  # stores waiting to be sealed
 _DIRTY_SHARE: Final = 2  # write-through: at most 1/2 of L2 is retained, unleased, until it is written
+_FILLING_SHARE: Final = 4  # no slots are preallocated where more than 1/4 of L2 fills
 _IDLE_ROUNDS: Final = 8  # retries of a drain without progress: more failures than open a breaker
 _SEALED_NOW: Final = 256 << 10  # bytes up to which hashing is cheaper than waking a thread
 
@@ -159,9 +160,11 @@ class StoreQueue:
 
         Nor if a name decides whether its block is stored.
         """
-        if self.closed or self._admit_after > 1:
+        pool = self._host.pool
+        room = pool.num_slots // _FILLING_SHARE - pool.counts().filling
+        if self.closed or self._admit_after > 1 or room <= 0:
             return [], []
-        return self._host.pool.preallocate(count, if_worth=not self._demoters)
+        return pool.preallocate(min(count, room), if_worth=not self._demoters)
 
     def reserve_at(
         self, wanted: Sequence[Wanted], slots: Sequence[int], generations: Sequence[int]

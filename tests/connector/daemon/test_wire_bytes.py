@@ -154,6 +154,7 @@ def test_version_10_says_which_slots_are_preallocated_if_any_are() -> None:
         "95 03 02 90 90 94 01 cb3fe0000000000000 c4080500000000000000 c4080100000000000000"
     )
     (read,) = wire.FrameReader(wire.MAX_FRAME, wire.REPLIES).feed(frame)
+    assert read.preallocated is not None
     assert wire.unpack_preallocated(read.preallocated, 6) == [(5, 1)]
     for slots, generations in ((b"\6" + bytes(7), bytes(8)), (bytes(16), bytes(8)), (bytes(3), bytes(3))):
         with pytest.raises(FormatError):

@@ -150,6 +150,36 @@ def test_a_client_has_at_most_its_share_of_l2(serve: Serve, attach: Attach) -> N
     wait_until(lambda: (tiers.tick(), pool_of(served).filling)[1] <= SHARE)
 
 
+def test_all_clients_have_at_most_a_quarter_of_l2(serve: Serve, attach: Attach) -> None:
+    served = serve(host={"size": SIZE})
+    clients = [attach(size=SIZE) for _ in range(6)]
+    for n, tiers in enumerate(clients):
+        link_of(tiers).num_wanted = SHARE
+        seal(tiers, chains(1, 50_000 * n), reserve(tiers, chains(1, 50_000 * n)))
+    for tiers in clients:
+        assert tiers.drain(PATIENCE)
+    num_slots = sum(len(link_of(tiers).preallocated) for tiers in clients)
+    assert 3 * SHARE < num_slots == pool_of(served).filling <= 4 * SHARE
+
+
+def test_a_step_that_could_never_use_its_slots_has_none(serve: Serve, attach: Attach) -> None:
+    served = serve(host={"size": SIZE})
+    tiers, stored = attach(size=SIZE), chains(SHARE + 1)
+    seal(tiers, stored, reserve(tiers, stored))
+    assert tiers.drain(PATIENCE)
+    assert pool_of(served).filling == 0
+
+
+def test_a_store_of_no_block_goes_with_those_of_one(serve: Serve, attach: Attach) -> None:
+    served = serve(host={"size": SIZE})
+    tiers, chain = attach(size=SIZE), chain_of(1)
+    ready(tiers, 4)
+    made = tiers.reserve([wanted(chain), Wanted([], chain.root, chain.tenant)])
+    assert [each is not None and len(each) for each in made] == [1, 0]
+    assert tiers.drain(PATIENCE)
+    assert served.daemon.counts["malformed"] + served.daemon.counts["malformed_holding"] == 0
+
+
 def test_slots_that_are_not_used_are_given_back_soon(serve: Serve, attach: Attach) -> None:
     served = serve(host={"size": SIZE})
     tiers = attach(size=SIZE)
@@ -192,6 +222,19 @@ def test_slots_not_renewed_are_freed_and_never_used_again(serve: Serve, attach: 
     seal(tiers, stored, made)
     assert tiers.drain(PATIENCE)
     assert [load(other, each) for each in big] == [120, 120]  # `load` compares the bytes
+
+
+def test_slots_that_lapsed_are_not_renewed(serve: Serve, attach: Attach) -> None:
+    """The client reads its clock only after they have lapsed: what it holds must not look fresh to it."""
+    served = serve(host={"size": SIZE}, lease_deadline=0.4)
+    tiers = attach(size=SIZE)
+    ready(tiers, 4)
+    link = link_of(tiers)
+    wait_until(lambda: pool_of(served).filling == 0)
+    last = link.preallocated_at
+    link.send([wire.Preallocate(link.preallocation_round, time.monotonic(), SHARE)])
+    assert tiers.drain(PATIENCE)  # a round trip: an answer would have been read
+    assert (link.preallocated_at, pool_of(served).filling) == (last, 0)
 
 
 def test_a_client_stopped_between_its_message_and_its_copy_keeps_the_slots(
