@@ -257,6 +257,21 @@ def test_a_chain_without_blocks_among_what_a_step_stores_takes_nothing(chain: Ch
     assert pool.check().free == 8
 
 
+def test_a_block_in_a_preallocated_slot_keeps_its_parent_from_making_room(pool_of: PoolOf, chain: Chain) -> None:
+    pool, (parent, child) = pool_of(6), chain(1, 2)
+    store(pool, [parent])
+    pool.reset()
+    store(pool, [parent])
+    slots, times = pool.preallocate(1)
+    [made] = pool.reserve_at(slots, times, [([child], parent)])
+    assert made is not None
+    pool.seal(made).release()  # named after the reset: it is found
+    assert pool.holds([child]) == [True]
+    store(pool, chain(11, 12, 13, 14, 15))  # one block more than is free
+    assert pool.holds([parent, child]) == [True, False]
+    pool.check()
+
+
 # SlotPool under write-back: dirty blocks outlive clean ones, and are listed in the order they must be written.
 
 
