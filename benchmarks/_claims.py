@@ -181,7 +181,7 @@ service_overhead:
   same, a lookup of 128 blocks | daemon: lookup of 128, \w+, us | The daemon
   all four: p99 ÷ median | p99 over median | The daemon
   same, beside a process that computes on each core: p99, µs | beside load, p99 | The daemon
-  lookups of 128 blocks, a second of the daemon's core | ^lookups
+  lookups of 128 blocks, a second of the daemon's core | ^lookups | The daemon
   a lookup of 8 blocks ÷ of 128, the daemon's CPU | ^a lookup of 8 | The daemon
   copy rate of the daemon's memory ÷ our own | copy rate |  | limit
   a load with `[host] verify = "always"` ÷ without | verify | Verified loads
