@@ -59,6 +59,7 @@ class OverlappedLoad:
         self._groups: list[Group] = []  # the lowest first
         self._lowest = self._end  # block claimed
         self._crowded = False  # other requests use L2's room: claim few groups at a time
+        self._num_present = 0  # blocks: nothing before these is claimed, since other copies may write there
         self._until = 0  # tokens: the front's last limit
         self._began: tuple[int, float] | None = None  # tokens, time: of the last `limit`
         self._reached: int | None = None  # tokens: the last result of `reach`
@@ -72,7 +73,7 @@ class OverlappedLoad:
     def seat(self, table: Sequence[int], num_present: int) -> None:
         """The request has its L1 blocks now; the first `num_present` are filled or loaded otherwise."""
         self._table = table
-        self._until = num_present * self._size  # nothing before that is claimed: other copies may write there
+        self._num_present = num_present
         for group in [each for each in self._groups if each.first < num_present]:
             self._cancel(group)
 
@@ -168,7 +169,7 @@ class OverlappedLoad:
 
     def _submit_more(self) -> None:
         """Keep the tier busy as long as the front is far away."""
-        reached = -(-self._until // self._size)
+        reached = max(self._num_present, -(-self._until // self._size))
         ahead = max(_AHEAD, self._pace.groups_a_step(self._per_group * self._size))
         while self._num_submitted < ahead and self._lowest - reached >= _AHEAD * self._per_group:
             num_submitted = self._num_submitted
