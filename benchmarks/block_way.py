@@ -9,7 +9,7 @@ A call is the start of a function whose file is in kvtier's packages, on any thr
 function. A move is a call whose caller, the innermost kvtier function below it on the thread's stack, is in another
 file, or that has none. Waiting for background stores to end is not counted, the stores are. Of all rounds but the first
 (caches fill) the one with the fewest calls is reported: a thread that wakes up once more adds some. The counts depend
-on Python's version. `--save` also writes the table of docs/architecture.md and its drawing (`_block_drawing.py`).
+on Python's version. `--save` also writes the table of docs/architecture.md.
 """
 
 import sys
@@ -24,7 +24,6 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final
 
-import _block_drawing
 import torch
 from _report import ROOT as TREE
 from _report import Given, Result, Row, Target, option, program
@@ -49,11 +48,10 @@ END: Final = "<!-- block_way: end -->"
 FOLDERS: Final = ("tiers", "connector", "engine", "service", "kvtier")
 WAYS: Final = ("cold store", "L2 hit", "L3 hit")
 # What the first form of this program counted before requests became fewer objects. The goal was half of it.
-COLUMNS: Final = ("calls", "files", "moves")
 BEFORE: Final = {
-    "engine, in process: cold store": (669, 42, 285),
-    "engine, in process: L2 hit": (425, 34, 193),
-    "engine, in process: L3 hit": (717, 40, 328),
+    "engine, in process: cold store": {"calls": 669, "files": 42, "moves": 285},
+    "engine, in process: L2 hit": {"calls": 425, "files": 34, "moves": 193},
+    "engine, in process: L3 hit": {"calls": 717, "files": 40, "moves": 328},
 }
 MODEL: Final = LlamaConfig(
     vocab_size=211, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
@@ -71,12 +69,12 @@ class Way:
         return len(self.calls)
 
     @property
-    def files(self) -> list[str]:
-        return list(dict.fromkeys(file for file, _ in self.calls))
+    def files(self) -> set[str]:
+        return {file for file, _ in self.calls}
 
     @property
     def counts(self) -> dict[str, int]:
-        return dict(zip(COLUMNS, (self.num_calls, len(self.files), self.num_moves), strict=True))
+        return {"calls": self.num_calls, "files": len(self.files), "moves": self.num_moves}
 
 
 class Counter:
@@ -289,10 +287,9 @@ def main(given: Given) -> Result:
     rows: list[Row] = [{"way": name, **way.counts} for name, way in found.items()]
     if given.save:
         PAGE.write_text(with_table(PAGE.read_text(), rows))
-        _block_drawing.draw(PAGE.with_suffix(".svg"))
     targets = [
         Target(f"{name}, {what}: of before", 0.5, found[name].counts[what] / number)
         for name, before in BEFORE.items()
-        for what, number in zip(COLUMNS, before, strict=True)
+        for what, number in before.items()
     ]
     return rows, targets

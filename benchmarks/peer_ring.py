@@ -1,4 +1,4 @@
-"""A ring of holders, simulated in one process: 10, 100 and 1,000 nodes; and a report and a query over a socket.
+"""A ring of holders, simulated in one process: 10, 100 and 1,000 nodes.
 
 Each node has its real client of the ring, its real reports and its real index as an owner; a message is a call of the
 other node's index. A node's memory is full of prompts: a system prompt that many nodes hold, and a conversation of its
@@ -13,38 +13,28 @@ import math
 import os
 import random
 import statistics
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar, Final
 from unittest.mock import patch
 
 import numpy as np
+from _live_replay import ReplayClock
 from _report import Given, Result, Row, program, progress
 from _rig import resident_bytes, spawned
 
-from kvtier.service.node import HolderIndex, PeerServer
+from kvtier.service.node import HolderIndex
 from kvtier.tiers import Outcome
 from kvtier.tiers.config import PeersConfig
-from kvtier.tiers.peers import HEARTBEAT, PACE, Keys, Owners, PeerAddress, PeerFailed, PeerLink, Report, Ring, wire
+from kvtier.tiers.peers import HEARTBEAT, PACE, Keys, Owners, PeerAddress, PeerFailed, Report, Ring
 
 MODEL: Final = b"ring".ljust(32, b".")
 NODES: Final = (10, 100, 1000)
 SYSTEM: Final = 32  # blocks of a system prompt; a sixteenth of the nodes' conversations share one
 PROMPT: Final = 128  # blocks of a conversation behind it
 TURN: Final = 8  # new blocks of the next turn, which nobody holds
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Node:
@@ -54,7 +44,7 @@ class Node:
     is_myself = False
     counts: ClassVar[Counter[str]] = Counter()
 
-    def __init__(self, number: int, clock: Clock, draw: np.random.Generator, blocks: int, config: PeersConfig) -> None:
+    def __init__(self, number: int, clock: ReplayClock, draw: np.random.Generator, blocks: int, config: PeersConfig) -> None:
         self.address: PeerAddress = (f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", 9402)
         self.index = HolderIndex(config.max_blocks, clock)
         listen = "{}:{}".format(*self.address)
@@ -66,15 +56,6 @@ class Node:
 
     def chat(self) -> Keys:
         return np.concatenate([SYSTEMS[self.draw.integers(len(SYSTEMS))], keys(self.draw, PROMPT)])
-
-    def turn_over(self, share: float) -> None:
-        """Some conversations leave, and as many come: on average so many blocks."""
-        for _ in range(self.draw.poisson(share)):
-            self.chats[self.draw.integers(len(self.chats))] = self.chat()
-
-    @property
-    def held(self) -> Keys:
-        return np.concatenate(self.chats)
 
     # as others see it: `OtherNode` and `PeerLink`
 
@@ -107,13 +88,9 @@ def keys(draw: np.random.Generator, count: int) -> Keys:
 SYSTEMS: Final = [keys(np.random.default_rng(i), SYSTEM) for i in range(16)]
 
 
-def names(prompt: Keys) -> list[bytes]:
-    return [bytes(24) + key.tobytes() for key in prompt]
-
-
 class Fleet:
     def __init__(self, count: int, blocks: int, config: PeersConfig) -> None:
-        self.clock, self.num_failures = Clock(), 0
+        self.clock, self.num_failures = ReplayClock(1000.0), 0
         self.nodes = [Node(i, self.clock, np.random.default_rng([count, i]), blocks, config) for i in range(count)]
         self.by_address: Any = {node.address: node for node in self.nodes}
         self.draw, self.gen = random.Random(count), np.random.default_rng(count)
@@ -135,10 +112,11 @@ class Fleet:
         """A second: reports, keys in them, CPU seconds, of all nodes."""
         alive = [node for node in self.nodes if not node.is_dead]
         for node in alive:
-            node.turn_over(share)
+            for _ in range(node.draw.poisson(share)):  # some conversations leave, and as many come
+                node.chats[node.draw.integers(len(node.chats))] = node.chat()
         before, began = self._counts(alive), time.process_time()
         for node in alive:
-            node.owners.report(node.held, node.index, self.by_address, self.fail)
+            node.owners.report(np.concatenate(node.chats), node.index, self.by_address, self.fail)
         took, after = time.process_time() - began, self._counts(alive)
         self.clock.now += 1.0
         return after["reports"] - before["reports"], after["reported"] - before["reported"], took
@@ -151,7 +129,8 @@ class Fleet:
         for _ in range(count):
             reader, holder = self.draw.sample(alive, 2)
             prompt = np.concatenate([self.draw.choice(holder.chats), keys(self.gen, TURN)])
-            hashes, before = names(prompt), reader.owners.stats().get("owners_queried", 0)
+            hashes = [bytes(24) + key.tobytes() for key in prompt]
+            before = reader.owners.stats().get("owners_queried", 0)
             began = time.perf_counter()
             holders = reader.owners.holders(hashes, self.by_address, math.inf, self.fail)
             took.append((time.perf_counter() - began) * 1e6)
@@ -216,64 +195,6 @@ def simulate(count: int, blocks: int, share: float, rounds: int, lookups: int) -
     return rows
 
 
-# one message, over a socket
-
-
-def serve(key: Path, pipe: Connection) -> None:
-    server = PeerServer(PeersConfig(listen="127.0.0.1:0", key_file=key))
-    pipe.send(server.address)
-    pipe.recv()
-    pipe.send((time.process_time(), resident_bytes()))
-    pipe.recv()
-    pipe.send((time.process_time(), resident_bytes()))
-    server.close()
-
-
-def measure_messages(num: int, connections: int) -> list[Row]:
-    """What a report of eight keys, a query of four, and an idle connection cost two processes."""
-    ours, theirs = get_context("spawn").Pipe()
-    with tempfile.TemporaryDirectory(prefix="kv-") as home:
-        key = Path(home) / "key"
-        key.touch(0o600)
-        key.write_bytes(os.urandom(32))
-        child = get_context("spawn").Process(target=serve, args=(key, theirs))
-        child.start()
-        host, _, port = ours.recv().rpartition(":")
-        secret, blocks = wire.shared_key(key), wire.LentBlocks(MODEL, 1 << 20, 16)
-
-        def opened() -> PeerLink:
-            return PeerLink.opened((host, int(port)), secret, blocks, 20.0)
-
-        link, rows = opened(), list[Row]()
-        link.report(Report(("10.0.0.1", 1), 1, 0, range(8, 80, 8), []), time.monotonic() + 20.0)
-        ours.send("before")
-        (cpu, memory), own, times = ours.recv(), time.process_time(), list[float]()
-        for seq in range(1, num + 1):
-            began = time.perf_counter()
-            link.report(Report(("10.0.0.1", 1), 1, seq, [seq << 8 | i for i in range(8)], []), began + 1e6)
-            times.append(time.perf_counter() - began)
-        for _ in range(num):
-            began = time.perf_counter()
-            link.ask_holders([8, 16, 24, 32], began + 1e6)
-            link.read_holders(4, began + 1e6)
-            times.append(time.perf_counter() - began)
-        own = time.process_time() - own
-        links = [opened() for _ in range(connections)]
-        ours.send("after")
-        cpu_after, memory_after = ours.recv()
-        child.join(10.0)
-        for each in (link, *links):
-            each.close()
-    for what, part in (("a report", times[:num]), ("a query", times[num:])):
-        rows.append({"what": what, "us": round(statistics.median(part) * 1e6)})
-    both = {"CPU us, sender": round(own / 2 / num * 1e6), "CPU us, owner": round((cpu_after - cpu) / 2 / num * 1e6)}
-    rows.append({"what": "both, mean", **both})
-    rows.append(
-        {"what": "an idle connection", "KiB of the owner": round((memory_after - memory) / connections / 1024, 1)}
-    )
-    return rows
-
-
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks", type=int, default=8192, help="of a node (8,192)")
     parser.add_argument("--stored", type=float, default=107.0, help="blocks a second of a node (107: 0.85 requests of "
@@ -283,7 +204,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 @program(options)
 def main(chosen: Given) -> Result:
-    rows = measure_messages(100 if chosen.quick else 2000, 10 if chosen.quick else 500)
+    rows: list[Row] = []
     for count in [each for each in NODES if each <= chosen.most]:
         progress(f"{count:,} nodes")
         rounds, lookups = (2, 20) if chosen.quick else (8, 1000)

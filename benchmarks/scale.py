@@ -16,6 +16,7 @@ Prices are list prices as they were given, of no offer in particular: give your 
 import argparse
 import gc
 import json
+import math
 import os
 import resource
 import statistics
@@ -54,11 +55,6 @@ FINGERPRINT: Final = b"scale".ljust(32, b".")
 DEADLINE: Final = 600.0  # seconds, of one measurement
 GPU, CPU = (kind.medium for kind in (TIERS["l1"], TIERS["l2"]))
 SHARE: Final = 4  # nodes that serve the trace together
-INDEXED: Final = 400_000  # blocks in the index that is measured
-CHAINS: Final = 200  # of 512 blocks, whose events are measured
-FOLLOWED: Final = 50
-QUICK: Final = 200  # requests
-FOREVER: Final = 1e12  # seconds
 FOR_PEOPLE: Final = {"events": "KV events", "redis": "Redis"}
 GIB: Final = 1 << 30
 GB: Final = 1e9
@@ -69,12 +65,6 @@ MOST: Final = 100_000_000  # nodes; a limit beyond it is none
 
 
 # the pieces, measured; each in a process of its own, times are CPU time
-
-
-class EventCost(NamedTuple):
-    publisher_us: float
-    consumer_us: float
-    wire_bytes: float
 
 
 def events_of_chains(num_chains: int) -> list[list[Event]]:
@@ -103,7 +93,7 @@ def consume(address: str, pipe: Connection) -> None:
     pipe.send((took, index.num_blocks, dict(index.counts)))
 
 
-def measure_events(num_chains: int) -> EventCost:
+def measure_events(num_chains: int) -> dict[str, float]:
     """A real publisher and, in another process, a real consumer with its index. The bytes are those of the frames."""
     changes, context = events_of_chains(num_chains), zmq.Context()
     with ExitStack() as stack:
@@ -140,21 +130,15 @@ def measure_events(num_chains: int) -> EventCost:
         assert ours.poll(DEADLINE), "the consumer does not end"
         consumed, num_left, counts = ours.recv()
         assert (num_left, counts) == (0, {}), (num_left, counts)
-    num_changes = 2 * CHAIN * num_chains
-    return EventCost(took / num_changes * 1e6, consumed / num_changes * 1e6, sum(sizes) / num_changes)
+    whole = {"publisher_us": took * 1e6, "consumer_us": consumed * 1e6, "wire_bytes": sum(sizes)}
+    return {name: value / (2 * CHAIN * num_chains) for name, value in whole.items()}
 
 
-class IndexCost(NamedTuple):
-    replicas: int
-    bytes_a_block: float  # of the process, for each name that a publisher has
-    change_us: float  # CPU of the index alone, for each block that came or went
-    decision_us: float
-
-
-def measure_index(replicas: int, num_blocks: int, prompt_tokens: int, rounds: int) -> IndexCost:
+def measure_index(replicas: int, num_blocks: int, prompt_tokens: int, rounds: int) -> tuple[float, float, float]:
     """Fill an index, route prompts by it, and remove as much again. Run it `spawned`: memory is the process's.
 
     A prompt begins with 64 blocks that all replicas hold. One replica and its node hold the rest but its last tenth.
+    Returns bytes of a name, and microseconds of a change and of a decision.
     """
     engines, nodes = ([f"{kind}-{i}" for i in range(replicas)] for kind in ("engine", "node"))
     index, draw = PrefixIndex(BLOCK_SIZE, max_blocks=1 << 60), np.random.default_rng(3)
@@ -177,7 +161,7 @@ def measure_index(replicas: int, num_blocks: int, prompt_tokens: int, rounds: in
     bytes_a_block = (resident_bytes() - before) / (CHAIN * num_chains)
     decision_us = _route(index, engines, nodes, system, prompt_tokens, rounds)
     index.check()
-    return IndexCost(replicas, bytes_a_block, took / changed * 1e6, decision_us)
+    return bytes_a_block, took / changed * 1e6, decision_us
 
 
 def _route(
@@ -205,26 +189,18 @@ def _route(
     return statistics.median(times)
 
 
-class FollowCost(NamedTuple):
-    """Of one publisher that says nothing."""
-
-    descriptors: float
-    kib: float
-    idle_us_a_second: float  # CPU
-
-
-def follow(address: str, number: int, seconds: float) -> FollowCost:
-    """Follow one publisher so many times, each with sockets and a thread of its own. Run it `spawned`."""
+def follow(address: str, number: int, seconds: float) -> dict[str, float]:
+    """What one silent publisher costs who follows it so many times, each with sockets and a thread. Run it `spawned`."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     index = PrefixIndex(BLOCK_SIZE)
     warm = EventConsumer("warm", index, address, f"{address}-replay")
     wait_until(lambda: warm.is_live, "a feed of events", DEADLINE)
-    before = _in_use()
+    before = len(os.listdir("/proc/self/fd")), resident_bytes()
     consumers = [EventConsumer(f"node-{i}", index, address, f"{address}-replay") for i in range(number)]
     for each in consumers:
         wait_until(lambda each=each: each.is_live, "a feed of events", DEADLINE)
     time.sleep(1.0)  # the replays end
-    after = _in_use()
+    after = len(os.listdir("/proc/self/fd")), resident_bytes()
     began = time.process_time()
     time.sleep(seconds)
     idle = (time.process_time() - began) / seconds / (number + 1)
@@ -232,10 +208,11 @@ def follow(address: str, number: int, seconds: float) -> FollowCost:
         for consumer in (warm, *consumers):
             end(consumer)
     descriptors, memory = ((now - then) / number for now, then in zip(after, before, strict=True))
-    return FollowCost(descriptors, memory / 1024, idle * 1e6)
+    used = {"follower_descriptors": descriptors, "follower_kib": memory / 1024}
+    return used | {"follower_idle_us": idle * 1e6}
 
 
-def measure_follow(number: int, seconds: float) -> FollowCost:
+def measure_follow(number: int, seconds: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="kv-") as home:
         address = f"ipc://{home}/events"
         with Publisher(EventsConfig(publish=address, replay=f"{address}-replay")) as publisher:
@@ -244,15 +221,7 @@ def measure_follow(number: int, seconds: float) -> FollowCost:
             return spawned(follow, address, number, seconds)
 
 
-class PeerCost(NamedTuple):
-    """Of a block that another node has, as a daemon knows it by events."""
-
-    name_bytes: float
-    name_us: float  # CPU, for each that comes or goes, beside reading the event
-    lookup_us: float  # of a lookup of `CHAIN` blocks, for each node that has none of them
-
-
-def measure_peers(num_blocks: int) -> PeerCost:
+def measure_peers(num_blocks: int) -> dict[str, float]:
     """Names of one other node come, and half of them go again. Run it `spawned`: memory is the process's."""
     draw = np.random.default_rng(11)
     runs = [draw.bytes(KEY_BYTES * CHAIN) for _ in range(-(-num_blocks // CHAIN))]
@@ -271,11 +240,8 @@ def measure_peers(num_blocks: int) -> PeerCost:
     lookup_us = (time.thread_time() - began) * 1e3
     names.check()
     num_names = CHAIN * len(runs)
-    return PeerCost(used / num_names, took / (1.5 * num_names) * 1e6, lookup_us)
-
-
-def _in_use() -> tuple[int, int]:
-    return len(os.listdir("/proc/self/fd")), resident_bytes()
+    cost = {"peer_name_bytes": used / num_names, "peer_name_us": took / (1.5 * num_names) * 1e6}
+    return cost | {"peer_lookup_us": lookup_us}
 
 
 # the paper
@@ -344,10 +310,10 @@ class RequestMoves:
 class PieceCosts:
     """What the pieces cost. `decision_us` by the number of replicas, as they were measured."""
 
-    publisher_us: float
+    publisher_us: float  # CPU, for each block that came or went
     consumer_us: float
     wire_bytes: float
-    index_bytes: float
+    index_bytes: float  # of a name
     change_us: float  # of the index alone; the consumer's are with reading the event
     decision_us: Mapping[int, float]
     follower_descriptors: float
@@ -357,9 +323,9 @@ class PieceCosts:
     piece_us: float  # of a piece of a stream
     redis_set_gb: float  # a second, of one server
     redis_get_gb: float
-    peer_name_bytes: float
-    peer_name_us: float
-    peer_lookup_us: float
+    peer_name_bytes: float  # of a block that another node has, as a daemon knows it by events
+    peer_name_us: float  # for each that comes or goes, beside reading the event
+    peer_lookup_us: float  # of a lookup of `CHAIN` blocks, for each node that has none of them
 
     def decision(self, replicas: float) -> float:
         """Microseconds: a straight line between two sizes that were measured, and on from the last two."""
@@ -392,12 +358,8 @@ class PaperFleet:
 
     def peer_names(self, nodes: float, block_tokens: int | None = None) -> float:
         """Names of other nodes' L2 that a daemon knows."""
-        return (
-            (nodes - 1)
-            * self.assumed.l2_gib
-            * GIB
-            / (self.assumed.token_bytes * (block_tokens or self.assumed.block_tokens))
-        )
+        block_bytes = self.assumed.token_bytes * (block_tokens or self.assumed.block_tokens)
+        return (nodes - 1) * self.assumed.l2_gib * GIB / block_bytes
 
     def peer_cores(self, nodes: float, block_tokens: int | None = None) -> float:
         """Cores of one daemon that reads what all others announce, and looks each prompt up at all of them."""
@@ -441,7 +403,7 @@ class PaperFleet:
         for admit_after, nodes in product(sorted(self.moved), NODES):
             written, read = self.redis_gb(nodes, admit_after)
             busy, room = self.shards_for_bytes(nodes, admit_after), self.shards_for_room(nodes)
-            shards = _up(max(busy, room))
+            shards = math.ceil(max(1.0, busy, room))
             row: Row = {"part": "redis", "nodes": nodes, "stored from sighting": admit_after}
             row |= {"GB/s written": round(written, 3), "GB/s read": round(read, 3)}
             row |= {"shards, by bytes": round(busy, 2), "shards, by room": round(room, 2)}
@@ -475,7 +437,9 @@ class PaperFleet:
         block, large = object_sizes.values()
         first, second = min(self.moved), max(self.moved)
         wider, later = f"the same, blocks of {wide} tokens", f"the same, stored from sighting {second}"
-        blocks, loop, descriptors = assumed.max_blocks, assumed.loop_ms, assumed.max_descriptors
+        blocks, peers, loop, descriptors = (
+            getattr(assumed, name) for name in ("max_blocks", "peer_blocks", "loop_ms", "max_descriptors")
+        )
 
         def names(nodes: float) -> float:
             return nodes * assumed.names_a_node / blocks
@@ -494,12 +458,8 @@ class PaperFleet:
             ("events", wider, lambda n: self.event_cores(n, wide)),
             ("events", f"{descriptors:,} descriptors", lambda n: 2 * n * measured.follower_descriptors / descriptors),
             ("peers", f"{MAX_PEERS} other nodes a daemon follows", lambda n: (n - 1) / MAX_PEERS),
-            (
-                "peers",
-                f"`max_blocks` of {assumed.peer_blocks / 1e6:g} M",
-                lambda n: self.peer_names(n) / assumed.peer_blocks,
-            ),
-            ("peers", wider, lambda n: self.peer_names(n, wide) / assumed.peer_blocks),
+            ("peers", f"`max_blocks` of {peers / 1e6:g} M", lambda n: self.peer_names(n) / peers),
+            ("peers", wider, lambda n: self.peer_names(n, wide) / peers),
             ("peers", "a tenth of a core of each daemon", lambda n: 10 * self.peer_cores(n)),
             ("peers", wider, lambda n: 10 * self.peer_cores(n, wide)),
             ("redis", "one server's bytes", lambda n: self.shards_for_bytes(n, first)),
@@ -531,10 +491,6 @@ class Limit(NamedTuple):
         return low
 
 
-def _up(number: float) -> int:
-    return max(1, -int(-number // 1))
-
-
 def moved(trace: RequestTrace, assumed: Assumptions, admit_after: int) -> RequestMoves:
     """What a request moves: tokens, the mean of all requests. Tiers begin empty."""
     replay = TraceReplay(trace, trace.block_size * assumed.token_bytes)
@@ -549,7 +505,7 @@ def moved(trace: RequestTrace, assumed: Assumptions, admit_after: int) -> Reques
         return _run(replay, Capacity(*sizes, **options))
 
     in_l1 = run("L1", l1, policy="lru")
-    below = run("L2, slab, and all that ever was", l2, slab, everything, FOREVER, admit_after=admit_after)
+    below = run("L2, slab, and all that ever was", l2, slab, everything, 1e12, admit_after=admit_after)
     shared = run("L2 and Redis", l2, 0, redis, FOREVER, admit_after=admit_after)
     blocks = (asked + answers - in_l1["l2"], below["stored"], below["new"], below["slab"], below["cold"])
     return RequestMoves(
@@ -577,24 +533,29 @@ def _run(replay: TraceReplay, capacity: Capacity) -> dict[str, float]:
 def measured(chosen: Given, prompt_tokens: float) -> PieceCosts:
     quick = chosen.quick
     progress("KV events: a publisher and a consumer")
-    events = measure_events(4 if quick else CHAINS)
-    indexes = []
-    rounds, blocks = (5, 10_000) if quick else (100, INDEXED)
+    events = measure_events(4 if quick else 200)
+    indexes: dict[int, tuple[float, float, float]] = {}
+    rounds, blocks = (5, 10_000) if quick else (100, 400_000)
     for replicas in NODES[:2] if quick else NODES:
         progress(f"the index and decisions of {replicas:,} replicas")
-        indexes.append(spawned(measure_index, replicas, blocks, int(prompt_tokens), rounds))
+        indexes[replicas] = spawned(measure_index, replicas, blocks, int(prompt_tokens), rounds)
     progress("publishers that are followed")
-    follow = measure_follow(3 if quick else FOLLOWED, 1.0 if quick else 10.0)
+    follow = measure_follow(3 if quick else 50, 1.0 if quick else 10.0)
     forward = _saved("router_overhead", "ms", what="request of 1024 token ids, answered as a stream")
     piece = _saved("router_overhead", "us", what="piece of a stream that comes alone")
     server: Row = {"nodes": 1, "block KiB": 2048, "way": "ours", "records": "clear"}
     set_gb, get_gb = (_saved("redis_bandwidth", "redis-benchmark GB/s", verb=v, **server) for v in ("SET", "GET"))
-    bytes_a_block, change_us = (max(each[i] for each in indexes) for i in (1, 2))
-    decisions = {each.replicas: each.decision_us for each in indexes}
     progress("names of other nodes' blocks")
     peers = spawned(measure_peers, 10_000 if quick else 1_000_000)
     return PieceCosts(
-        *events, bytes_a_block, change_us, decisions, *follow, 1e3 * forward, piece, set_gb, get_gb, *peers
+        **events | follow | peers,
+        index_bytes=max(each[0] for each in indexes.values()),
+        change_us=max(each[1] for each in indexes.values()),
+        decision_us={replicas: each[2] for replicas, each in indexes.items()},
+        forward_us=1e3 * forward,
+        piece_us=piece,
+        redis_set_gb=set_gb,
+        redis_get_gb=get_gb,
     )
 
 
@@ -657,7 +618,7 @@ def assumptions(chosen: Given, trace: RequestTrace) -> Assumptions:
 
 @program(options)
 def main(chosen: Given) -> Result:
-    limit = chosen.requests or (QUICK if chosen.quick else None)
+    limit = chosen.requests or (200 if chosen.quick else None)
     trace = production_trace(limit)
     name = PRODUCTION if trace is not None else "made up: chats"
     if trace is None:

@@ -7,15 +7,13 @@ full prefill of the same prompt, accuracy over all questions, CPU time within a 
 Other forms of the questions (documents × tokens each) show what the share "auto" chooses, and documents of 96 tokens
 what is found without marks, each precomputed and each in one prompt; its cost is that of the same six documents with
 blocks and shortest segments of 16. What a prompt that never returns costs more is CPU over that with segments off.
-Sightings: tokens computed over those with segments off, as the cut finds them, if a blend costs an eighth of its tokens
-and 15 % of the others; documents by Zipf, or sessions of an agent whose old tool results go every one to four turns.
 Two more figures are of steps of 256 tokens: the longest step of somebody who decodes beside a blend, and the time to
 first token with the check under the load, from a slab throttled so that loading takes about as long as the check.
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
@@ -30,8 +28,7 @@ from recall import LENGTH, MODEL, NUM_DOCUMENTS, asked
 
 from kvtier import Completion, Engine, EngineConfig, Repair, SamplingParams, Segment
 from kvtier.connector import LocalConnector
-from kvtier.connector.segments import Share, UnmarkedSegments
-from kvtier.tiers.naming import TokenChain, root_hash
+from kvtier.connector.segments import Share
 
 ONE: Final = SamplingParams(max_tokens=1, ignore_eos=True)
 MANY: Final = SamplingParams(max_tokens=1000, ignore_eos=True)
@@ -172,106 +169,6 @@ def first_sight(num_rounds: int, *, small: bool) -> float:
     return median(ratios[1:])  # the first one warms up
 
 
-def documents_by_zipf(draw: np.random.Generator) -> Iterator[list[int]]:
-    """600 prompts of five of 500 documents in front of a question."""
-    documents = [random_tokens(draw, 400) for _ in range(500)]
-    chances = 1 / np.arange(1, 501) ** 0.9
-    for _ in range(600):
-        chosen = draw.choice(500, 5, replace=False, p=chances / chances.sum())
-        yield [token for place in chosen for token in documents[place]] + random_tokens(draw, 40)
-
-
-def sessions(draw: np.random.Generator, every: int) -> Iterator[list[int]]:
-    """24 sessions of 12 turns; before every so many, an old tool result gives way to a stub."""
-    for _ in range(24):
-        text = random_tokens(draw, 2000)
-        for turn in range(12):
-            if turn and turn % every == 0:
-                start = 500 + 37 * turn
-                text = [*text[:start], 5, 6, 7, *text[start + 60 :]]
-            yield text
-            text = text + random_tokens(draw, 400)
-
-
-def coverage() -> list[Row]:
-    """Of six precomputed documents in a new order: the share of their tokens that is found without marks."""
-    rows: list[Row] = []
-    draw = np.random.default_rng(4)
-    for length, block in ((512, 16), (512, 64), (2048, 16), (2048, 64)):
-        finder, found = UnmarkedSegments(block, 16), []
-        for _ in range(20):
-            documents = [random_tokens(draw, length) for _ in range(TIMED_DOCUMENTS)]
-            texts = [text for document in documents for text in finder.texts(document)]
-            known = {name for text in texts for name in chain_of(text, block).hashes}
-            tokens = random_tokens(draw, 61)
-            for place in draw.permutation(TIMED_DOCUMENTS):
-                tokens += documents[place]
-            reused = 0
-            for each in finder.find(chain_of(tokens, block), tokens, 0).segments:
-                number = sum(name in known for name in each.hashes)
-                reused += min(number * block, each.segment.end - each.segment.start)
-            found.append(reused / (TIMED_DOCUMENTS * length))
-        rows.append({"documents": length, "blocks": block, "found": fmean(found)})
-    return rows
-
-
-def chain_of(tokens: list[int], block: int) -> TokenChain:
-    chain = TokenChain(root_hash(bytes(32)), block)
-    chain.extend(tokens)
-    return chain
-
-
-LOADS: Final[dict[str, Callable[[np.random.Generator], Iterator[list[int]]]]] = {
-    "documents by Zipf": documents_by_zipf,
-    "an edit every turn": lambda draw: sessions(draw, 1),
-    "an edit every 2 turns": lambda draw: sessions(draw, 2),
-    "an edit every 4 turns": lambda draw: sessions(draw, 4),
-}
-
-
-def computed(prompts: Iterable[list[int]], sightings: int, block: int = 16) -> tuple[float, int]:
-    """Tokens computed with segments found over those without, and the number of blends; caches are endless."""
-    finder = UnmarkedSegments(block, 32, sightings)
-    exact, exact_off, held = set[bytes](), set[bytes](), set[bytes]()
-    cost_auto, cost_off, num_blends = 0.0, 0.0, 0
-    for tokens in prompts:
-        chain = chain_of(tokens, block)
-        cost_off += len(tokens) - block * sum(name in exact_off for name in chain.hashes)
-        exact_off.update(chain.hashes)
-        cached = block * sum(name in exact for name in chain.hashes)
-        found = finder.find(chain, tokens, cached)
-        finder.note(chain, found)
-        known = [(each, max(each.num_seen, sum(name in held for name in each.hashes))) for each in found.segments]
-        reused = 0
-        for each, number in known:
-            end = min(each.segment.start + number * block, each.segment.end, len(tokens) - 1)
-            reused += max(0, end - max(each.segment.start, found.num_exact))
-        if not finder.pays(found, reused):
-            cost_auto += len(tokens) - cached
-            exact.update(chain.hashes)
-            continue
-        names = [name for each, number in known for name in each.hashes[:number]]
-        num_rows = len(tokens) - cached - reused + SHARE * reused
-        cost_auto += block * len(set(names) - held) + num_rows + (1 - SHARE) * reused / 8
-        held.update(names)
-        exact.update(chain.hashes[: found.num_exact // block])
-        num_blends += 1
-    return cost_auto / cost_off, num_blends
-
-
-def sightings(counts: Sequence[int]) -> list[Row]:
-    """What computing pieces alone from so many sightings on comes to."""
-    rows: list[Row] = []
-    for name, load in LOADS.items():
-        progress(f"sightings: {name}")
-        row: Row = {"load": name}
-        for number in counts:
-            found = computed(load(np.random.default_rng(3)), number)
-            row[f"computed, {number} before"], row[f"blends, {number} before"] = found
-        rows.append(row)
-    return rows
-
-
 def longest_step(prompts: TimedPrompts, repair: Repair) -> float:
     """CPU time of the longest step of somebody who decodes beside a blend, over that beside a prefill of as much."""
 
@@ -394,7 +291,7 @@ def main(args: Given) -> Result:
     rows.append(
         {"marks": "no", "rule": "deviation", "computed anew": "auto", **dict(zip(names, without_marks, strict=True))}
     )
-    rows += of_forms + coverage() + sightings((1, 2, 3))
+    rows += of_forms
     targets += [
         Target("blend with 15 % repaired by deviation: CPU over a full prefill", 0.5, costs[DEFAULT][1]),
         Target("blend of segments found without marks: CPU over a full prefill", 0.4, without_marks[1]),

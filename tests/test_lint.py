@@ -140,7 +140,7 @@ PLANTED: Final[dict[str, tuple[Mapping[str, str], str]]] = {
         {"docs/storage.md": PRINTED.format(ANSWERS), "docs/operate.md": PRINTED.format("typed by hand\n" * 6)},
         "docs/operate.md: what its script printed is not as printed",
     ),
-    "drawing": ({"tiers/b.py": ""}, "a.py: no such file"),
+    "drawing": ({"tiers/b.py": "", "docs/architecture.svg": "<text>a.py  b.py</text>"}, "a.py: no such file"),
     "goals": (
         {"docs/performance.md": "## What was missed, and why\n", "benchmarks/results/disk.json": DISK},
         "read: 0.5: name its cause",
@@ -233,7 +233,6 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of programs whose tables take torch or matplotlib, and of what is too much for a small tree."""
     monkeypatch.setattr(_readme, "tables", lambda: {"events": "", "redis": ""})
     monkeypatch.setitem(sys.modules, "_architectures", Stub(ARCHITECTURES=[Stub(name="a")]))
-    monkeypatch.setitem(sys.modules, "_block_drawing", Stub(_PLACES=[Stub(text="a.py")]))
     shown = [_claims.PageRow(label, name, pattern) for label, name, pattern in _claims.SIX]
     monkeypatch.setattr(_claims, "CLAIMS", (_claims.PageRow("read", "disk", "read"), *shown))
     monkeypatch.setattr(figures, "WRITTEN", dict.fromkeys(("a.md", "b.md"), ("write", lambda page: "saved")))

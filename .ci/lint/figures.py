@@ -7,7 +7,6 @@ some take torch along, which takes seconds.
 import json
 import re
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -19,6 +18,7 @@ from lint.tree import Tree
 ROOT: Final = Path(__file__).resolve().parents[2]
 RESULTS: Final = "benchmarks/results"
 PAGES: Final = "python benchmarks/_readme.py"
+DRAWING: Final = "docs/architecture.svg"
 WAY: Final = "python benchmarks/block_way.py --save"
 WAY_OUT: Final = r"(use|leave|start|set|name|choose|load) [^;]*$"
 LEAST_TOKENS: Final = 128  # of 200 that a model's row has to find, to be a hit
@@ -33,15 +33,6 @@ def program(name: str) -> Any:
 
 
 # pages
-
-
-def _drawn(picture: Path) -> str:
-    """The picture, or the one of today if that has other labels."""
-    with tempfile.TemporaryDirectory() as home:
-        program("_block_drawing").draw(drawn := Path(home) / "drawing.svg")
-        kept, new = picture.read_text(), drawn.read_text()
-    labels = r"<text.*?>([^<]+)</text>"
-    return kept if re.findall(labels, kept) == re.findall(labels, new) else new
 
 
 def _with_way(page: Path) -> str:
@@ -66,7 +57,6 @@ WRITTEN: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "docs/operate.md": (PAGES, lambda page: _scaled(page.read_text())),
     "docs/faults.md": ("python tests/endurance/figures.py", lambda page: str(program("figures").written(page))),
     "docs/architecture.md": (WAY, _with_way),
-    "docs/architecture.svg": (WAY, _drawn),
 }
 
 
@@ -100,9 +90,9 @@ def stories(tree: Tree) -> Iterator[str]:
 
 def drawing(tree: Tree) -> Iterator[str]:
     """Every file that the drawing of docs/architecture.md names is in the tree."""
-    for path in tree.each(name for place in program("_block_drawing")._PLACES for name in place.text.split()):
+    for path in tree.each(re.findall(r"[\w/]+\.py", tree.text(DRAWING))):
         if not tree.paths(f"[tces]*/**/{path}"):
-            yield f"benchmarks/_block_drawing.py: {path}: no such file"
+            yield f"{DRAWING}: {path}: no such file"
 
 
 # goals
