@@ -18,7 +18,7 @@ import numpy as np
 from _report import SHARED
 from numpy.typing import NDArray
 
-from kvtier.service.traces import HINTS, RequestTrace, load_trace
+from kvtier.service.traces import HINTS, RequestTrace, TraceLine, load_trace
 from kvtier.tiers.reuse import Hint
 
 PRODUCTION: Final = "production conversations"
@@ -311,6 +311,15 @@ def _recorded(name: str, limit: int | None) -> RequestTrace | None:
 def made_up(name: str, seed: int = 1, limit: int | None = None) -> RequestTrace:
     """One of `TRACES`; its hints are the truth, too."""
     return _as_trace(TRACES[name](seed)[:limit])
+
+
+def lines_of(trace: RequestTrace) -> list[TraceLine]:
+    """Its prompts in Mooncake's form, lengths of answers beside them."""
+    numbers = zip(trace.begun.tolist(), trace.num_tokens.tolist(), trace.num_output.tolist(), strict=True)
+    return [
+        TraceLine(int(1000 * begun), *tokens, tuple(trace.chain(i)[: trace.num_prompt[i]].tolist()), trace.block_size)
+        for i, (begun, *tokens) in enumerate(numbers)
+    ]
 
 
 def without_hints(trace: RequestTrace) -> RequestTrace:

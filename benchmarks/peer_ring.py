@@ -44,7 +44,9 @@ class Node:
     is_myself = False
     counts: ClassVar[Counter[str]] = Counter()
 
-    def __init__(self, number: int, clock: ReplayClock, draw: np.random.Generator, blocks: int, config: PeersConfig) -> None:
+    def __init__(
+        self, number: int, clock: ReplayClock, draw: np.random.Generator, blocks: int, config: PeersConfig
+    ) -> None:
         self.address: PeerAddress = (f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", 9402)
         self.index = HolderIndex(config.max_blocks, clock)
         listen = "{}:{}".format(*self.address)

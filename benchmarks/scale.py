@@ -190,7 +190,7 @@ def _route(
 
 
 def follow(address: str, number: int, seconds: float) -> dict[str, float]:
-    """What one silent publisher costs who follows it so many times, each with sockets and a thread. Run it `spawned`."""
+    """What each of so many followers of a silent publisher costs, with sockets and a thread. Run it `spawned`."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     index = PrefixIndex(BLOCK_SIZE)
     warm = EventConsumer("warm", index, address, f"{address}-replay")
@@ -506,7 +506,7 @@ def moved(trace: RequestTrace, assumed: Assumptions, admit_after: int) -> Reques
 
     in_l1 = run("L1", l1, policy="lru")
     below = run("L2, slab, and all that ever was", l2, slab, everything, 1e12, admit_after=admit_after)
-    shared = run("L2 and Redis", l2, 0, redis, FOREVER, admit_after=admit_after)
+    shared = run("L2 and Redis", l2, 0, redis, 1e12, admit_after=admit_after)
     blocks = (asked + answers - in_l1["l2"], below["stored"], below["new"], below["slab"], below["cold"])
     return RequestMoves(
         admit_after,

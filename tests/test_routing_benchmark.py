@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import routing
-from _fleet import Hardware, SimulatedReplica, SimulatedRequest, TracePrompt, prompts_of
 from command_rig import program
+from routing import Hardware, SimulatedReplica, SimulatedRequest, TracePrompt, prompts_of
 
 from kvtier.service.traces import TraceLine
 
