@@ -17,14 +17,13 @@ CPU is that of the router's processes. A peer is a program: `--smg PATH`, or one
 
 import asyncio
 import json
-import re
 import shutil
 import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -35,6 +34,7 @@ from _race_replica import BLOCK_SIZE, MODEL, WORDS, save_model
 from _report import Given, Result, Row, Target, in_turns, option, program, progress
 from _rig import ServerProcess, free_port, kvtier
 
+from kvtier.service.bench import Answer, Server
 from kvtier.tiers import KVTierError
 
 REPLICA: Final = Path(__file__).with_name("_race_replica.py")
@@ -45,7 +45,6 @@ RATE: Final = 24.0  # chats a second
 SECONDS: Final = 9.0  # of a load
 DOCUMENT: Final = 3000  # tokens
 ROUNDS: Final = 2
-PATIENCE: Final = 30.0  # seconds for one answer
 STARTS: Final = 60.0  # seconds for a router to answer
 STREAMS: Final = 40  # under way when a replica dies
 LATER: Final = 20  # in the second after that
@@ -53,11 +52,6 @@ OURS: Final = "kvtier"
 PERCENTILES: Final = (50, 90, 99)
 # A peer's program is started by way of Python, which sets what `_rig.environment` does not.
 _EXEC: Final = "import os, sys; os.environ['VLLM_ROUTER_TOKENIZER'] = sys.argv[1]; os.execv(sys.argv[2], sys.argv[2:])"
-_CACHED: Final = re.compile(rb'"cached_tokens": ?(\d+)')
-_PROMPT: Final = re.compile(rb'"prompt_tokens": ?(\d+)')
-_LENGTH: Final = re.compile(rb"(?i)content-length: *(\d+)")
-
-
 PEERS: Final = {  # program: its verb, and the policies it races with
     "sglang-router": (("launch",), ("cache_aware",)),
     "smg": (("launch",), ("cache_aware",)),
@@ -157,14 +151,24 @@ class RaceFleet:
 
     async def _answers(self, arm: Arm) -> None:
         """Wait until each router answers. KVTierError if one does not."""
-        hello = chat("hello", "w1")
-        for router, port in zip(self._routers, self.ports, strict=True):
-            end = time.monotonic() + STARTS
-            while (outcome := (await Client([port]).send(RaceChat(0.0, hello))).outcome) != "whole":
-                if router.process.poll() is not None or time.monotonic() > end:
-                    raise KVTierError(f"{arm.name} does not answer ({outcome}): {router.last_words()}")
-                await asyncio.sleep(0.2)
+        async with self.servers() as servers:
+            for router, server in zip(self._routers, servers, strict=True):
+                end = time.monotonic() + STARTS
+                while error := (await send(server, RaceChat(0.0, "hello", "w1"))).error:
+                    if router.process.poll() is not None or time.monotonic() > end:
+                        raise KVTierError(f"{arm.name} does not answer ({error}): {router.last_words()}")
+                    await asyncio.sleep(0.2)
         await asyncio.sleep(1.0)  # subscriptions to events arrive
+
+    @asynccontextmanager
+    async def servers(self) -> AsyncIterator[list[Server]]:
+        """Clients, one of each router."""
+        servers = [asked(f"http://127.0.0.1:{port}") for port in self.ports]
+        try:
+            yield servers
+        finally:
+            for each in servers:
+                await each.close()
 
     def cpu_seconds(self) -> float:
         return sum(router.cpu_seconds() for router in self._routers)
@@ -178,110 +182,50 @@ def fleet(arm: Arm, num_blocks: int, num_routers: int = 1) -> Iterator[RaceFleet
         yield RaceFleet(arm, home, num_blocks, num_routers, stack)
 
 
-def chat(system: str, question: str, *, tools: object = None, num_answer: int = 8) -> bytes:
-    turns = [{"role": "system", "content": system}, {"role": "user", "content": question}]
-    body: dict[str, object] = {"model": MODEL, "messages": turns, "max_tokens": num_answer, "stream": True}
-    body |= {"stream_options": {"include_usage": True}}
-    return json.dumps(body if tools is None else {**body, "tools": tools}).encode()
-
-
 class RaceChat(NamedTuple):
     at: float  # seconds since the load began
-    body: bytes
+    system: str
+    question: str
+    tools: Sequence[object] = ()
     router: int = 0
 
 
-@dataclass(slots=True)
-class RaceAnswer:
-    outcome: str = "cut"  # "whole", "told": an error in the stream, "cut", "late", or "error 502" and the like
-    ttft: float | None = None  # seconds from when it was due
-    num_prompt: int = 0
-    num_cached: int = 0
+def asked(url: str) -> Server:
+    return Server(url, api="chat", model=MODEL, token=None, deadline=30.0)
 
 
-class Client:
-    def __init__(self, ports: Sequence[int]) -> None:
-        self._ports = ports
-        self._idle: list[list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = [[] for _ in ports]
-
-    def close(self) -> None:
-        for _, writer in (each for idle in self._idle for each in idle):
-            writer.close()
-
-    async def send(self, request: RaceChat, due: float | None = None) -> RaceAnswer:
-        answer, due = RaceAnswer(), asyncio.get_running_loop().time() if due is None else due
-        try:
-            async with asyncio.timeout(PATIENCE):
-                while await self._try(request, due, answer):
-                    pass
-        except TimeoutError:
-            answer.outcome = "late"
-        except (OSError, ValueError, asyncio.IncompleteReadError):
-            answer.outcome = "told" if answer.outcome == "told" else "cut"
-        return answer
-
-    async def _try(self, request: RaceChat, due: float, answer: RaceAnswer) -> bool:
-        """True if a kept connection had ended before the request reached anybody."""
-        idle = self._idle[request.router]
-        is_kept = bool(idle)
-        reader, writer = idle.pop() if idle else await asyncio.open_connection("127.0.0.1", self._ports[request.router])
-        try:
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(request.body)}\r\n"
-            writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + request.body)
-            try:
-                begun = await reader.readuntil(b"\r\n\r\n")
-            except (ConnectionError, asyncio.IncompleteReadError):
-                if is_kept:
-                    return True
-                raise
-            await self._read(reader, begun, due, answer)
-            idle.append((reader, writer))
-        except BaseException:
-            writer.close()
-            raise
-        return False
-
-    async def _read(self, reader: asyncio.StreamReader, head: bytes, due: float, answer: RaceAnswer) -> None:
-        status, length, data = int(head[9:12]), _LENGTH.search(head), b""
-        if status != 200:
-            answer.outcome = f"error {status}"
-        if length is not None:
-            data = await reader.readexactly(int(length[1]))
-        while length is None:
-            size = int(await reader.readline(), 16)
-            data += (await reader.readexactly(size + 2))[:-2]
-            if answer.ttft is None and b"data:" in data:
-                answer.ttft = asyncio.get_running_loop().time() - due
-            if b'"error"' in data and status == 200:
-                answer.outcome = "told"
-            if not size:
-                break
-        if status == 200 and b"data: [DONE]" in data and answer.outcome != "told":
-            answer.outcome = "whole"
-        for name, pattern in (("num_prompt", _PROMPT), ("num_cached", _CACHED)):
-            if found := pattern.findall(data):
-                setattr(answer, name, int(found[-1]))
+async def send(server: Server, chat: RaceChat, num_answer: int = 8) -> Answer:
+    more = {"tools": chat.tools} if chat.tools else {}
+    return await server.ask(chat.system, [chat.question], num_answer, **more)
 
 
-async def play(fleet: RaceFleet, load: "Load") -> list[RaceAnswer]:
+def outcome(answer: Answer) -> str:
+    """How it ended: whole, with an error in its stream ("told"), with a status, late, or just so ("cut")."""
+    error = answer.error or "whole"
+    known = {"error in the stream": "told", "whole": "whole"}
+    return known.get(error, "late" if "no end" in error else error if error.startswith("status") else "cut")
+
+
+async def play(fleet: RaceFleet, load: "Load") -> list[Answer]:
     """All chats at their times, beside what happens to replicas."""
-    client, loop = Client(fleet.ports), asyncio.get_running_loop()
-    begun = loop.time()
+    begun = time.perf_counter()
 
-    async def one(request: RaceChat) -> RaceAnswer:
-        await asyncio.sleep(begun + request.at - loop.time())
-        return await client.send(request, begun + request.at)
+    async def one(chat: RaceChat) -> Answer:
+        await asyncio.sleep(begun + chat.at - time.perf_counter())
+        late = time.perf_counter() - begun - chat.at
+        answer = await send(servers[chat.router], chat)
+        answer.ttft = None if answer.ttft is None else answer.ttft + late
+        return answer
 
     async def restart(at: float, number: int) -> None:
         await asyncio.sleep(at)
         await asyncio.to_thread(fleet.replicas[number].kill)
         await asyncio.to_thread(fleet.replicas[number].start)
 
-    async with asyncio.TaskGroup() as tasks:
+    async with fleet.servers() as servers, asyncio.TaskGroup() as tasks:
         answering = [tasks.create_task(one(each)) for each in load.chats]
         for at, number in load.restarts:
             tasks.create_task(restart(at, number))
-    client.close()
     return [each.result() for each in answering]
 
 
@@ -323,15 +267,15 @@ def loads(seconds: float) -> list[Load]:
         for at in np.cumsum(draw.exponential(1 / RATE, int(seconds * RATE))).tolist():
             which, question = int(draw.choice(number, p=weights / weights.sum())), words(draw, 30)
             router = int(draw.integers(num_routers))
-            body = chat("w1 w2 w3", question, tools=sets[which]) if sets else chat(documents[which], question)
-            chats.append(RaceChat(at, body, router))
+            system, tools = ("w1 w2 w3", sets[which]) if sets else (documents[which], ())
+            chats.append(RaceChat(at, system, question, tools, router))
         restarts = [(seconds / 3, 0), (seconds * 2 / 3, 1)] if name == "restarts" else []
         made.append(Load(name, chats, num_blocks, num_routers, restarts))
     return made
 
 
 class Raced(NamedTuple):
-    answers: list[RaceAnswer]
+    answers: list[Answer]
     cpu_ms: float  # of a chat
 
 
@@ -345,11 +289,11 @@ def race(arm: Arm, load: Load) -> Raced:
 
 def row_of(load: Load, arm: Arm, rounds: Sequence[Raced]) -> Row:
     answers = [answer for each in rounds for answer in each.answers]
-    prompt = sum(answer.num_prompt for answer in answers)
+    prompt = sum(answer.num_prompt or 0 for answer in answers)
     firsts = [answer.ttft * 1e3 for answer in answers if answer.ttft is not None]
     row: Row = {"load": load.name, "router": arm.name, "chats": len(answers)}
-    row["not whole"] = sum(answer.outcome != "whole" for answer in answers)
-    row["cached %"] = 100 * sum(answer.num_cached for answer in answers) / prompt if prompt else 0.0
+    row["not whole"] = sum(answer.error is not None for answer in answers)
+    row["cached %"] = 100 * sum(answer.num_cached or 0 for answer in answers) / prompt if prompt else 0.0
     row |= {f"TTFT p{q} ms": float(np.percentile(firsts, q)) if firsts else float("inf") for q in PERCENTILES}
     return row | {"CPU ms": median(each.cpu_ms for each in rounds)}
 
@@ -369,21 +313,17 @@ def compared(load: Load, rows: Sequence[Row]) -> list[Target]:
 
 async def die(fleet: RaceFleet) -> tuple[int, Counter[str], Counter[str]]:
     """How many streams the replica had; the outcomes of all that were under way, and of chats that came after it."""
-    client, loop, draw = Client(fleet.ports), asyncio.get_running_loop(), np.random.default_rng(0)
-    under_way = [
-        asyncio.create_task(client.send(RaceChat(0.0, chat(words(draw, 20), words(draw, 20), num_answer=300))))
-        for _ in range(STREAMS)
-    ]
-    await asyncio.sleep(1.5)
-    begun, num_live = loop.time(), [await asyncio.to_thread(each.num_live) for each in fleet.replicas]
-    await asyncio.to_thread(fleet.replicas[int(np.argmax(num_live))].kill)
-    later = []
-    for number in range(LATER):
-        await asyncio.sleep(begun + number / LATER - loop.time())
-        later.append(asyncio.create_task(client.send(RaceChat(0.0, chat(words(draw, 20), words(draw, 20))))))
-    answers = [await each for each in (*under_way, *later)]
-    client.close()
-    outcomes = [answer.outcome for answer in answers]
+    draw, loop = np.random.default_rng(0), asyncio.get_running_loop()
+    chats = [RaceChat(0.0, words(draw, 20), words(draw, 20)) for _ in range(STREAMS + LATER)]
+    async with fleet.servers() as (server,):
+        answering = [asyncio.create_task(send(server, chat, 300)) for chat in chats[:STREAMS]]
+        await asyncio.sleep(1.5)
+        begun, num_live = loop.time(), [await asyncio.to_thread(each.num_live) for each in fleet.replicas]
+        await asyncio.to_thread(fleet.replicas[int(np.argmax(num_live))].kill)
+        for number, chat in enumerate(chats[STREAMS:]):
+            await asyncio.sleep(begun + number / LATER - loop.time())
+            answering.append(asyncio.create_task(send(server, chat)))
+        outcomes = [outcome(await each) for each in answering]
     return max(num_live), Counter(outcomes[:STREAMS]), Counter(outcomes[STREAMS:])
 
 
@@ -394,7 +334,7 @@ def died(arm: Arm) -> Row:
     both = begun + later
     row: Row = {"when a replica dies": arm.name, "streams": STREAMS, "there": num_there, "whole": begun["whole"]}
     row |= {"told": begun["told"], "cut": both["cut"] + both["late"], "later": LATER, "answered": later["whole"]}
-    return row | {"refused": sum(count for outcome, count in both.items() if outcome.startswith("error"))}
+    return row | {"refused": sum(count for outcome, count in both.items() if outcome.startswith("status"))}
 
 
 @program(*(option(f"--{name}", metavar="PATH", help=f"the program {name} (PATH)") for name in PEERS))

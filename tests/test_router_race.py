@@ -1,7 +1,6 @@
 """Stories of benchmarks/router_race.py: what its replicas keep of prompts, what counts as an answer, missing peers."""
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -31,7 +30,9 @@ def test_routers_read_the_tokens_that_replicas_do(tmp_path: Path) -> None:
     save_model(tmp_path)
     prompts = Prompts.open(tmp_path)
     for load in router_race.loads(1.0):
-        body = json.loads(load.chats[0].body)
+        chat = load.chats[0]
+        body = router_race.asked("http://127.0.0.1").body(chat.system, [chat.question], 8)
+        body |= {"tools": chat.tools} if chat.tools else {}
         assert prompts.chat(chat_of(body)).token_ids == tokens_of(body)
         assert 2500 < len(tokens_of(body)) < 6000
 
@@ -46,7 +47,7 @@ CHUNK = b"data: {}\n\n"
         (b"200 OK\r\ntransfer-encoding: chunked\r\n\r\na\r\n%s\r\n0\r\n\r\n" % CHUNK, "cut"),
         (b"200 OK\r\ntransfer-encoding: chunked\r\n\r\na\r\n%s\r\n" % CHUNK, "cut"),
         (b'200 OK\r\ntransfer-encoding: chunked\r\n\r\n13\r\ndata: {"error": 1}\n\n\r\n0\r\n\r\n', "told"),
-        (b"502 Bad Gateway\r\ncontent-length: 2\r\n\r\n{}", "error 502"),
+        (b"502 Bad Gateway\r\ncontent-length: 2\r\n\r\n{}", "status 502"),
         (b"", "cut"),
     ],
 )
@@ -56,15 +57,15 @@ def test_an_answer_is_whole_told_or_cut(answer: bytes, outcome: str) -> None:
         writer.write(b"HTTP/1.1 " + answer if answer else b"")
         writer.close()
 
-    async def ask(serving: Serve) -> router_race.RaceAnswer:
+    async def ask(serving: Serve) -> str:
         async with await asyncio.start_server(serving, "127.0.0.1", 0) as server:
-            client = router_race.Client([server.sockets[0].getsockname()[1]])
-            answer = await client.send(router_race.RaceChat(0.0, b""))
-            client.close()
+            client = router_race.asked(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            answer = await router_race.send(client, router_race.RaceChat(0.0, "", ""))
+            await client.close()
             await asyncio.sleep(0.1)  # until it is closed
-            return answer
+            return router_race.outcome(answer)
 
-    assert asyncio.run(ask(serve)).outcome == outcome
+    assert asyncio.run(ask(serve)) == outcome
 
 
 def test_peers_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,3 @@
-from .bench import BenchOptions, LoadPace, Shape, run_bench
+from .bench import Answer, BenchOptions, LoadPace, Server, Shape, run_bench
 
-__all__ = ["BenchOptions", "LoadPace", "Shape", "run_bench"]
+__all__ = ["Answer", "BenchOptions", "LoadPace", "Server", "Shape", "run_bench"]

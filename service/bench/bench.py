@@ -216,12 +216,15 @@ class Server:
             raise ConfigError(f"{self.url}/v1/models: not an OpenAI server's answer; check the URL")
         self.model = names[0]
 
-    async def ask(self, system: str, texts: Sequence[str], max_tokens: int) -> Answer:
-        """Send one request; `texts`: the user's texts and the answers, alternating. Raises only a cancellation."""
+    async def ask(self, system: str, texts: Sequence[str], max_tokens: int, **more: object) -> Answer:
+        """Send one request; `texts`: the user's texts and the answers, alternating; `more` goes into the body.
+
+        Raises only a cancellation.
+        """
         answer, began = Answer(), time.perf_counter()
         try:
             async with asyncio.timeout(self._deadline):
-                await self._stream(self._body(system, texts, max_tokens), answer, began)
+                await self._stream({**self.body(system, texts, max_tokens), **more}, answer, began)
         except TimeoutError:
             answer.error = f"no end within {self._deadline:g} s"
         except httpx2.ConnectError:
@@ -238,7 +241,7 @@ class Server:
     async def close(self) -> None:
         await self._client.aclose()
 
-    def _body(self, system: str, texts: Sequence[str], max_tokens: int) -> dict[str, Any]:
+    def body(self, system: str, texts: Sequence[str], max_tokens: int) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "stream": True}
         if self._tells_usage:
             body["stream_options"] = {"include_usage": True}
