@@ -1,4 +1,4 @@
-"""What benchmarks measure and measure beside: processes, blocks and stores of them, engines over a slab, pictures.
+"""What benchmarks measure and measure beside: processes, blocks and stores of them, engines over a slab.
 
 It also finds the rigs of the tests for what imports it. A process is ready when it says so, and ends with the program.
 """
@@ -348,7 +348,7 @@ class StoreRace(Race):
             yield {**what, "records": side, **rates, "CPU s/GB": self.cpu(ours)}
 
 
-# engines and pictures
+# engines
 
 
 class EngineEnded(RuntimeError):
@@ -462,31 +462,3 @@ def leave_only(engine: Any, tier: str, *, page_cache: bool = False) -> None:
         engine.connector.hierarchy.host.pool.reset()
         if not page_cache:
             drop_caches()
-
-
-@contextmanager
-def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple[Any, Any]]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(rows, columns, layout="constrained", **options)
-    yield figure, axes
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
-def grouped_bars(
-    path: Path, series: Mapping[str, Sequence[float]], labels: Sequence[str], what: str, title: str
-) -> None:
-    """A picture of bars on a log scale: a group for each label, in it a bar of each series."""
-    with picture(path, figsize=(7, 3.6)) as (_, axes):
-        for place, (name, heights) in enumerate(series.items()):
-            bars = axes.bar(np.arange(len(labels)) + 0.2 * (place - 1.5), heights, 0.19, label=name)
-            axes.bar_label(bars, [f"{height:.3g}" for height in heights], fontsize=7)
-        axes.set(yscale="log", ylabel=what)
-        axes.set_xticks(range(len(labels)), labels, fontsize=8)
-        axes.set_title(title, fontsize=10)
-        axes.legend(fontsize=8)

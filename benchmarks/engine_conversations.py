@@ -23,8 +23,9 @@ from typing import Final
 
 import numpy as np
 from _report import RESULTS, ROOT, Given, Result, Row, Target, interval, option, program, progress, report
-from _rig import VLLM, EngineEnded, EngineProcess, installed, picture, random_tokens, scratch
+from _rig import VLLM, EngineEnded, EngineProcess, installed, random_tokens, scratch
 from engine_ttft import make_model
+from matplotlib.figure import Figure
 
 from kvtier.tiers import KVTierError
 
@@ -187,19 +188,21 @@ def targets_of(found: Found) -> list[Target]:
 
 def plot(found: Found, path: Path) -> None:
     """A panel for each column and phase: medians, with the range over repetitions."""
-    with picture(path, len(PHASES), len(COLUMNS), figsize=(16, 4.6), sharey=True) as (figure, panels):
-        for phase, line in zip(PHASES, panels, strict=True):
-            for column, axes in zip(COLUMNS, line, strict=True):
-                arms = list(found[phase])
-                values = [np.array([one[column] for one in found[phase][arm].values()]) for arm in arms]
-                middles = np.array([np.median(each) for each in values])
-                reach = [middles - [each.min() for each in values], [each.max() for each in values] - middles]
-                colours = ["tab:orange" if arm in OURS else "tab:blue" for arm in arms]
-                axes.barh(arms, middles, xerr=reach, color=colours, error_kw={"linewidth": 0.8})
-                axes.set_title(f"{phase}: {column}", fontsize=8)
-                axes.tick_params(labelsize=8)
-        panels[0][0].invert_yaxis()
-        figure.suptitle("vLLM on a CPU: conversations that its own cache cannot hold", fontsize=10)
+    figure = Figure((16, 4.6), layout="constrained")
+    panels = figure.subplots(len(PHASES), len(COLUMNS), sharey=True)
+    for phase, line in zip(PHASES, panels, strict=True):
+        for column, axes in zip(COLUMNS, line, strict=True):
+            arms = list(found[phase])
+            values = [np.array([one[column] for one in found[phase][arm].values()]) for arm in arms]
+            middles = np.array([np.median(each) for each in values])
+            reach = [middles - [each.min() for each in values], [each.max() for each in values] - middles]
+            colours = ["tab:orange" if arm in OURS else "tab:blue" for arm in arms]
+            axes.barh(arms, middles, xerr=reach, color=colours, error_kw={"linewidth": 0.8})
+            axes.set_title(f"{phase}: {column}", fontsize=8)
+            axes.tick_params(labelsize=8)
+    panels[0][0].invert_yaxis()
+    figure.suptitle("vLLM on a CPU: conversations that its own cache cannot hold", fontsize=10)
+    figure.savefig(path, dpi=150)
 
 
 def run(args: Given, runs: Runs, missing: dict[str, list[str]]) -> Found:

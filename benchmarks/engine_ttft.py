@@ -20,8 +20,9 @@ import numpy as np
 import torch
 import transformers
 from _report import RESULTS, Given, Result, Row, Target, interval, program, progress
-from _rig import VLLM, EngineProcess, grouped_bars, llama, random_tokens, scratch
+from _rig import VLLM, EngineProcess, llama, random_tokens, scratch
 
+from kvtier.service import Chart, Line, save_png
 from kvtier.tiers import KVTierError
 
 NAMES: Final = {"none": "(a) no offload", "kvtier": "kvtier", "native": "(b) vLLM's native offloading",
@@ -131,8 +132,7 @@ def main(args: Given) -> Result:
             arms["kvtier"].ask("ttft", prompt=prompt)
         steps = arms["kvtier"].ask("decode", stems=stems, hits=hits, num_cycles=24)
     if args.save:
-        bars = {told: [median(arms[name]) for arms in times.values()] for name, told in NAMES.items()}
+        lines = [Line(told, [*times], [median(arms[name]) for arms in times.values()]) for name, told in NAMES.items()]
         title = "vLLM on a CPU: a prompt seen before, no longer in vLLM's own cache"
-        labels = [f"{length} tokens" for length in times]
-        grouped_bars(RESULTS / "engine_ttft.png", bars, labels, "time to first token, s", title)
+        save_png(RESULTS / "engine_ttft.png", [Chart(title, "tokens", "time to first token, s", lines, log_y=True)])
     return concluded(times, overhead, steps)

@@ -3,22 +3,20 @@
 Prompts of 8,192 and 32,768 random tokens, each asked cold, from L1, from L2 (L1 emptied), and from the slab (L1 and L2
 emptied, page cache dropped where allowed). Every answer is checked to come from the tier it is named after, and its
 token against the cold one. With asynchronous loads (a request waits for its whole prefix) and with layerwise ones.
-Figures are medians over fresh prompts, ratios of one prompt's times. `--save` writes a plot too. `--dry` runs the same
-code on this CPU.
+Figures are medians over fresh prompts, ratios of one prompt's times. `--dry` runs the same code on this CPU.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal
 
 import _gpu
 import numpy as np
 import torch
-from _report import RESULTS, Given, Result, Row, program, progress
-from _rig import grouped_bars, leave_only, llama, over_slab, random_tokens, scratch, settle
+from _report import Given, Result, Row, program, progress
+from _rig import leave_only, llama, over_slab, random_tokens, scratch, settle
 
 from kvtier.connector import LocalConnector
 from kvtier.engine import Engine, EngineConfig, Model, SamplingParams
@@ -126,12 +124,6 @@ def measure(model: Model, prompts: AskedPrompts, loading: Loading) -> Iterator[R
             engine.close()
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    times = {tier: [row[f"{tier} ms"] for row in rows] for tier in TIERS}
-    labels = [f"{row['tokens']} tokens\n{row['loading']}" for row in rows]
-    grouped_bars(path, times, labels, "time to first token, ms", "kvtier's engine on a GPU, a Llama-8B's geometry")
-
-
 @program(_gpu.DRY)
 @torch.no_grad()
 def main(options: Given) -> Result:
@@ -139,6 +131,4 @@ def main(options: Given) -> Result:
     progress(f"{prompts.device}: a model of random weights")
     model = random_model(prompts)
     rows = [row for loading in LOADINGS for row in _gpu.told(measure(model, prompts, loading))]
-    if options.save:
-        draw(rows, RESULTS / "gpu_ttft.png")
     return rows, [], _gpu.setup_of(options)

@@ -13,7 +13,7 @@ before any whole block, or age as blocks do, an eighth of L2 at most (what kvtie
 import time
 import tracemalloc
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -25,11 +25,12 @@ import recovery
 import torch
 from _prefix_reuse import Exchange, PrefixReuse, Tails, chats, computed_in, replay, trace_exchanges
 from _report import RESULTS, SHARED, Given, Result, Row, Target, option, program, progress, took
-from _rig import leave_only, over_slab, picture, random_tokens, scratch, settle
+from _rig import leave_only, over_slab, random_tokens, scratch, settle
 
 from kvtier.connector import LocalConnector
 from kvtier.engine import Engine, EngineConfig, Model, SamplingParams
 from kvtier.engine.demo import demo_model
+from kvtier.service import Chart, Line, save_png
 from kvtier.tiers.file import slab
 from kvtier.tiers.naming import TokenChain, root_hash
 from kvtier.tiers.pool import SlotPool
@@ -182,27 +183,14 @@ def targets(rows: Sequence[Row], timings: Sequence[Row]) -> list[Target]:
     return found
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    workloads = list(dict.fromkeys(row["workload"] for row in rows))
-    size: Row = {"figsize": (4.4 * len(workloads), 5), "squeeze": False}
-    styles = {PrefixReuse.WHOLE: "o:", PrefixReuse.PARTIAL: "s--", PrefixReuse.TAILS: "D-"}
-    labels = {"cached %": "prompt tokens cached, %", "copies a request": "copies a request"}
-    with picture(path, 2, len(workloads), **size) as (_, axes):
-        for place, workload in enumerate(workloads):
-            for line, (column, label) in enumerate(labels.items()):
-                axis = axes[line][place]
-                for reuse, style in styles.items():
-                    chosen = [row for row in rows if (row["workload"], row["partial"]) == (workload, reuse.value)]
-                    points = [row["block"] for row in chosen], [row[column] for row in chosen]
-                    axis.plot(*points, style, label=f"partial blocks {reuse.value}", markersize=4)
-                axis.set(xscale="log", ylabel=label, xlabel="block size, tokens" if line else "")
-                axis.set_xticks(BLOCK_SIZES, [str(size) for size in BLOCK_SIZES])
-                axis.minorticks_off()
-                if line:
-                    axis.set_yscale("log")
-                else:
-                    axis.set_title(workload, fontsize=10)
-            axes[0][place].legend(fontsize=7)
+def charts(rows: Sequence[Row]) -> Iterator[Chart]:
+    for workload, column in product(dict.fromkeys(row["workload"] for row in rows), ("cached %", "copies a request")):
+        lines = []
+        for reuse in PrefixReuse:
+            chosen = [row for row in rows if (row["workload"], row["partial"]) == (workload, reuse.value)]
+            label = f"partial blocks {reuse.value}"
+            lines.append(Line(label, [row["block"] for row in chosen], [row[column] for row in chosen]))
+        yield Chart(workload, "block size, tokens", column, lines, log_x=True, log_y=column != "cached %")
 
 
 def workloads_of(trace: Path | None, *, quick: bool) -> dict[str, list[Exchange]]:
@@ -226,6 +214,6 @@ def main(args: Given) -> Result:
     sizes, length, rounds = (BLOCK_SIZES[::4], 512, 1) if args.quick else (BLOCK_SIZES, 2048, 3)
     timings: list[Row] = [] if args.no_engine else timed(sizes, length=length, rounds=rounds)
     if args.save:
-        plot(rows, RESULTS / "partial_blocks.png")
+        save_png(RESULTS / "partial_blocks.png", [*charts(rows)])
     setup: Row = {f"{workload} requests": len(exchanges) for workload, exchanges in workloads.items()}
     return [*rows, *tight, *timings], targets(rows, timings), setup

@@ -25,9 +25,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from _eviction_traces import lines_of, made_up
 from _report import RESULTS, Given, Result, Row, option, program, progress
-from _rig import picture
 from numpy.typing import NDArray
 
+from kvtier.service import Chart, Line, save_png
 from kvtier.service.events import AnnouncedBlocks, KVEvent, PrefixIndex, prompt_hashes
 from kvtier.service.router import Candidate, Choice, Reason, choose, sticky
 from kvtier.service.traces import TraceLine, read_trace
@@ -433,19 +433,12 @@ def run(prompts: Sequence[TracePrompt], name: str, policy: Policy, replicas: int
     return Figures(row, ttft)
 
 
-def plot(runs: Mapping[str, Figures], path: Path) -> None:
-    with picture(path, 1, 2, figsize=(9.5, 3.6)) as (_, (left, right)):
-        for name, each in runs.items():
-            times = np.sort(each.ttft)
-            style = {"color": "grey", "linestyle": ":"} if name == ORACLE else {"linewidth": 1.2 + 1.3 * (name == OURS)}
-            left.plot(times, np.arange(1, len(times) + 1) / len(times), label=name, **style)
-        left.set(xscale="log", xlabel="time to first token, s (simulated)", ylabel="share of requests")
-        left.legend(fontsize=7)
-        bars = right.barh(list(runs), [100 * each.row["cached"] for each in runs.values()], color="tab:blue")
-        right.bar_label(bars, fmt="%.1f", fontsize=8)
-        right.invert_yaxis()
-        right.margins(x=0.12)  # room for the labels
-        right.set_xlabel("prompt tokens that were cached, %")
+def chart(runs: Mapping[str, Figures]) -> Chart:
+    shares, lines = np.linspace(0, 100, 201), list[Line]()
+    for name, each in runs.items():
+        label = f"{name}, {100 * each.row['cached']:.1f} % of prompt tokens cached"
+        lines.append(Line(label, np.percentile(each.ttft, shares).tolist(), shares.tolist(), name == ORACLE))
+    return Chart("Simulated replicas", "time to first token, s", "% of requests within", lines, log_x=True)
 
 
 def _whole(text: str) -> int:
@@ -469,5 +462,5 @@ def main(args: Given) -> Result:
     best = runs[ORACLE].row["cached"]
     rows = [{"policy": name, **each.row, "of oracle": each.row["cached"] / best} for name, each in runs.items()]
     if args.save:
-        plot(runs, RESULTS / "routing.png")
+        save_png(RESULTS / "routing.png", [chart(runs)])
     return rows, [], setup

@@ -35,7 +35,7 @@ import numpy as np
 import zmq
 from _eviction_traces import PRODUCTION, made_up, production_trace
 from _report import RESULTS, Given, Result, Row, program, progress
-from _rig import picture, resident_bytes, spawned, wait_until
+from _rig import resident_bytes, spawned, wait_until
 
 from kvtier.service import events as feed
 from kvtier.service.events import BlockRemoved, BlockStored, EventConsumer, PrefixIndex, Publisher, prompt_hashes
@@ -55,7 +55,6 @@ FINGERPRINT: Final = b"scale".ljust(32, b".")
 DEADLINE: Final = 600.0  # seconds, of one measurement
 GPU, CPU = (kind.medium for kind in (TIERS["l1"], TIERS["l2"]))
 SHARE: Final = 4  # nodes that serve the trace together
-FOR_PEOPLE: Final = {"events": "KV events", "redis": "Redis"}
 GIB: Final = 1 << 30
 GB: Final = 1e9
 DAY: Final = 86_400.0  # seconds
@@ -578,21 +577,6 @@ def rows_of(fleet: PaperFleet, limits: Sequence[Limit], sizes: dict[str, float])
     return rows + [{"part": "a piece costs", "piece": name, "measured": value} for name, value in pieces.items()]
 
 
-def plot(limits: Sequence[Limit], path: Path) -> None:
-    shown = [each for each in limits if each.nodes is not None]
-    colors = {part: f"C{i}" for i, part in enumerate(dict.fromkeys(each.part for each in shown))}
-    labels = [f"{FOR_PEOPLE.get(each.part, each.part)}: {each.what}".replace("`", "") for each in shown]
-    wholes = [max(0.5, float(each.nodes or 0)) for each in shown]
-    with picture(path, figsize=(9.5, 0.5 + 0.32 * len(shown))) as (_, axes):
-        bars = axes.barh(range(len(shown)), wholes, color=[colors[each.part] for each in shown], left=0.1)
-        axes.bar_label(bars, [f"{each.nodes:,}" for each in shown], fontsize=8, padding=3)
-        axes.set_yticks(range(len(shown)), labels, fontsize=8)
-        axes.set(xscale="log", xlabel="nodes", xlim=(0.1, 10 * max(wholes)))
-        axes.invert_yaxis()
-        for nodes in NODES:
-            axes.axvline(nodes, color="grey", linewidth=0.6, linestyle=":")
-
-
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, help="only the first so many of the trace")
     for field in fields(Assumptions):
@@ -629,7 +613,5 @@ def main(chosen: Given) -> Result:
     sizes = {f"a block, {assumed.block_bytes >> 20} MiB": float(assumed.block_bytes)}
     sizes[f"{BATCH_BYTES >> 20} MiB, as written"] = float(BATCH_BYTES)
     limits = fleet.limits(sizes)
-    if chosen.save:
-        plot(limits, RESULTS / "scale.png")
     setup = {"trace": name, "requests": len(trace), **asdict(assumed)}
     return rows_of(fleet, limits, sizes), [], setup

@@ -24,8 +24,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 from _report import RESULTS, Given, Result, Row, of_pairs, program, progress
-from _rig import ServerProcess, free_port, kvtier, picture, random_tokens, scratch
+from _rig import ServerProcess, free_port, kvtier, random_tokens, scratch
 
+from kvtier.service import Chart, Line, save_png
 from kvtier.tiers import KVTierError
 
 OFF: Final = "cache off"
@@ -186,10 +187,11 @@ def main(args: Given) -> Result:
     if any(rows[0][name] for name in TIERS.values()):
         raise KVTierError("the arm without a cache had cached tokens: its figures are no reference")
     if args.save:
-        with picture(RESULTS / "serving.png", 1, 3, figsize=(9.5, 2.8)) as (_, axes):
-            for axis, column in zip(axes, ("requests/s", "TTFT p50 ms", "TTFT p99 ms"), strict=True):
-                bars = axis.bar([row["arm"] for row in rows], [row[column] for row in rows], color="tab:blue")
-                axis.bar_label(bars, fmt="%.3g", fontsize=8)
-                axis.set_title(column, fontsize=10)
+        shares, lines = np.linspace(0, 100, 101), list[Line]()
+        for arm, row in zip(served, rows, strict=True):
+            firsts = np.percentile([answer.first * 1e3 for each in arm.answers for answer in each], shares)
+            lines.append(Line(f"{arm.name}, {row['requests/s']:.3g} requests/s", firsts.tolist(), shares.tolist()))
+        chart = Chart("kvtier engine", "time to first token, ms", "% of requests within", lines, log_x=True)
+        save_png(RESULTS / "serving.png", [chart])
     setup = asdict(load) | {"L1 blocks": load.l1_blocks}
     return rows, [], setup
