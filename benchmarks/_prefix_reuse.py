@@ -127,7 +127,6 @@ class Replayed:
     num_requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    ideal_tokens: int = 0  # that would be cached if all children of a block were known, and not eight of them
     loads: int = 0  # blocks
     stores: int = 0  # blocks
     held_blocks: int = 0  # full ones
@@ -193,22 +192,21 @@ def replay(exchanges: Sequence[Exchange], block_size: int, reuse: PrefixReuse) -
         usable = exchange.num_prompt - 1  # the last token is always computed
         held = max(whole.longest(exchange), exchange.num_continued // block_size * block_size)
         num_whole = min(held, usable) // block_size
-        cached = ideal = num_whole * block_size
+        cached = num_whole * block_size
         if reuse is not PrefixReuse.WHOLE:
             longest = held
             if reuse is PrefixReuse.TAILS:
                 longest = max(longest, any_length.longest(exchange), exchange.num_continued)
-            cached = ideal = min(longest, usable, (num_whole + 1) * block_size)
-            if children is not None:
-                part = children.shared(exchange.symbols, num_whole)
-                cached = min(num_whole * block_size + part, usable)
+            if children is None:
+                cached = min(longest, usable, cached + block_size)
+            else:
+                cached = min(cached + children.shared(exchange.symbols, num_whole), usable)
         num_full, tail = divmod(exchange.num_held, block_size)
         new = range(held // block_size, num_full)
         keeps_tail = reuse is PrefixReuse.TAILS and bool(tail)
         done.num_requests += 1
         done.prompt_tokens += exchange.num_prompt
         done.cached_tokens += cached
-        done.ideal_tokens += ideal
         done.loads += -(-cached // block_size)
         done.stores += len(new) + keeps_tail
         done.held_blocks += len(new)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from importlib.util import find_spec
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, Pipe
@@ -94,12 +95,10 @@ def resident_bytes() -> int:
 
 
 class ServerProcess:
-    """A process that serves. KVTierError if it does not start."""
+    """A process that serves, until its context ends. KVTierError if it does not start."""
 
-    def __init__(
-        self, command: Sequence[str], log: Path, *, ready: str = "ready on", options: Mapping[str, str] | None = None
-    ) -> None:
-        self.log, env = log, environment(**(options or {}))
+    def __init__(self, command: Sequence[str], log: Path, *, ready: str = "ready on", **options: str) -> None:
+        self.log, env = log, environment(**options)
         with log.open("wb") as file:
             self.process = subprocess.Popen([sys.executable, *command], env=env, stdout=file, stderr=file)
         end = time.monotonic() + _START
@@ -108,6 +107,12 @@ class ServerProcess:
                 self.stop()
                 raise KVTierError(f"{' '.join(command[:3])} did not start: {self.last_words()}")
             time.sleep(0.05)
+
+    def __enter__(self) -> "ServerProcess":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
 
     def last_words(self) -> str:
         return (self.log.read_text(errors="replace").splitlines() or ["it said nothing"])[-1][:300]
@@ -150,15 +155,28 @@ def drop_caches(path: Path | None = None) -> None:
 
 
 @contextmanager
-def serving(home: str | Path, size: str, verify: str = "never") -> Iterator[tuple[ServerProcess, Path]]:
+def serving(home: str | Path, size: str, **options: str) -> Iterator[tuple[ServerProcess, Path]]:
     """`kvtier serve` with so much host memory, and its socket."""
-    path = Path(home) / f"{verify}.sock"
-    options = {"HOST__SIZE": size, "HOST__VERIFY": verify, "SERVICE__SOCKET": str(path), "SERVICE__HTTP": "127.0.0.1:0"}
-    daemon = ServerProcess(kvtier("serve"), path.with_suffix(".log"), options=options)
-    try:
+    path = Path(home) / f"{len(options)}.sock"  # daemons in one home differ in their options
+    options |= {"HOST__SIZE": size, "SERVICE__SOCKET": str(path), "SERVICE__HTTP": "127.0.0.1:0"}
+    with ServerProcess(kvtier("serve"), path.with_suffix(".log"), **options) as daemon:
         yield daemon, path
-    finally:
-        daemon.stop()
+
+
+def posted(connection: HTTPConnection, path: str, body: Row, **headers: str) -> tuple[list[float], list[Row]]:
+    """When each event of a stream came, and the events; of another answer, it alone. KVTierError for what is no answer.
+
+    The connection is kept, if the server keeps it.
+    """
+    connection.request("POST", path, json.dumps(body), {"content-type": "application/json", **headers})
+    answer, times, events = connection.getresponse(), list[float](), list[Row]()
+    while line := answer.readline():
+        if line.startswith((b"data: {", b"{")):
+            times.append(time.perf_counter())
+            events.append(json.loads(line.removeprefix(b"data: ")))
+    if answer.status != 200 or any("error" in event for event in events):
+        raise KVTierError(f"{path}: status {answer.status}: {events[-1:]}")
+    return times, events
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 from _report import Given, Result, Row, program, progress
-from _rig import ServerProcess, kvtier, scratch
+from _rig import scratch, serving
 from service_overhead import BLOCKS, PARENT, TOKENS, ask, fresh, opened, stored
 
 from kvtier.tiers import ChainHash
@@ -62,17 +62,14 @@ def loading(tiers: CacheTiers, chains: Sequence[list[ChainHash]]) -> Iterator[li
 def daemon_over(home: Path, slab: int) -> Iterator[tuple[CacheTiers, str, str]]:
     """A client of a fresh daemon with so many bytes for slabs, the address of its pages, and its token."""
     home.mkdir()
-    socket = home / "s"
-    options = {"HOST__SIZE": HOST, "FILE__PATH": str(home / "slabs"), "FILE__SIZE": str(slab), "FILE__DEADLINE": "60s"}
-    options |= {"SERVICE__SOCKET": str(socket), "SERVICE__HTTP": "127.0.0.1:0", "SERVICE__ARCHIVES": str(home.parent)}
+    options = {"FILE__PATH": str(home / "slabs"), "FILE__SIZE": str(slab), "FILE__DEADLINE": "60s"}
     options |= {"CACHE__PREFETCH_DEADLINE": "60s", "CACHE__LOAD_OR_RECOMPUTE": "load"}
-    daemon = ServerProcess(kvtier("serve"), home / "log", options=options)
-    try:
-        with opened(HOST, service={"socket": str(socket), "deadline": "30s"}) as tiers:
-            told = json.loads(Path(f"{socket}.token").read_text())
-            yield tiers, told["http"], told["token"]
-    finally:
-        daemon.stop()
+    with (
+        serving(home, HOST, SERVICE__ARCHIVES=str(home.parent), **options) as (_, socket),
+        opened(HOST, service={"socket": str(socket), "deadline": "30s"}) as tiers,
+    ):
+        told = json.loads(Path(f"{socket}.token").read_text())
+        yield tiers, told["http"], told["token"]
 
 
 def transfer(http: str, token: str, verb: str, file: str) -> Row:

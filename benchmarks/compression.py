@@ -23,7 +23,7 @@ from itertools import groupby
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -52,10 +52,8 @@ MOST: Final = 16  # blocks measured of each kind
 DTYPES: Final[Mapping[str, torch.dtype]] = dict(
     bf16=torch.bfloat16, fp16=torch.float16, fp32=torch.float32, fp8=torch.float8_e4m3fn
 )
-ROUNDS: Final = 3
 SAMPLES: Final = 100  # of four documents, each with four questions
 
-T = TypeVar("T")
 Loss = Callable[[torch.Tensor], torch.Tensor]
 HEAD_DIMS: Final = {"the recall model, trained": 32, "a Llama with random weights": 128}
 
@@ -137,11 +135,13 @@ def over_redis(
     (store,) = hierarchy.ports
     wrote, read = list[float](), list[float]()
     for _ in range(rounds):
-        outcomes, seconds = timed(lambda: store.write(records, payloads, store.epoch))
-        wrote.append(seconds)
+        began = time.perf_counter()
+        outcomes = store.write(records, payloads, store.epoch)
+        wrote.append(time.perf_counter() - began)
         assert set(outcomes) == {Outcome.OK}, outcomes
-        results, seconds = timed(lambda: store.read(names, targets))
-        read.append(seconds)
+        began = time.perf_counter()
+        results = store.read(names, targets)
+        read.append(time.perf_counter() - began)
         assert fp8 or (results == records and targets == payloads)
         assert [each.checksum for each in results if isinstance(each, BlockRecord)] == list(map(checksum, targets))
     kept = (_used(server) - empty) / len(blocks)
@@ -150,12 +150,6 @@ def over_redis(
     row: Row = {"[redis] compression": compression, "[cache] lossy": "fp8" if fp8 else "none"}
     row |= {"block KiB": len(payloads[0]) >> 10, "SET GB/s": round(gigabytes / min(wrote), 3)}
     return row | {"GET GB/s": round(gigabytes / min(read), 3), "KiB kept a block": round(kept / 1024, 1)}
-
-
-def timed(work: Callable[[], T]) -> tuple[T, float]:
-    """What it returns, and seconds."""
-    began = time.perf_counter()
-    return work(), time.perf_counter() - began
 
 
 def over_objects(server: ObjectServer, blocks: NDArray[np.uint8], home: Path) -> Iterator[Row]:
@@ -210,8 +204,14 @@ def answers(quick: bool) -> Iterator[Row]:
     questions, model = asked(8 if quick else SAMPLES), trained()
     expected = torch.tensor([each.answer for each in questions])
     exact = _logits(model, questions, lambda kv: kv)
-    for name, loss in (("exact", lambda kv: kv), ("as fp8, with scales", _scaled), ("cast to e4m3", _cast)):
-        logits = exact if name == "exact" else _logits(model, questions, loss)
+    losses: dict[str, Loss] = {
+        "as fp8, with scales": _scaled,
+        "cast to e4m3": lambda kv: kv.to(DTYPES["fp8"]).to(kv.dtype),
+    }
+    for name, logits in {
+        "exact": exact,
+        **{name: _logits(model, questions, loss) for name, loss in losses.items()},
+    }.items():
         said, meant = logits.log_softmax(-1), exact.log_softmax(-1)
         apart = (meant.exp() * (meant - said)).sum(-1)
         row: Row = {"KV of the documents": name, "questions": len(expected)}
@@ -252,12 +252,8 @@ def _scaled(kv: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(payload, dtype=torch.bfloat16).reshape(kv.shape)
 
 
-def _cast(kv: torch.Tensor) -> torch.Tensor:
-    return kv.to(torch.float8_e4m3fn).to(kv.dtype)
-
-
 def _fastest(work: Callable[[], object]) -> float:
-    return max(min(took(work, time.thread_time) for _ in range(ROUNDS)), 1e-9)
+    return max(min(took(work, time.thread_time) for _ in range(3)), 1e-9)
 
 
 @program()

@@ -184,7 +184,7 @@ def parts_of(steps: list[Took]) -> dict[str, float]:
 
 def single_steps(tokens: list[int], chain: TokenChain, rounds: int) -> Iterator[Row]:
     """Naming and looking up, each alone, beside the limit."""
-    names, one_block = list(chain.hashes), tokens[:BLOCK_SIZE]
+    names = list(chain.hashes)
     pools: dict[str, SlotPool] = {}
     for way in WAYS:
         with going(way):
@@ -197,17 +197,13 @@ def single_steps(tokens: list[int], chain: TokenChain, rounds: int) -> Iterator[
     own = FINGERPRINT, None, None, None
     in_every_way: dict[str, Callable[[str], object]] = {
         "sha256 hashing": lambda way: chain_hashes(ROOT, tokens, BLOCK_SIZE),
-        "lookup of known hashes": lambda way: pools[way].lookup(names),
         "sha256 hashing + lookup": partial(whole, "sha256"),
         "xxh3 hashing + lookup": partial(whole, "xxh3"),
     }
     steps: dict[str, Callable[[str], object]] = {
         LIMIT: lambda _: bare_loop(tokens),
-        "list conversion alone": lambda _: array("I", tokens),
         **in_every_way,
-        "grow by one block (list of 16 ids)": lambda _: chain.extend(one_block),
         "vLLM adapter, keys kvtier": lambda _: OwnChain(request, own, 32, "sha256").current(),
-        "one block, from nothing": lambda _: chain_hashes(ROOT, one_block, BLOCK_SIZE),
     }
     ways = dict.fromkeys(steps, WAYS[0])
     if WAYS[0] != PYTHON:
@@ -219,9 +215,8 @@ def single_steps(tokens: list[int], chain: TokenChain, rounds: int) -> Iterator[
             with going(ways[name]):
                 times[name].append(took(partial(run, ways[name])))
     for name, taken in times.items():
-        row: Row = {"step": name, "tokens": BLOCK_SIZE if "one block" in name else len(tokens)}
-        row |= {"median_ms": median(taken) * 1e3, "best_ms": min(taken) * 1e3}
-        yield row | {"of_limit": of_pairs(taken, times[LIMIT])}
+        row: Row = {"step": name, "tokens": len(tokens), "median_ms": median(taken) * 1e3}
+        yield row | {"best_ms": min(taken) * 1e3, "of_limit": of_pairs(taken, times[LIMIT])}
 
 
 def whole_ways(tokens: list[int], rounds: int) -> Iterator[Row]:

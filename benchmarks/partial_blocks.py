@@ -92,7 +92,6 @@ def replayed(workload: str, exchanges: Sequence[Exchange]) -> list[Row]:
             copies = (done.loads + done.stores) / done.num_requests
             row: Row = {"workload": workload, "block": block_size, "partial": reuse.value}
             row["cached %"] = 100 * done.cached_tokens / done.prompt_tokens
-            row["all children known %"] = 100 * done.ideal_tokens / done.prompt_tokens
             row["computed a request"] = (done.prompt_tokens - done.cached_tokens) / done.num_requests
             row |= {"blocks named": done.held_blocks, "copies a request": copies}
             row |= {"tokens copied a request": copies * block_size}

@@ -1,11 +1,10 @@
 """How fast the pools of L1 and L2 keep their books: 1,000,000 slots, batches of 1 to 2,048 blocks, as engines do.
 
-Each figure stands beside bare references measured in the same run, turn by turn: the loop over a dict or a list that
-nobody could do without in plain Python, and vLLM's BlockPool under the same work. Every lookup uses new bytes objects,
-as hashes of a new request are. A decoding step makes batches of one block a few times over; a long prompt makes large
-ones. Both forms of the core are measured: compiled, where it was built, and interpreted.
-`--vllm PYTHON` runs all of it under an interpreter that has both vLLM and kvtier (`.ci/beside-engine vllm`).
-"""
+Each figure stands beside vLLM's BlockPool under the same work, turn by turn, and lookups beside the loop over a dict
+that nobody could do without in plain Python. Every lookup uses new bytes objects, as hashes of a new request are. A
+decoding step makes batches of one block a few times over; a long prompt makes large ones. Both forms of the core are
+measured: compiled, where it was built, and interpreted. `--vllm PYTHON` runs all of it under an interpreter that has
+both vLLM and kvtier (`.ci/beside-engine vllm`)."""
 
 import os
 import random
@@ -33,12 +32,7 @@ BATCHES: Final = (1, 4, 16, 64, 128, CHAIN)
 INTERPRETED: Final = "interpreted"
 WAYS: Final = ("compiled", INTERPRETED) if is_built() else (INTERPRETED,)
 POLICIES: Final = ("lru", "s3fifo")
-REFERENCES: Final = {  # what is called by its short name, and its plain reference
-    "lookup": ("lookup", "dict.get"),
-    "lease + release": ("lease + release", "dict.get"),
-    "store with eviction": ("store", "dict pop + set"),
-    "allocate + free, unkeyed": ("allocate + free", "list slices"),
-}
+VERBS: Final = ("lookup", "lease + release", "store with eviction", "allocate + free, unkeyed")
 # What the Python way of commit 38143aa3 took of vLLM's time, by batch, on an idle Xeon: the interpreted core is held
 # to it.
 FORMER: Final = {
@@ -112,34 +106,9 @@ def verbs_of(pools: Ours | Vllm, held: Callable[[], HashChain], new: HashChain) 
     return {
         "lookup": partial(pools.look_up, held()),
         "lease + release": partial(pools.lease_and_release, held()),
-        "store": partial(pools.store, again(new)),
-        "allocate + free": partial(pools.allocate_and_free, len(new)),
+        "store with eviction": partial(pools.store, again(new)),
+        "allocate + free, unkeyed": partial(pools.allocate_and_free, len(new)),
     }
-
-
-class Plain:
-    """The reference: a dict from hash to slot and a list of free slots, with no states, leases, order or links."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.slots: dict[ChainHash, int] = {}
-        self.free = list(range(num_slots))
-
-    def replace(self, old: HashChain, new: HashChain) -> None:
-        for name, new_name in zip(old, new, strict=True):
-            self.slots[new_name] = self.slots.pop(name)
-
-    def slice(self, count: int) -> None:
-        taken = self.free[-count:]
-        del self.free[-count:]
-        self.free += taken
-
-    def verbs(self, known: HashChain, old: HashChain, new: HashChain) -> Verbs:
-        gone, stored = again(old), again(new)
-        return {
-            "dict.get": lambda: list(map(self.slots.get, known)),
-            "dict pop + set": partial(self.replace, gone, stored),
-            "list slices": partial(self.slice, len(new)),
-        }
 
 
 def again(chain: HashChain) -> HashChain:
@@ -154,19 +123,21 @@ class PoolRace:
         progress(f"{policy}: filling {num_slots} slots")
         self.policy = policy
         self.took: defaultdict[tuple[str, str, int], list[float]] = defaultdict(list)  # us a block
-        self.plain = Plain(num_slots)
+        self.plain = dict[ChainHash, int]()
         self.ours = {way: Ours(num_slots, policy, way) for way in WAYS}
         self.vllm = {"vLLM": Vllm(num_slots)} if util.find_spec("vllm") else {}
         self.names: HashChain = []  # ever stored, oldest first
-        self.num_gone = 0  # of them: the plain index has the others
         self.newer_half = num_slots // 2
         self.rng, self.draw = np.random.default_rng(7), random.Random(1)
         for _ in range(num_slots // CHAIN + 1):
             chain = random_names(self.rng, CHAIN)
             for pools in (*self.ours.values(), *self.vllm.values()):
                 pools.store(chain)
-            self.plain.slots.update(zip(chain, range(CHAIN), strict=True))
-            self.names += chain
+            self.know(chain)
+
+    def know(self, chain: HashChain) -> None:
+        self.plain.update(zip(chain, range(len(chain)), strict=True))
+        self.names += chain
 
     def some(self, batch: int) -> HashChain:
         """Blocks somewhere in the newer half: not evicted yet."""
@@ -178,15 +149,14 @@ class PoolRace:
         for pools in self.ours.values():
             if pools.pool.lookup(self.some(batch)) != batch:
                 raise RuntimeError("blocks that must be held are not: the figures would be of misses")
-        old = self.names[self.num_gone : self.num_gone + batch]
         sides = {way: verbs_of(pools, lambda: self.some(batch), new) for way, pools in self.ours.items()}
-        sides["plain"] = self.plain.verbs(self.some(batch), old, new)
+        known = self.some(batch)
+        sides["plain"] = {"dict.get": lambda: list(map(self.plain.get, known))}
         sides |= {name: verbs_of(pools, lambda: self.some(batch), new) for name, pools in self.vllm.items()}
         for side, verbs in sides.items():
             for verb, run in verbs.items():
                 self.took[side, verb, batch].append(took(run) / batch * 1e6)
-        self.names += new
-        self.num_gone += batch
+        self.know(new)
 
     def run(self, num_blocks: int) -> None:
         """About so many blocks of each batch size."""
@@ -212,13 +182,13 @@ def main(chosen: Given) -> Result:
         us |= {(policy, *key): median(samples) for key, samples in race.took.items()}
         del race
     rows: list[Row] = []
-    for batch, policy, way, (verb, (name, reference)) in product(BATCHES, POLICIES, WAYS, REFERENCES.items()):
+    for batch, policy, way, verb in product(BATCHES, POLICIES, WAYS, VERBS):
         if (former := FORMER.get((verb, policy))) is None:  # L1's pool has one policy
             continue
-        ours, bare = us[policy, way, name, batch], us[policy, "plain", reference, batch]
+        ours = us[policy, way, verb, batch]
         row: Row = {"verb": verb, "way": way, "policy": policy, "batch": batch, "us/block": ours}
-        row |= {"reference": reference, "its us": bare, "ratio": ours / bare, "vLLM us": "no vLLM", "of vLLM": None}
-        if (vllm := us.get((policy, "vLLM", name, batch))) is not None:
+        row |= {"dict.get us": us[policy, "plain", "dict.get", batch], "vLLM us": "no vLLM", "of vLLM": None}
+        if (vllm := us.get((policy, "vLLM", verb, batch))) is not None:
             row |= {"vLLM us": vllm, "of vLLM": ours / vllm}
             if way == INTERPRETED and batch in former:
                 row["of the former"] = ours / vllm / former[batch]

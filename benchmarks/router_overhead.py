@@ -10,20 +10,21 @@ the tokens, who holds how much, the choice among four replicas; the median CPU t
 whose every block another replica has in its L1. Memory: how much more a process has with that index than before.
 """
 
-import http.client
 import json
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 import numpy as np
 from _report import ROOT, Given, Result, Row, program, progress
-from _rig import ServerProcess, free_port, kvtier, resident_bytes, spawned, wait_until
+from _rig import ServerProcess, free_port, kvtier, posted, resident_bytes, spawned, wait_until
 
 from kvtier.engine.demo import train_tokenizer
 from kvtier.service.events import BlockStored, Feeds, PrefixIndex, Publisher, prompt_hashes
@@ -119,10 +120,9 @@ def router(tokens: list[int]) -> Iterator[tuple[ServerProcess, list[int]]]:
             stack.callback(publishers[-1].close)
             nature = {"block_size": BLOCK_SIZE, "fingerprint": FINGERPRINT.hex(), "events": events}
             model = json.dumps({"id": "m", "object": "model", "kvtier": nature})
-            stack.callback(ServerProcess([str(STUB), str(port), model], home / f"{port}", ready="").stop)
+            stack.enter_context(ServerProcess([str(STUB), str(port), model], home / f"{port}", ready=""))
             command += ["--replica", f"http://127.0.0.1:{port}"]
-        server = ServerProcess(command, home / "router")
-        stack.callback(server.stop)
+        server = stack.enter_context(ServerProcess(command, home / "router"))
         chain = TokenChain(root_hash(FINGERPRINT), BLOCK_SIZE)
         chain.extend(tokens)
         records = tuple(chain.records(0, len(chain.hashes)))
@@ -138,21 +138,17 @@ def router(tokens: list[int]) -> Iterator[tuple[ServerProcess, list[int]]]:
 
 
 def status(port: int) -> Any:
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
-        connection.request("GET", "/status")
-        return json.loads(connection.getresponse().read())
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=30) as page:
+        return json.load(page)
 
 
 def asking(port: int, path: str, body: dict[str, object]) -> Callable[[int], None]:
     """What one client does: so many requests one after another over a connection that is kept."""
 
     def ask(count: int) -> None:
-        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        with closing(HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
             for _ in range(count):
-                connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-                answer = connection.getresponse()
-                told = answer.read()
-                assert answer.status == 200, told
+                posted(connection, path, body)
 
     return ask
 
@@ -186,11 +182,8 @@ def pieces(server: ServerProcess, ports: list[int], num_pieces: int) -> dict[str
         asking(port, "/behave", {"events": num_pieces, "pause": PAUSE})(1)
     with tempfile.TemporaryDirectory(prefix="kv-") as home:
         port = free_port()
-        relay = ServerProcess([str(RELAY), str(port), str(ports[1])], Path(home) / "relay")
-        try:
+        with ServerProcess([str(RELAY), str(port), str(ports[1])], Path(home) / "relay") as relay:
             bare = piece_us(relay, port, num_pieces)
-        finally:
-            relay.stop()
     through = piece_us(server, ports[0], num_pieces)
     for port in ports[1:]:
         asking(port, "/behave", {})(1)

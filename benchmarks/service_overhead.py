@@ -285,7 +285,10 @@ class Overhead:
 
     def verified(self, home: str, size: str) -> None:
         progress("verified loads")
-        with serving(home, size, "always") as (_, path), opened(size, service={"socket": str(path)}) as verifying:
+        with (
+            serving(home, size, HOST__VERIFY="always") as (_, path),
+            opened(size, service={"socket": str(path)}) as verifying,
+        ):
             times = time_loads({"never": self.both["daemon"], "always": verifying}, self.rounds // 10)
         for name, each in times.items():
             in_us = _percentiles(each)

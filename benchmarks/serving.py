@@ -9,8 +9,6 @@ each started once and idle while another is asked; clients ask again as soon as 
 medians of ratios to "cache off" of the same round. The answer's usage says where a prompt's KV came from.
 """
 
-import http.client
-import json
 import subprocess
 import sys
 import time
@@ -18,13 +16,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from http.client import HTTPConnection
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from _report import RESULTS, Given, Result, Row, of_pairs, program, progress
-from _rig import ServerProcess, free_port, kvtier, random_tokens, scratch
+from _rig import ServerProcess, free_port, kvtier, posted, random_tokens, scratch
 
 from kvtier.service import Chart, Line, save_png
 from kvtier.tiers import KVTierError
@@ -33,7 +32,6 @@ OFF: Final = "cache off"
 TIERS: Final = {"L1": "in L1", "L2": "in L2", "file": "in file"}
 BLOCK_SIZE: Final = 16
 BLOCK_BYTES: Final = 400 << 10  # of that model
-TIMEOUT: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,26 +94,15 @@ class ServedArm:
 
 
 def _ask(port: int, prompt: list[int], num_tokens: int) -> TimedAnswer:
-    body = {"model": "m", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "stream": True}
+    body: Row = {"model": "m", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "stream": True}
     body |= {"stream_options": {"include_usage": True}}
-    times: list[float] = []
-    usage: dict[str, Any] = {}
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)) as connection:
+    with closing(HTTPConnection("127.0.0.1", port, timeout=120.0)) as connection:
         connection.connect()
         begun = time.perf_counter()
-        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-        response = connection.getresponse()
-        if response.status != 200:
-            raise KVTierError(f"an engine answered {response.status}: {response.read()[:300].decode(errors='replace')}")
-        while line := response.readline():
-            if line.startswith(b"data: {"):
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise KVTierError(f"an answer broke off: {event['error']}")
-                usage = event.get("usage") or usage
-                if event.get("choices"):
-                    times.append(time.perf_counter())
-    if not usage:
+        came, events = posted(connection, "/v1/completions", body)
+    times = [at for at, event in zip(came, events, strict=True) if event.get("choices")]
+    usage = next((event["usage"] for event in reversed(events) if event.get("usage")), None)
+    if usage is None:
         raise KVTierError("an answer ended without its usage")
     num_answered = max(2, usage["completion_tokens"])
     cached = {tier: count / len(prompt) for tier, count in usage["prompt_tokens_details"]["kvtier"].items()}
@@ -134,8 +121,7 @@ class Rig:
         progress(f"starting {name}")
         chosen = {"CACHE__LOAD_OR_RECOMPUTE": "load", "CACHE__PREFETCH_DEADLINE": "30s"} | options
         port, log = free_port(), self.home / f"{name.replace(' ', '-')}.log"
-        server = ServerProcess(kvtier(*command, "--http", f"127.0.0.1:{port}"), log, options=chosen)
-        self._stack.callback(server.stop)
+        self._stack.enter_context(ServerProcess(kvtier(*command, "--http", f"127.0.0.1:{port}"), log, **chosen))
         return ServedArm(name, port)
 
     def engine(self, name: str, **options: str) -> ServedArm:

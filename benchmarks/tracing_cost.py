@@ -7,20 +7,19 @@ of several long prefixes, and a tail that is new; L1 has room for one of them, s
 does nothing else: their CPU time, and what it is of the CPU time that all three processes take for a request.
 """
 
-import http.client
-import json
 import os
 import statistics
 import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-from _report import Given, Result, Row, Target, of_pairs, program, progress
-from _rig import ServerProcess, forked, free_port, kvtier, random_tokens, scratch
+from _report import Given, Result, Row, Target, of_pairs, program, progress, took
+from _rig import ServerProcess, forked, free_port, kvtier, posted, random_tokens, scratch
 
 from kvtier.tiers import tracing
 
@@ -45,24 +44,18 @@ class Stack:
         }
         self._processes = []
         for verb, (arguments, own) in commands.items():
-            process = ServerProcess(kvtier(verb, *arguments), home / verb, options=own | options)
-            stack.callback(process.stop)
-            self._processes.append(process)
+            process = ServerProcess(kvtier(verb, *arguments), home / verb, **own | options)
+            self._processes.append(stack.enter_context(process))
 
     def cpu_seconds(self) -> float:
         return sum(process.cpu_seconds() for process in self._processes)
 
 
-def ask(connection: http.client.HTTPConnection, prompt: list[int], flag: int) -> float:
+def ask(connection: HTTPConnection, prompt: list[int], flag: int) -> float:
     """Seconds of a request. `flag`: whether the client records its trace."""
-    headers = {"content-type": "application/json", "traceparent": f"00-{'a' * 32}-{'b' * 16}-0{flag}"}
-    body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": ANSWER, "temperature": 0})
-    began = time.perf_counter()
-    connection.request("POST", "/v1/completions", body, headers)
-    answer = connection.getresponse()
-    told = answer.read()
-    assert answer.status == 200, told
-    return time.perf_counter() - began
+    body: Row = {"model": "m", "prompt": prompt, "max_tokens": ANSWER, "temperature": 0}
+    trace = f"00-{'a' * 32}-{'b' * 16}-0{flag}"
+    return took(lambda: posted(connection, "/v1/completions", body, traceparent=trace))
 
 
 def collect(tell: int, asked: int) -> None:
@@ -103,7 +96,7 @@ def main(args: Given) -> Result:
         traced = Stack(stack, home / "traced", str(home / "model"), TRACING__ENDPOINT=url)
         draw = np.random.default_rng(0)
         prefixes = [random_tokens(draw, PREFIX) for _ in range(PREFIXES)]
-        connection = stack.enter_context(closing(http.client.HTTPConnection("127.0.0.1", traced.port, timeout=120)))
+        connection = stack.enter_context(closing(HTTPConnection("127.0.0.1", traced.port, timeout=120)))
         for prefix in prefixes:
             ask(connection, prefix + random_tokens(draw, TAIL), 0)
         before, number = traced.cpu_seconds(), 0
