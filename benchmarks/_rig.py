@@ -254,8 +254,7 @@ def free_port() -> int:
 
 NO_PARENT = bytes(32)  # the parent of a chain's first block
 TOKENS = b"\1\0\0\0" * 16
-SEALED: Final = ("secret", "key_file")  # options of [redis] and [objects]
-OURS: Final = "ours"  # records in the clear
+OURS: Final = "ours"
 
 
 class Shape(NamedTuple):
@@ -325,12 +324,9 @@ class Slots:
 class StoreRace(Race):
     """Stores of blocks of one size, by the names of their sides. A speed is of a verb and a side."""
 
-    def __init__(self, slots: Slots, num_bytes: int, key: Path, opened: Any, others: Mapping[str, Any]) -> None:
-        """`opened`: a store with such options; there is one with clear records, and one with each kind of sealed."""
+    def __init__(self, slots: Slots, num_bytes: int, stores: Mapping[str, Any]) -> None:
         super().__init__()
-        options = {OURS: {}, "secret": {"secret": "a secret of the benchmark"}, "key_file": {"key_file": str(key)}}
-        self.slots, self.stores = slots, {side: opened(**each) for side, each in options.items()} | {**others}
-        self.num_batches = max(1, num_bytes // slots.batch_bytes)
+        self.slots, self.stores, self.num_batches = slots, stores, max(1, num_bytes // slots.batch_bytes)
 
     def chain(self, name: object) -> list[list[BlockRecord]]:
         """Batches of records; block i of each is source i."""
@@ -357,13 +353,6 @@ class StoreRace(Race):
         """The last batch read holds the bytes written."""
         same = [np.array_equal(a, b) for a, b in zip(self.slots.sources, self.slots.targets, strict=True)]
         assert all(same), "read other bytes than written"
-
-    def sealed_rows(self, what: Row) -> Iterator[Row]:
-        """Of the sides whose records are sealed or encrypted."""
-        for side in SEALED:
-            ours = what["verb"], side
-            rates = {"GB/s": self.rate(ours), "× clear": self.ratio(ours, (what["verb"], OURS))}
-            yield {**what, "records": side, **rates, "CPU s/GB": self.cpu(ours)}
 
 
 # engines

@@ -11,7 +11,7 @@ thread, which a crowded scheduler delays. gpu_bandwidth.py measures a GPU's copi
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing
 from functools import partial
 from typing import Any, Final
 
@@ -59,6 +59,11 @@ class Pools:
             with form(way):
                 self.streams[way] = HostCopyStream(self.l1, self.region)
 
+    def close(self) -> None:
+        for stream in self.streams.values():
+            stream.close(10)
+        self.region.close()
+
     def batch(self, pattern: str) -> tuple[Indices, Indices]:
         """Random distinct L2 slots, and L1 blocks that are as random, or a run such as an idle pool hands out."""
         slots = self.rng.permutation(self.num_blocks)[: self.per_batch]
@@ -101,17 +106,6 @@ class Pools:
         return round(self.gb_per_batch / mid(times[0]), 2)
 
 
-@contextmanager
-def pools(block_bytes: int, *, is_ordinary: bool = False) -> Iterator[Pools]:
-    made = Pools(block_bytes, is_ordinary=is_ordinary)
-    try:
-        yield made
-    finally:
-        for stream in made.streams.values():
-            stream.close(10)
-        made.region.close()
-
-
 def mid(values: Any) -> float:
     return float(np.median(values))
 
@@ -124,7 +118,7 @@ def stream_copy(stream: CopyStream, direction: str, blocks: Indices, slots: Indi
 
 def measure(block_bytes: int, rounds: int, *, is_ordinary: bool = False) -> Iterator[Row]:
     """One row per direction and pattern; with an ordinary tensor everything is scattered."""
-    with pools(block_bytes, is_ordinary=is_ordinary) as these:
+    with closing(Pools(block_bytes, is_ordinary=is_ordinary)) as these:
         for direction, pattern in itertools.product(("load", "store"), PATTERNS[1:] if is_ordinary else PATTERNS):
             limits = these.limits(direction)
             if is_ordinary:
@@ -145,7 +139,7 @@ def measure(block_bytes: int, rounds: int, *, is_ordinary: bool = False) -> Iter
 def measure_busy(rounds: int) -> Iterator[Row]:
     """128 KiB loads beside a busy Python thread."""
     for way in WAYS:
-        with pools(128 * KIB) as these, busy_thread():
+        with closing(Pools(128 * KIB)) as these, busy_thread():
             gbps = these.gbps(these.times({way: partial(stream_copy, these.streams[way], "load")}, rounds, "both")[way])
         row: Row = {"device": "cpu", "block_kib": 128, "direction": "load", "scattered": "both, busy thread"}
         yield row | {"way": way, "kvtier_gbps": gbps}

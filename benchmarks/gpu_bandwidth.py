@@ -13,7 +13,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Final
 
@@ -72,6 +72,7 @@ class PiecePools:
         self.l1 = _gpu.piece_tensor(layout, num_blocks, piece_bytes, scale.num_layers, scale.device)
         self.region = _gpu.pinned_region(num_blocks, block_bytes, scale.device)
         self.limit = _gpu.BigCopies(self.batch_bytes, scale.device)
+        self.close = self.region.close
 
     def batch(self, direction: str) -> BlockCopies:
         """Distinct blocks and slots, scattered: loads have the lower halves, stores the upper ones."""
@@ -92,18 +93,9 @@ class PiecePools:
         return round(DEPTH * len(directions) * self.batch_bytes / float(np.median(list(seconds))) / 1e9, 2)
 
 
-@contextmanager
-def piece_pools(scale: Scale, layout: str, kib: int) -> Iterator[PiecePools]:
-    pools = PiecePools(scale, layout, kib * KIB)
-    try:
-        yield pools
-    finally:
-        pools.region.close()
-
-
 def measure_pieces(scale: Scale, layout: str, kib: int) -> Iterator[Row]:
     ways = [way for way in _gpu.ways(scale.device) if way != "copies" or kib >= COPIES_FROM_KIB]
-    with piece_pools(scale, layout, kib) as pools:
+    with closing(PiecePools(scale, layout, kib * KIB)) as pools:
         for way in ways:
             with _gpu.copying(pools.l1, pools.region, scale.device, way) as stream:
                 for directions in DIRECTIONS:

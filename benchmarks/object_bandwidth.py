@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import fmean, harmonic_mean
@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import obstore
 from _report import Given, Result, Row, Speed, program, progress, speed_of
-from _rig import OURS, SEALED, Slots, StoreRace, free_port, key_file, wait_until
+from _rig import OURS, Slots, StoreRace, free_port, wait_until
 from object_rig import BUCKET, NO_OBJECTS, object_server
 from obstore.store import S3Store
 
@@ -35,7 +35,7 @@ PART: Final = 2 << 20  # of the bare client's way in parts
 CONNECTIONS: Final = 16
 LOGIN: Final = {"access_key_id": "benchmark", "secret_access_key": "benchmark"}
 WHOLE, PARTS = "bare, one request", "bare, in parts"
-SIDES: Final = {"PUT": (OURS, WHOLE, *SEALED), "GET": (OURS, WHOLE, PARTS, *SEALED)}  # a put has one bare way
+SIDES: Final = {"PUT": (OURS, WHOLE), "GET": (OURS, WHOLE, PARTS)}  # a put has one bare way
 
 
 @contextmanager
@@ -73,16 +73,12 @@ def client(endpoint: str) -> S3Store:
 
 
 class ObjectBench(StoreRace):
-    def __init__(self, endpoint: str, slots: Slots, num_bytes: int, key: Path) -> None:
-        common = {"bucket": BUCKET, "endpoint": endpoint, "deadline": "60s", **LOGIN}
-
-        def opened(**options: str) -> ObjectStore:
-            config = Config.load(objects=common | options).objects
-            return ObjectStore.open(config, FINGERPRINT, slot_bytes=slots.block_bytes, block_size=16)
-
-        super().__init__(slots, num_bytes, key, opened, {})
+    def __init__(self, endpoint: str, slots: Slots, num_bytes: int) -> None:
+        config = Config.load(objects={"bucket": BUCKET, "endpoint": endpoint, "deadline": "60s", **LOGIN}).objects
+        ours = ObjectStore.open(config, FINGERPRINT, slot_bytes=slots.block_bytes, block_size=16)
+        super().__init__(slots, num_bytes, {OURS: ours})
         self.client, self.pool = client(endpoint), ThreadPoolExecutor(CONNECTIONS)
-        space = self.stores[OURS].space
+        space = ours.space
         # of an object of ours, all that lies around blocks included
         self.length = space.edges([space.record_bytes] * slots.per_batch)[-1]
         self.content = memoryview(bytearray(os.urandom(self.length)))
@@ -139,7 +135,6 @@ class ObjectBench(StoreRace):
             row: Row = {**what, "records": "clear", "GB/s": self.rate(ours), "bare GB/s": self.rate(bare)}
             row |= {"of bare": self.ratio(ours, bare), "CPU s/GB": self.cpu(ours), "bare CPU s/GB": self.cpu(bare)}
             yield row | {"bare way": bare[1].removeprefix("bare, ")}
-            yield from self.sealed_rows(what)
 
 
 @program()
@@ -148,14 +143,11 @@ def main(given: Given) -> Result:
         raise KVTierError(NO_OBJECTS)
     sizes, rounds = ([128, 2048], 1) if given.quick else ([128, 512, 2048, 8192], 15)
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as directory:
-        key = key_file(directory)
-        for server, running, num_bytes in (("in memory", in_memory, 32 << 20), ("moto", moto, 16 << 20)):
-            with running() as endpoint:
-                for block_kib in sizes if running is in_memory else sizes[:1]:
-                    progress(f"{server}, blocks of {block_kib} KiB")
-                    bench = ObjectBench(endpoint, Slots(block_kib << 10), num_bytes, key)
+    for server, running, num_bytes in (("in memory", in_memory, 32 << 20), ("moto", moto, 16 << 20)):
+        with running() as endpoint:
+            for block_kib in sizes if running is in_memory else sizes[:1]:
+                progress(f"{server}, blocks of {block_kib} KiB")
+                with closing(ObjectBench(endpoint, Slots(block_kib << 10), num_bytes)) as bench:
                     bench.run(rounds if running is in_memory else min(rounds, 5))
                     rows += bench.rows(server)
-                    bench.close()
     return rows

@@ -9,27 +9,24 @@ folder of its own, and knows no cluster.
 
 All sides take turns, on the same servers, which are emptied after each turn. Ratios are medians over rounds. CPU
 seconds are this process's. `redis-benchmark`, a C client that throws away what it reads, shows what the servers can do:
-the better of a batch in flight on one connection a server, and a block on each of two. "× clear": speed of records
-sealed by [redis] secret or encrypted under [redis] key_file over that of records in the clear in the same round.
+the better of a batch in flight on one connection a server, and a block on each of two.
 """
 
 import os
 import select
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import redis
 from _report import PYTHON, Given, Result, Row, form, is_built, program, progress, speed_of
-from _rig import OURS, Slots, StoreRace, installed, key_file
+from _rig import OURS, Slots, StoreRace, installed
 from redis_rig import NO_REDIS, RedisServer, cluster, standalone
 
 from kvtier.tiers import BlockRecord, KVTierError
@@ -156,7 +153,7 @@ class RedisBench(StoreRace):
     """One block size on one set of servers. `native`: LMCache's clients, or why there are none."""
 
     def __init__(
-        self, servers: Sequence[RedisServer], slots: Slots, num_bytes: int, key: Path, native: dict[str, Client] | str
+        self, servers: Sequence[RedisServer], slots: Slots, num_bytes: int, native: dict[str, Client] | str
     ) -> None:
         self.servers, self.native, self.limits = servers, native, list[dict[str, float]]()
         self.clustered, port = len(servers) > 1, servers[0].port
@@ -167,11 +164,11 @@ class RedisBench(StoreRace):
             config = Config.load(redis=common | options).redis
             return RedisStore.open(config, FINGERPRINT, slot_bytes=slots.block_bytes, block_size=16)
 
-        alone: dict[str, RedisStore] = {}
+        stores = {OURS: opened()}
         if is_built("kvtier.tiers.shared.transfer_compiled"):
             with form(PYTHON):
-                alone[PYTHON] = opened(prefix="python-alone")
-        super().__init__(slots, num_bytes, key, opened, alone)
+                stores[PYTHON] = opened(prefix="python-alone")
+        super().__init__(slots, num_bytes, stores)
         kind: Any = redis.RedisCluster if self.clustered else redis.Redis
         self.client = kind(host="127.0.0.1", port=port)
         self.ways = {f"redis-py {way}": one for way, one in redis_py(port, clustered=self.clustered).items()}
@@ -248,7 +245,6 @@ class RedisBench(StoreRace):
                     yield {**what, "records": "clear", "way": side, **self.raced(verb, side)}
             for side in self.others:
                 yield {**what, "client": side, "GB/s": self.rate((verb, side)), "CPU s/GB": self.cpu((verb, side))}
-            yield from self.sealed_rows(what)
 
     def raced(self, verb: str, side: str) -> Row:
         """Records in the clear, by one of our ways, beside the best of the others."""
@@ -271,7 +267,6 @@ def main(given: Given) -> Result:
     num_bytes, rounds, sizes = (64 << 20, 1, [128, 2048]) if given.quick else (256 << 20, 7, [128, 512, 2048, 8192])
     rows: list[Row] = []
     with ExitStack() as stack:
-        key = key_file(stack.enter_context(tempfile.TemporaryDirectory()))
         alone = [stack.enter_context(standalone())]
         three = stack.enter_context(cluster()).masters
         native = "not looked for in a quick run" if given.quick else lmcache(alone[0].port)
@@ -280,7 +275,7 @@ def main(given: Given) -> Result:
         for servers, theirs in ((alone, native), (three, "its client knows no cluster")):
             for block_kib in sizes:
                 progress(f"{len(servers)} nodes, blocks of {block_kib} KiB")
-                bench = RedisBench(servers, Slots(block_kib << 10), num_bytes, key, theirs)
+                bench = RedisBench(servers, Slots(block_kib << 10), num_bytes, theirs)
                 rows += bench.run(rounds)
                 bench.close()
     return rows

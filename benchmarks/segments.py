@@ -13,8 +13,8 @@ first token with the check under the load, from a slab throttled so that loading
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -108,6 +108,7 @@ class TimedPrompts:
         self.engine: Any = Engine.from_config(config, settings, below)
         self.documents = [self.tokens(self.length) for _ in range(TIMED_DOCUMENTS)]
         self.engine.precompute(self.documents)
+        self.close = self.engine.close
 
     def tokens(self, number: int) -> list[int]:
         return random_tokens(self.rng, number, 5)
@@ -132,17 +133,10 @@ class TimedPrompts:
         return seconds, found.ttft
 
 
-@contextmanager
-def timed_prompts(**options: Any) -> Iterator[TimedPrompts]:
-    prompts = TimedPrompts(**options)
-    yield prompts
-    prompts.engine.close()
-
-
 def cost(arms: Sequence[Arm], num_rounds: int, **options: Any) -> dict[Arm, list[float]]:
     """Of each arm: CPU seconds, that over a full prefill's of the round, TTFT over its, share reused; medians."""
     measured: dict[Arm, list[tuple[float, ...]]] = defaultdict(list)
-    with timed_prompts(**options) as prompts:
+    with closing(TimedPrompts(**options)) as prompts:
         prompts.seconds(DEFAULT)  # warm up
         for number in range(num_rounds):
             full_cpu, full_ttft = prompts.seconds(None)
@@ -157,7 +151,10 @@ def cost(arms: Sequence[Arm], num_rounds: int, **options: Any) -> dict[Arm, list
 def first_sight(num_rounds: int, *, small: bool) -> float:
     """CPU of prompts that never return, with segments found, over that with segments off; the median of pairs."""
     draw, ratios = np.random.default_rng(2), []
-    with timed_prompts(small=small, segments="auto", block=16) as finds, timed_prompts(small=small, block=16) as off:
+    with (
+        closing(TimedPrompts(small=small, segments="auto", block=16)) as finds,
+        closing(TimedPrompts(small=small, block=16)) as off,
+    ):
         for number in range(num_rounds + 1):
             tokens, seconds = random_tokens(draw, TIMED_DOCUMENTS * finds.length, 5), []
             for prompts in (finds, off) if number % 2 else (off, finds):
@@ -273,9 +270,9 @@ def main(args: Given) -> Result:
     progress("prompts that never return")
     never = first_sight(3, small=args.quick)
     progress("beside a blend, and the check under the load")
-    with timed_prompts(small=args.quick, step=step) as beside:
+    with closing(TimedPrompts(small=args.quick, step=step)) as beside:
         longest = median(longest_step(beside, unbounded(DEFAULT)) for _ in range(rounds))
-    with TemporaryDirectory() as home, timed_prompts(small=args.quick, step=step, home=home) as loading:
+    with TemporaryDirectory() as home, closing(TimedPrompts(small=args.quick, step=step, home=home)) as loading:
         checked = check_under_load(loading, unbounded(DEFAULT))
         under_load = median(checked() for _ in range(rounds))
     rows: list[Row] = []
