@@ -272,7 +272,4 @@ def on_disk(
 def main(given: Given) -> Result:
     sizes, size, rounds = ([128], 512 << 20, 1) if given.quick else ([128, 1024], 2 << 30, 3)
 
-    def measured(folder: Path, limit_file: Path, block_bytes: int) -> list[Row]:
-        return DiskBench(folder, limit_file, block_bytes, size, rounds).run()
-
-    return on_disk(given, sizes, size // 2, measured)
+    return on_disk(given, sizes, size // 2, lambda *where: DiskBench(*where, size, rounds).run())

@@ -14,7 +14,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing
+from http.client import HTTPConnection
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -23,13 +24,12 @@ from _rig import beside
 
 beside("vllm")
 
-import httpx  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from _report import Given, Result, Row, Target, program, progress  # noqa: E402
-from _rig import free_port, installed, llama  # noqa: E402
+from _rig import free_port, installed, llama, posted  # noqa: E402
 from node_rig import Node, node  # noqa: E402
-from pair_rig import ASKED, Pair, Server  # noqa: E402
+from pair_rig import Pair, Server, running  # noqa: E402
 from peers_rig import key_file  # noqa: E402
 from redis_rig import standalone  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
@@ -42,22 +42,13 @@ MAX_LEN: Final = 4096
 WORDS: Final = 512
 
 
-@contextmanager
-def servers(transfers: Sequence[dict[str, Any]], model: Path, logs: Path, blocks: int) -> Iterator[Pair]:
-    started = []
-    try:
-        for name, transfer in zip(("prefill", "decode"), transfers, strict=True):
-            command = ["vllm", "serve", str(model), "--port", str(free_port())]
-            command += ["--kv-transfer-config", json.dumps(transfer)] if transfer else []
-            command += ["--max-model-len", str(MAX_LEN), "--num-gpu-blocks-override", str(blocks)]
-            os.environ |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-            started.append(Server(command, logs / f"{name}.log"))
-        for server in started:
-            server.until_ready()
-        yield Pair(*started)
-    finally:
-        for server in started:
-            server.close()
+def commands(transfers: Sequence[dict[str, Any]], model: Path, blocks: int) -> Iterator[list[str]]:
+    for transfer in transfers:
+        # of the next server that is started
+        os.environ |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+        command = ["vllm", "serve", str(model), "--port", str(free_port())]
+        command += ["--kv-transfer-config", json.dumps(transfer)] if transfer else []
+        yield [*command, "--max-model-len", str(MAX_LEN), "--num-gpu-blocks-override", str(blocks)]
 
 
 def of_kvtier(prefill: dict[str, Any], decode: dict[str, Any]) -> list[dict[str, Any]]:
@@ -70,45 +61,27 @@ def by_daemon(daemon: Node) -> dict[str, Any]:
     return {"service": {"socket": str(daemon.socket)}}
 
 
-def of_nixl() -> list[dict[str, Any]]:
-    return [{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}] * 2
-
-
-class Client:
-    """One streamed request at a time, and the times of its tokens."""
-
-    def __init__(self, server: Server) -> None:
-        self._url, self._log = f"{server.url}/v1/completions", server.log
-
-    def times(self, prompt: Sequence[int], num_tokens: int, params: Any = None) -> tuple[list[float], list[int]]:
-        body: dict[str, Any] = {"model": "m", "prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0}
-        body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
-        body |= {"kv_transfer_params": params} if params else {}
-        came, tokens = list[float](), list[int]()
-        with httpx.stream("POST", self._url, json=body, timeout=300) as answer:
-            answer.raise_for_status()
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    came.append(time.perf_counter())
-                    piece = json.loads(line.removeprefix("data: "))
-                    if "error" in piece:
-                        raise RuntimeError(f"{piece['error']}; {self._log.read_text()[-4000:]}")
-                    tokens += piece["choices"][0].get("token_ids") or []
-        return came, tokens
+def times(server: Server, prompt: Sequence[int], num_tokens: int, params: Any = None) -> tuple[list[float], list[int]]:
+    """When the tokens of one streamed request came, and the tokens."""
+    body: Row = {"model": "m", "prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
+    body |= {"kv_transfer_params": params} if params else {}
+    with closing(HTTPConnection("127.0.0.1", server.port, timeout=300)) as connection:
+        came, pieces = posted(connection, "/v1/completions", body)
+    return came, [token for piece in pieces for token in piece["choices"][0].get("token_ids") or ()]
 
 
 def trial(way: str, pair: Pair, prompts: Sequence[list[int]], texts: dict[int, list[int]]) -> Row:
     """The figures of one way, and a check of every answer."""
-    client, firsts = Client(pair.decode), list[float]()
-    own = threading.Thread(target=lambda: beside_times.extend(client.times([5] * 40, BESIDE_TOKENS)[0]))
+    firsts = list[float]()
+    own = threading.Thread(target=lambda: beside_times.extend(times(pair.decode, [5] * 40, BESIDE_TOKENS)[0]))
     beside_times: list[float] = []
-    client.times(prompts[0][:64], 2)  # what a first request alone costs
+    times(pair.decode, prompts[0][:64], 2)  # what a first request alone costs
     own.start()
     time.sleep(0.5)
     for number, prompt in enumerate(prompts):
         began = time.perf_counter()
-        params = None if way == "alone" else pair.prefill.ask(prompt, 1, ASKED)[1]
-        came, tokens = client.times(prompt, 4, params)
+        came, tokens = times(pair.decode, prompt, 4, None if way == "alone" else pair.hand_over(prompt))
         firsts.append(came[0] - began)
         if texts.setdefault(number, tokens) != tokens:
             raise AssertionError(f"{way}, prompt {number}: another answer than alone")
@@ -159,11 +132,11 @@ def main(chosen: Given) -> Result:
             "kvtier, a daemon": of_kvtier(by_daemon(daemon), by_daemon(daemon)),
             "kvtier, peers": of_kvtier(*map(by_daemon, pair)),
             "kvtier, Redis": of_kvtier(*[{"host": {"size": "512MiB"}, "redis": {"url": redis.url}}] * 2),
-            "NIXL": of_nixl(),
+            "NIXL": [{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}] * 2,
         }
         blocks = (MAX_LEN + length) // 32 + 16
         for way, transfer in transfers.items():
             progress(way)
-            with servers(transfer, home / "model", home, blocks) as both:
+            with running(commands(transfer, home / "model", blocks), home) as both:
                 rows.append({"KV by": way, **trial(way, both, prompts, texts)})
     return rows, targets(rows), {"prompts": f"{count} of {length} tokens"}

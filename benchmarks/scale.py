@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise, product
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -344,35 +344,32 @@ class PaperFleet:
 
     # KV events
 
-    def changes(self, nodes: float, block_tokens: int | None = None) -> float:
+    def changes(self, nodes: float) -> float:
         """Blocks a second that come to a tier or leave it."""
-        return nodes * self.assumed.rate * self.usual.changes / (block_tokens or self.assumed.block_tokens)
+        return nodes * self.assumed.rate * self.usual.changes / self.assumed.block_tokens
 
-    def event_cores(self, nodes: float, block_tokens: int | None = None) -> float:
+    def event_cores(self, nodes: float) -> float:
         """Cores of one process that reads all of them, and follows two publishers a node."""
-        applied = self.changes(nodes, block_tokens) * self.measured.consumer_us / 1e6
-        return applied + 2 * nodes * self.measured.follower_idle_us / 1e6
+        return (self.changes(nodes) * self.measured.consumer_us + 2 * nodes * self.measured.follower_idle_us) / 1e6
 
     # other nodes' memory: every daemon follows every other
 
-    def peer_names(self, nodes: float, block_tokens: int | None = None) -> float:
+    def peer_names(self, nodes: float) -> float:
         """Names of other nodes' L2 that a daemon knows."""
-        block_bytes = self.assumed.token_bytes * (block_tokens or self.assumed.block_tokens)
-        return (nodes - 1) * self.assumed.l2_gib * GIB / block_bytes
+        return (nodes - 1) * self.assumed.l2_gib * GIB / self.assumed.block_bytes
 
-    def peer_cores(self, nodes: float, block_tokens: int | None = None) -> float:
+    def peer_cores(self, nodes: float) -> float:
         """Cores of one daemon that reads what all others announce, and looks each prompt up at all of them."""
-        blocks = 2 * self.usual.l2_stored / (block_tokens or self.assumed.block_tokens)
+        blocks = 2 * self.usual.l2_stored / self.assumed.block_tokens
         read_us = self.measured.consumer_us - self.measured.change_us + self.measured.peer_name_us
         each = self.assumed.rate * (blocks * read_us + self.measured.peer_lookup_us) + self.measured.follower_idle_us
         return (nodes - 1) * each / 1e6
 
     # the index
 
-    def index_gib(self, nodes: float, block_tokens: int | None = None) -> float:
-        smaller = self.assumed.block_tokens / (block_tokens or self.assumed.block_tokens)
-        names = nodes * self.assumed.names_a_node * smaller
-        return (names * self.measured.index_bytes + 2 * nodes * self.measured.follower_kib * 1024) / GIB
+    def index_gib(self, nodes: float) -> float:
+        name_bytes = self.assumed.names_a_node * self.measured.index_bytes
+        return nodes * (name_bytes + 2 * self.measured.follower_kib * 1024) / GIB
 
     # decisions
 
@@ -432,35 +429,35 @@ class PaperFleet:
     def limits(self, object_sizes: Mapping[str, float]) -> list["Limit"]:
         """Each limit, as a load that is 1 where it is reached."""
         assumed, measured = self.assumed, self.measured
-        wide = 4 * assumed.block_tokens
+        wide = PaperFleet(replace(assumed, block_tokens=4 * assumed.block_tokens), measured, [*self.moved.values()])
         block, large = object_sizes.values()
         first, second = min(self.moved), max(self.moved)
-        wider, later = f"the same, blocks of {wide} tokens", f"the same, stored from sighting {second}"
+        wider, later = (
+            f"the same, blocks of {wide.assumed.block_tokens} tokens",
+            f"the same, stored from sighting {second}",
+        )
         blocks, peers, loop, descriptors = (
             getattr(assumed, name) for name in ("max_blocks", "peer_blocks", "loop_ms", "max_descriptors")
         )
-
-        def names(nodes: float) -> float:
-            return nodes * assumed.names_a_node / blocks
 
         def puts(size: float, admit_after: int) -> Callable[[float], float]:
             return lambda nodes: self.object_rates(nodes, admit_after, size)[0] / assumed.puts_a_second
 
         found: list[tuple[str, str, Callable[[float], float]]] = [
-            ("index", f"`max_blocks` of {blocks / 1e6:g} M", names),
-            ("index", wider, lambda n: names(n) / 4),
+            ("index", f"`max_blocks` of {blocks / 1e6:g} M", lambda n: n * assumed.names_a_node / blocks),
+            ("index", wider, lambda n: n * wide.assumed.names_a_node / blocks),
             ("index", f"{assumed.router_gib:g} GiB of memory", lambda n: self.index_gib(n) / assumed.router_gib),
-            ("index", wider, lambda n: self.index_gib(n, wide) / assumed.router_gib),
+            ("index", wider, lambda n: wide.index_gib(n) / assumed.router_gib),
             ("decisions", "one router's core, all its work", lambda n: self.event_cores(n) + self.request_cores(n)),
             ("decisions", f"{loop:g} ms for one decision", lambda n: measured.decision(n) / 1e3 / loop),
             ("events", "one reader's core, events alone", self.event_cores),
-            ("events", wider, lambda n: self.event_cores(n, wide)),
+            ("events", wider, wide.event_cores),
             ("events", f"{descriptors:,} descriptors", lambda n: 2 * n * measured.follower_descriptors / descriptors),
             ("peers", f"{MAX_PEERS} other nodes a daemon follows", lambda n: (n - 1) / MAX_PEERS),
             ("peers", f"`max_blocks` of {peers / 1e6:g} M", lambda n: self.peer_names(n) / peers),
-            ("peers", wider, lambda n: self.peer_names(n, wide) / peers),
+            ("peers", wider, lambda n: wide.peer_names(n) / peers),
             ("peers", "a tenth of a core of each daemon", lambda n: 10 * self.peer_cores(n)),
-            ("peers", wider, lambda n: 10 * self.peer_cores(n, wide)),
+            ("peers", wider, lambda n: 10 * wide.peer_cores(n)),
             ("redis", "one server's bytes", lambda n: self.shards_for_bytes(n, first)),
             ("redis", later, lambda n: self.shards_for_bytes(n, second)),
             ("redis", f"{assumed.shard_gib:g} GiB of one server", self.shards_for_room),

@@ -41,7 +41,7 @@ def fleet() -> PaperFleet:
 def test_events_are_what_comes_and_what_it_drives_out(fleet: PaperFleet) -> None:
     # 4,000 tokens come and 4,000 go: 500 blocks of 16 a request, 1,000 a second at two requests
     assert fleet.changes(1) == 1000
-    assert fleet.changes(3, 64) == 750
+    assert PaperFleet(replace(ASSUMED, block_tokens=64), MEASURED, [MOVED]).changes(3) == 750
     assert fleet.event_cores(1) == pytest.approx(0.004 + 2 * 100e-6)  # and its two publishers, when silent
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -136,17 +136,23 @@ def printed_commands(over_daemon: bool) -> list[list[str]]:
     return commands
 
 
-@contextlib.contextmanager
-def pair(over_daemon: bool, changes: Mapping[str, str], logs: Path) -> Iterator[Pair]:
+def pair(over_daemon: bool, changes: Mapping[str, str], logs: Path) -> contextlib.AbstractContextManager[Pair]:
     """Both servers as printed; `changes`: what is printed → what it is here. Ports are free ones."""
+    ports, commands = {printed: str(free_port()) for printed in ("8100", "8200")}, []
+    for command in printed_commands(over_daemon):
+        for printed, here in changes.items():
+            assert any(printed in word for word in command), printed
+            command = [word.replace(printed, here) for word in command]
+        commands.append([ports.get(word, word) for word in command])
+    return running(commands, logs)
+
+
+@contextlib.contextmanager
+def running(commands: Iterable[Sequence[str]], logs: Path) -> Iterator[Pair]:
+    """A prefill and a decode server, ready."""
     servers: list[Server] = []
-    ports = {printed: str(free_port()) for printed in ("8100", "8200")}
     try:
-        for command, name in zip(printed_commands(over_daemon), ("prefill", "decode"), strict=True):
-            for printed, here in changes.items():
-                assert any(printed in word for word in command), printed
-                command = [word.replace(printed, here) for word in command]
-            command = [ports.get(word, word) for word in command]
+        for command, name in zip(commands, ("prefill", "decode"), strict=True):
             servers.append(Server(command, logs / f"{name}.log"))
         for server in servers:
             server.until_ready()
