@@ -118,11 +118,15 @@ def copying(
     device: torch.device,
     way: str = "chosen",
 ) -> Iterator[CopyStream]:
-    """The stream that an engine on this device gets. A CPU has one way."""
+    """The stream that an engine on this device gets, once it is measured which way is best. A CPU has one way."""
     if device.type == "cuda":
         with cuda_stream(l1, region, way) as on_device:
-            if region.pinned and not await_choice(on_device):
-                _report.progress("the ways of copying are not measured yet: published figures count")
+            unmeasured, end = CopyWays().choice.reason, time.monotonic() + 10
+            while region.pinned and on_device.ways.wants_measuring and on_device.ways.choice.reason == unmeasured:
+                if time.monotonic() > end:
+                    _report.progress("the ways of copying are not measured yet: published figures count")
+                    break
+                time.sleep(0.05)
             yield on_device
         return
     stream = CpuCopyStream(l1, region)
@@ -130,16 +134,6 @@ def copying(
         yield stream
     finally:
         stream.close(DEADLINE)
-
-
-def await_choice(stream: CudaCopyStream) -> bool:
-    """Wait until it is measured which way copies go best on this device, if it is measured at all; False: it hangs."""
-    unmeasured, give_up_at = CopyWays().choice.reason, time.monotonic() + 10
-    while stream.ways.wants_measuring and stream.ways.choice.reason == unmeasured:
-        if time.monotonic() > give_up_at:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def engine_tensor(layout: str, num_blocks: int, geometry: Geometry8B, device: torch.device) -> Any:

@@ -11,10 +11,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -38,8 +37,7 @@ PromptTexts = list[list[int]]
 TrialRound = tuple[PromptTexts, list[int]]  # the answers, and how many tokens of each prompt were found
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
+class Trial(NamedTuple):
     """What came of it.
 
     status: "hits", "no hits", "refused" by kvtier, "absent" from the library, "not run" by the engine even without
@@ -50,10 +48,6 @@ class Trial:
     message: str = ""
     warm: int = 0  # tokens of each prompt found by the same process, in the tiers
     restart: int = 0  # the same by the next opening of the slab
-
-    @property
-    def row(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class EngineLacksError(Exception):
@@ -262,7 +256,7 @@ def main() -> None:
     by_name = {one.name: one for one in ARCHITECTURES}
     for architecture in map(by_name.__getitem__, names):
         trial = attempt(engine, architecture, Path(folder) / architecture.name)
-        print(json.dumps({"name": architecture.name, **trial.row}), file=replies, flush=True)
+        print(json.dumps({"name": architecture.name, **trial._asdict()}), file=replies, flush=True)
         if engine == "vllm" and trial.status not in ("hits", "no hits"):
             break  # a failed start leaves things behind in its process
 

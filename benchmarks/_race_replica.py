@@ -122,10 +122,9 @@ class Events:
 
 
 class FakeReplica:
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._cache = PrefixCache(options["blocks"])
-        self.events = Events(options["events"], options["replay"])
-        self._token_seconds, self._pace = options["token_us"] / 1e6, options["pace"]
+    def __init__(self, *, blocks: int, events: str, replay: str, token_us: float, pace: float) -> None:
+        self._cache, self.events = PrefixCache(blocks), Events(events, replay)
+        self._token_seconds, self._pace = token_us / 1e6, pace
         self._prefill = asyncio.Lock()  # one prompt after the other, first come, first served
         self._live = 0
 
@@ -205,7 +204,7 @@ def _write(writer: asyncio.StreamWriter, value: object, status: int = 200) -> No
 
 
 async def main() -> None:
-    replica = FakeReplica(json.loads(sys.argv[2]))
+    replica = FakeReplica(**json.loads(sys.argv[2]))
     server = await asyncio.start_server(replica.serve, "127.0.0.1", int(sys.argv[1]), limit=1 << 24)
     print("ready on", sys.argv[1], flush=True)
     async with asyncio.TaskGroup() as tasks:

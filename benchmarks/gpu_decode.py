@@ -17,7 +17,7 @@ import _gpu
 import numpy as np
 import torch
 from _gpu import Geometry8B, mid
-from _report import Given, Result, Row, Target, program, progress
+from _report import Given, Result, Row, Target, program, progress, took
 
 from kvtier.connector import CopyOp, StepPlan, WorkerSide
 
@@ -154,29 +154,23 @@ class Beside:
 
 def steps(decode: DecodeStep, beside: Beside, plans: Plans) -> tuple[list[float], list[float]]:
     """Milliseconds of each step, and of this thread's CPU for the worker's part of it."""
-    took, cpu = [], []
+    wall, cpu = [], []
     for loads, stores in plans:
         started, spent = time.perf_counter(), time.thread_time()
         beside.before(loads)
-        spent += _cpu_of(decode.run)
+        spent += took(decode.run, time.thread_time)
         beside.behind(stores)
-        spent += _cpu_of(lambda: _gpu.synchronize(decode.device))
+        spent += took(lambda: _gpu.synchronize(decode.device), time.thread_time)
         beside.collect()
         cpu.append((time.thread_time() - spent) * 1e3)
-        took.append((time.perf_counter() - started) * 1e3)
-    return took, cpu
-
-
-def _cpu_of(act: Callable[[], object]) -> float:
-    began = time.thread_time()
-    act()
-    return time.thread_time() - began
+        wall.append((time.perf_counter() - started) * 1e3)
+    return wall, cpu
 
 
 def measure(decode: DecodeStep, load: DecodeLoad, layout: str, way: str) -> Iterator[Row]:
     l1 = _gpu.engine_tensor(layout, load.num_blocks, load.geometry, load.device)
     region = _gpu.pinned_region(load.num_blocks, load.geometry.block_bytes, load.device)
-    took: dict[str, list[list[float]]] = {kind: [] for kind in BESIDE}
+    seen: dict[str, list[list[float]]] = {kind: [] for kind in BESIDE}
     cpu, rates = ({kind: list[float]() for kind in BESIDE} for _ in range(2))
     with _gpu.copying(l1, region, load.device, way) as stream:
         side = WorkerSide(stream, load.geometry.num_layers, load.geometry.layer_bytes, _gpu.DEADLINE, by_layers=False)
@@ -187,15 +181,15 @@ def measure(decode: DecodeStep, load: DecodeLoad, layout: str, way: str) -> Iter
             step_ms, cpu_ms = steps(decode, beside, plans)
             beside.settle()
             if round_:
-                took[kind].append(step_ms)
+                seen[kind].append(step_ms)
                 cpu[kind] += cpu_ms
                 moved = (beside.num_blocks - before) * load.geometry.block_bytes
                 rates[kind].append(moved / (time.perf_counter() - started) / 1e9)
     region.close()
-    alone = [float(np.median(each)) for each in took["alone"]]
+    alone = [float(np.median(each)) for each in seen["alone"]]
     for kind in BESIDE:
-        every = np.concatenate(took[kind])
-        slowdown = [float(np.median(each)) / base for each, base in zip(took[kind], alone, strict=True)]
+        every = np.concatenate(seen[kind])
+        slowdown = [float(np.median(each)) / base for each, base in zip(seen[kind], alone, strict=True)]
         row: Row = {"layout": layout, "way": way, "beside": kind, "CUDA graph": decode.is_graph}
         row |= {"p50 ms": mid(every), "p99 ms": mid(every, quantile=0.99), "slowdown": mid(slowdown, 4)}
         yield row | {"worker's CPU ms": mid(cpu[kind]), "GB/s": mid(rates[kind], 2)}

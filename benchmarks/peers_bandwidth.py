@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from _report import Given, Race, Result, Row, Speed, in_turns, program, progress, speed_of
-from _rig import Shape, Slots, cpu_seconds, forked, key_file, records_of, wait_until
+from _rig import Shape, Slots, cpu_seconds, forked, key_file, records_of, reserved, wait_until
 
 from kvtier.service.node import PeerServer
 from kvtier.tiers import BlockRecord, ChainHash, ConfigError
@@ -41,32 +41,25 @@ def names_of(slots: Slots) -> list[ChainHash]:
     return [i.to_bytes(32, "little") for i in range(1, NUM_BATCHES * slots.per_batch + 1)]
 
 
-def holding(
-    shape: Shape, num_slots: int, records: Sequence[BlockRecord], payloads: Sequence[memoryview] = ()
-) -> Hierarchy:
-    """A memory that has these blocks, whatever their bytes if there are none."""
-    size = {"size": num_slots * slot_stride(shape.block_bytes)}
+def holding(shape: Shape, records: Sequence[BlockRecord], payloads: Sequence[memoryview]) -> Hierarchy:
+    """A memory that has these blocks."""
+    size = {"size": len(records) * slot_stride(shape.block_bytes)}
     hierarchy = open_hierarchy(Config.model_validate({"host": size}), FINGERPRINT, shape)
     assert hierarchy.host.region.wait_prefaulted(None)
-    put(hierarchy, records, payloads)
-    return hierarchy
-
-
-def put(hierarchy: Hierarchy, records: Sequence[BlockRecord], payloads: Sequence[memoryview] = ()) -> None:
     host = hierarchy.host
-    reservation = host.pool.reserve([record.chain_hash for record in records])
-    assert reservation is not None
-    for slot, payload in zip(reservation.slots, payloads, strict=False):
+    reservation = reserved(host.pool, [record.chain_hash for record in records])
+    for slot, payload in zip(reservation.slots, payloads, strict=True):
         host.region.slot(slot)[:] = payload
     host.describe(reservation.slots, records)
     host.pool.seal(reservation).release()
+    return hierarchy
 
 
 def lend(block_bytes: int, config: Config, told: int, _: int) -> None:
     """The other process: a memory full of blocks, lent and sent bare, until its parent ends it."""
     slots, shape = Slots(block_bytes, NUM_BATCHES), Shape(16, block_bytes)
     names = names_of(slots)
-    hierarchy = holding(shape, len(names), records_of(names, slots.checksums), slots.sources)
+    hierarchy = holding(shape, records_of(names, slots.checksums), slots.sources)
     peer_server = PeerServer(config.peers)
     lent = peer_server.lend(hierarchy, FINGERPRINT, shape)
     while config.peers.transport == "nixl" and lent.memory() is None:

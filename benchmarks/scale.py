@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import zmq
 from _eviction_traces import PRODUCTION, made_up, production_trace
 from _report import RESULTS, Given, Result, Row, program, progress
 from _rig import resident_bytes, spawned, wait_until
@@ -92,45 +91,28 @@ def consume(address: str, pipe: Connection) -> None:
     pipe.send((took, index.num_blocks, dict(index.counts)))
 
 
-def measure_events(num_chains: int) -> dict[str, float]:
-    """A real publisher and, in another process, a real consumer with its index. The bytes are those of the frames."""
-    changes, context = events_of_chains(num_chains), zmq.Context()
+def measure_events(num_chains: int) -> float:
+    """Microseconds of an event in a real consumer with its index: another process than the publisher's."""
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-")))
         address = f"ipc://{home}/events"
-        publisher = stack.enter_context(
-            Publisher(EventsConfig(publish=address, replay=f"{address}-replay", buffer=100_000))
-        )
+        events = EventsConfig(publish=address, replay=f"{address}-replay", buffer=100_000)
+        publisher = stack.enter_context(Publisher(events))
         ours, theirs = get_context("spawn").Pipe()
         reader = get_context("spawn").Process(target=consume, args=(address, theirs))
         reader.start()
         stack.callback(reader.join, 10.0)
         stack.callback(reader.terminate)
-        counter: zmq.Socket[bytes] = context.socket(zmq.SUB)
-        stack.callback(context.destroy, 0)
-        counter.setsockopt(zmq.RCVHWM, 0)
-        counter.subscribe(b"")
-        counter.connect(address)
         assert ours.poll(DEADLINE), "the consumer does not connect"
         assert ours.recv() == "live"
-        took, sizes = 0.0, list[int]()  # of each batch
-        for events in changes:
-            began = time.process_time()
-            for event in events:
-                publisher.announce(FINGERPRINT, [event])
+        for event in (each for events in events_of_chains(num_chains) for each in events):
+            publisher.announce(FINGERPRINT, [event])
             assert publisher.flush(DEADLINE), "the publisher does not publish"
-            took += time.process_time() - began
-            while counter.poll(0 if sizes else 1000):
-                sizes.append(sum(map(len, counter.recv_multipart())))
-        while len(sizes) < publisher.seq and counter.poll(5000):
-            sizes.append(sum(map(len, counter.recv_multipart())))
-        assert len(sizes) == publisher.seq, f"{len(sizes)} batches of {publisher.seq} were counted"
         ours.send(publisher.seq - 1)
         assert ours.poll(DEADLINE), "the consumer does not end"
         consumed, num_left, counts = ours.recv()
         assert (num_left, counts) == (0, {}), (num_left, counts)
-    whole = {"publisher_us": took * 1e6, "consumer_us": consumed * 1e6, "wire_bytes": sum(sizes)}
-    return {name: value / (2 * CHAIN * num_chains) for name, value in whole.items()}
+    return float(consumed) / (2 * CHAIN * num_chains) * 1e6
 
 
 def measure_index(replicas: int, num_blocks: int, prompt_tokens: int, rounds: int) -> tuple[float, float, float]:
@@ -294,7 +276,6 @@ class RequestMoves:
     l1_stored: float
     l2_stored: float
     slab_stored: float
-    slab_read: float
     cold_read: float  # that only a store without limits had, behind L2 and the slab
     redis_stored: float  # if Redis is what stands below L2
     redis_read: float
@@ -309,9 +290,7 @@ class RequestMoves:
 class PieceCosts:
     """What the pieces cost. `decision_us` by the number of replicas, as they were measured."""
 
-    publisher_us: float  # CPU, for each block that came or went
-    consumer_us: float
-    wire_bytes: float
+    consumer_us: float  # CPU, for each block that came or went
     index_bytes: float  # of a name
     change_us: float  # of the index alone; the consumer's are with reading the event
     decision_us: Mapping[int, float]
@@ -503,7 +482,7 @@ def moved(trace: RequestTrace, assumed: Assumptions, admit_after: int) -> Reques
     in_l1 = run("L1", l1, policy="lru")
     below = run("L2, slab, and all that ever was", l2, slab, everything, 1e12, admit_after=admit_after)
     shared = run("L2 and Redis", l2, 0, redis, 1e12, admit_after=admit_after)
-    blocks = (asked + answers - in_l1["l2"], below["stored"], below["new"], below["slab"], below["cold"])
+    blocks = (asked + answers - in_l1["l2"], below["stored"], below["new"], below["cold"])
     return RequestMoves(
         admit_after,
         float(trace.num_tokens.mean()),
@@ -529,7 +508,7 @@ def _run(replay: TraceReplay, capacity: Capacity) -> dict[str, float]:
 def measured(chosen: Given, prompt_tokens: float) -> PieceCosts:
     quick = chosen.quick
     progress("KV events: a publisher and a consumer")
-    events = measure_events(4 if quick else 200)
+    consumer_us = measure_events(4 if quick else 200)
     indexes: dict[int, tuple[float, float, float]] = {}
     rounds, blocks = (5, 10_000) if quick else (100, 400_000)
     for replicas in NODES[:2] if quick else NODES:
@@ -544,7 +523,8 @@ def measured(chosen: Given, prompt_tokens: float) -> PieceCosts:
     progress("names of other nodes' blocks")
     peers = spawned(measure_peers, 10_000 if quick else 1_000_000)
     return PieceCosts(
-        **events | follow | peers,
+        **follow | peers,
+        consumer_us=consumer_us,
         index_bytes=max(each[0] for each in indexes.values()),
         change_us=max(each[1] for each in indexes.values()),
         decision_us={replicas: each[2] for replicas, each in indexes.items()},

@@ -81,11 +81,6 @@ def busy() -> None:
         pass
 
 
-def idle() -> None:
-    """Sleep for five milliseconds, as an engine that waits for its device."""
-    time.sleep(0.005)
-
-
 def time_echo(rounds: int, pause: Callable[[], object]) -> list[float]:
     """Seconds of a round trip to a process that only sends back what it is sent: what any daemon in Python costs."""
     ours, theirs = socket.socketpair()
@@ -205,15 +200,6 @@ def time_loads(all_tiers: AllTiers, rounds: int) -> Times:
         return in_turns({name: partial(load, name, tiers) for name, tiers in all_tiers.items()}, rounds)
 
 
-def many_clients(path: Path, num_steps: int) -> list[Row]:
-    """What clients told that were all started at once, with the default deadline."""
-    command = [sys.executable, str(CLIENT), str(path), str(num_steps)]
-    clients = [subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE) for _ in range(NUM_CLIENTS)]
-    told = [json.loads(client.communicate(timeout=600)[0]) for client in clients]
-    assert not any(client.returncode for client in clients), "a client of the daemon failed"
-    return told
-
-
 class Overhead:
     def __init__(self, daemon: ServerProcess, both: AllTiers, rounds: int) -> None:
         self.daemon, self.both, self.rounds = daemon, both, rounds
@@ -224,13 +210,7 @@ class Overhead:
         self.rows.append({"what": what, "tiers": tiers, "unit": unit, **more})
         return self.rows[-1]
 
-    def steps(self) -> None:
-        self.steps_with("busy", busy)
-        self.steps_with("idle", idle)
-        with busy_processes(os.cpu_count() or 1):
-            self.steps_with("beside load", idle)
-
-    def steps_with(self, how: str, pause: Callable[[], object]) -> None:
+    def steps(self, how: str, pause: Callable[[], object]) -> None:
         self.row(f"bare echo, {how}", "", "us", **_percentiles(time_echo(self.rounds // 5, pause)))
         for num_requests in STORES:
             what = f"step, {num_requests} stores, {how}" if num_requests else f"lookup of {CHAIN}, {how}"
@@ -239,7 +219,7 @@ class Overhead:
             before = self.daemon.cpu_seconds()
             times = time_steps(self.both, num_requests, rounds, pause)
             cpu = (self.daemon.cpu_seconds() - before) / rounds * 1e6
-            added = median([b - a for a, b in zip(times["in process"], times["daemon"], strict=True)]) * 1e6
+            added = of_pairs(times["daemon"], times["in process"], lambda a, b: a - b) * 1e6
             for name, each in times.items():
                 row = self.row(what, name, "us", **_percentiles(each))
                 if name == "daemon":
@@ -266,8 +246,11 @@ class Overhead:
 
     def clients(self, path: Path) -> None:
         progress(f"{NUM_CLIENTS} clients at once, beside two busy processes")
+        command = [sys.executable, str(CLIENT), str(path), str(max(20, self.rounds // 50))]
         with busy_processes(2):
-            told = many_clients(path, max(20, self.rounds // 50))
+            clients = [subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE) for _ in range(NUM_CLIENTS)]
+            told = [json.loads(client.communicate(timeout=600)[0]) for client in clients]
+        assert not any(client.returncode for client in clients), "a client of the daemon failed"
         what, attached = f"{NUM_CLIENTS} clients at once", [each["seconds"] for each in told]
         kept, empty, steps = (sum(each[name] for each in told) for name in ("kept", "empty", "steps"))
         self.row(f"{what}, attached within", "daemon", "s", median=median(attached), p99=max(attached))
@@ -312,7 +295,10 @@ def main(given: Given) -> Result:
     ):
         daemon.settle()
         overhead = Overhead(daemon, {"in process": own, "daemon": remote}, rounds)
-        overhead.steps()
+        overhead.steps("busy", busy)
+        overhead.steps("idle", partial(time.sleep, 0.005))
+        with busy_processes(os.cpu_count() or 1):
+            overhead.steps("beside load", partial(time.sleep, 0.005))
         overhead.lookups()
         overhead.clients(path)
         overhead.copies()

@@ -23,6 +23,6 @@ HIT_AND_REFUSED: Final = [("kvtier", "gpt-oss"), ("transformers", "t5")]
     ("engine", "name"), brief(HIT_AND_REFUSED, [(engine, name) for engine, names in AGAIN for name in names])
 )
 def test_a_row_run_again_says_the_same(engine: str, name: str, tmp_path: Path) -> None:
-    found = attempt(engine, BY_NAME[name], tmp_path).row
+    found = attempt(engine, BY_NAME[name], tmp_path)._asdict()
     [row] = [row for row in saved()["models"]["results"] if (row["engine"], row["architecture"]) == (engine, name)]
     assert found == {key: row[key] for key in found}

@@ -11,9 +11,7 @@ from scale import NODES, Assumptions, Limit, PaperFleet, PieceCosts, RequestMove
 
 ASSUMED = Assumptions(rate=2.0, token_bytes=1 << 20, block_tokens=16, l1_gib=1, l2_gib=2, slab_gib=4)
 MEASURED = PieceCosts(
-    publisher_us=10,
     consumer_us=4,
-    wire_bytes=40,
     index_bytes=200,
     change_us=0.2,
     decision_us={1: 100, 11: 200},
@@ -28,7 +26,7 @@ MEASURED = PieceCosts(
     peer_name_us=0.2,
     peer_lookup_us=50,
 )
-MOVED = RequestMoves(1, 1600, 100, l1_stored=1600, l2_stored=1600, slab_stored=800, slab_read=80, cold_read=16,
+MOVED = RequestMoves(1, 1600, 100, l1_stored=1600, l2_stored=1600, slab_stored=800, cold_read=16,
               redis_stored=1000, redis_read=100)  # fmt: skip
 SIZES = {"a block": float(16 << 20), "large": float(160 << 20)}
 

@@ -17,5 +17,5 @@ from _readme import saved
 def test_a_row_run_again_says_the_same(name: str, tmp_path: Path) -> None:
     [architecture] = [one for one in ARCHITECTURES if one.name == name]
     [row] = [row for row in saved()["models"]["results"] if (row["engine"], row["architecture"]) == ("vllm", name)]
-    found = attempt("vllm", architecture, tmp_path).row
+    found = attempt("vllm", architecture, tmp_path)._asdict()
     assert found == {key: row[key] for key in found}
