@@ -225,21 +225,15 @@ def agree(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-class Tails(Enum):
-    """What becomes of the unfinished blocks that requests end with."""
-
-    NONE = "none"
-    FIRST = "first to go"  # before any whole block
-    AGED = "aged, an eighth"  # as blocks age; one beyond an eighth of all slots pushes the oldest tail out
-
-
 class BoundedCache:
-    """`num_slots` blocks or tails, the one used least recently going first."""
+    """`num_slots` blocks, unfinished last ones among them, the one used least recently going first.
 
-    def __init__(self, num_slots: int, block_size: int, tails: Tails) -> None:
+    An unfinished one beyond an eighth of all slots pushes the oldest of them out.
+    """
+
+    def __init__(self, num_slots: int, block_size: int) -> None:
         self._num_slots = num_slots
         self._size = block_size
-        self._kind = tails
         self._blocks: OrderedDict[Name, tuple[Name, Sequence[int]]] = OrderedDict()  # name → parent, tokens
         self._tails: OrderedDict[Name, None] = OrderedDict()  # those of the blocks that are not whole, oldest first
         self._children: defaultdict[Name, dict[Name, Sequence[int]]] = defaultdict(dict)
@@ -261,7 +255,7 @@ class BoundedCache:
             if name in self._blocks:
                 self._blocks.move_to_end(name)
         rest = symbols[len(names) * size : exchange.num_held]
-        if self._kind is not Tails.NONE and 8 * len(rest) >= size:
+        if 8 * len(rest) >= size:
             self._store(hash((names[-1] if names else 0, tuple(rest))), names[-1] if names else 0, rest)
         return min(whole * size + shared, usable)
 
@@ -278,11 +272,10 @@ class BoundedCache:
         for other in [other for other, held in following.items() if tokens[: len(held)] == held]:
             self._drop(other)  # this goes on as that one does
         is_partial = len(tokens) < self._size
-        if is_partial and self._kind is Tails.AGED and len(self._tails) >= max(1, self._num_slots // 8):
+        if is_partial and len(self._tails) >= max(1, self._num_slots // 8):
             self._drop(next(iter(self._tails)))
         while len(self._blocks) >= self._num_slots:
-            is_first = self._kind is Tails.FIRST and self._tails
-            self._drop(next(iter(self._tails if is_first else self._blocks)))
+            self._drop(next(iter(self._blocks)))
         self._blocks[name] = parent, tokens
         self._children[parent][name] = tokens
         if is_partial:
@@ -294,7 +287,7 @@ class BoundedCache:
         self._tails.pop(name, None)
 
 
-def computed_in(exchanges: Sequence[Exchange], room: int, block_size: int, tails: Tails) -> float:
+def computed_in(exchanges: Sequence[Exchange], room: int, block_size: int) -> float:
     """Tokens computed a request in so many tokens of room."""
-    cache = BoundedCache(room // block_size, block_size, tails)
+    cache = BoundedCache(room // block_size, block_size)
     return sum(exchange.num_prompt - cache.ask(exchange) for exchange in exchanges) / len(exchanges)

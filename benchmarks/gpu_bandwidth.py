@@ -21,7 +21,7 @@ import _gpu
 import numpy as np
 import torch
 from _gpu import KIB, MIB, Geometry8B, mid
-from _report import Given, Result, Row, Target, program, progress
+from _report import Given, Result, Row, Target, program, progress, took
 
 from kvtier.connector import CopyOp, StepPlan, WorkerSide
 from kvtier.tiers.copies import BlockCopies, CopyEvent, CopyStream
@@ -103,11 +103,11 @@ def measure_pieces(scale: Scale, layout: str, kib: int) -> Iterator[Row]:
                         "ours": pools.ours(stream, directions),
                         "one copy": lambda directions=directions: lambda: pools.limit.copy(directions, DEPTH),
                     }
-                    took = _gpu.interleaved(variants, scale.rounds if way == "chosen" else min(2, scale.rounds))
+                    seconds = _gpu.interleaved(variants, scale.rounds if way == "chosen" else min(2, scale.rounds))
                     row: Row = {"pieces": layout, "KiB": kib, "way": way, "direction": " + ".join(directions)}
-                    row |= {"GB/s": pools.gbps(directions, took["ours"])}
-                    row |= {"one copy GB/s": pools.gbps(directions, took["one copy"])}
-                    yield row | {"of one copy": mid(took["one copy"] / took["ours"])}
+                    row |= {"GB/s": pools.gbps(directions, seconds["ours"])}
+                    row |= {"one copy GB/s": pools.gbps(directions, seconds["one copy"])}
+                    yield row | {"of one copy": mid(seconds["one copy"] / seconds["ours"])}
 
 
 def measure_steps(scale: Scale) -> Iterator[Row]:
@@ -119,25 +119,22 @@ def measure_steps(scale: Scale) -> Iterator[Row]:
         with _gpu.copying(l1, region, scale.device) as stream:
             worker = WorkerSide(stream, scale.geometry.num_layers, scale.geometry.layer_bytes, _gpu.DEADLINE)
             for num_stores in (1, 16, 64):
-                cpu, wall = stores(worker, num_stores, 4 + 4 * scale.rounds)
-                yield {"layout": layout, "stores of a step": num_stores, "CPU ms": mid(cpu), "ms": mid(wall)}
+                cpu = stores(worker, num_stores, 4 + 4 * scale.rounds)
+                yield {"layout": layout, "stores of a step": num_stores, "CPU ms": mid(cpu)}
         region.close()
 
 
-def stores(worker: WorkerSide, num_stores: int, num_steps: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of this thread's CPU to enqueue a step's stores, and of the wall until they have ended."""
-    cpu, wall = [], []
+def stores(worker: WorkerSide, num_stores: int, num_steps: int) -> list[float]:
+    """Milliseconds of this thread's CPU to enqueue a step's stores."""
+    cpu = []
     for step in range(num_steps):
         ops = [CopyOp(step * num_stores + i, f"r{i}", (i,), (i,), (0,)) for i in range(num_stores)]
         plan = StepPlan(0, 0, (), tuple(ops))  # so many requests fill a block
-        started, spent = time.perf_counter(), time.thread_time()
-        worker.start_store(plan)
-        cpu.append((time.thread_time() - spent) * 1e3)
+        cpu.append(took(lambda plan=plan: worker.start_store(plan), time.thread_time) * 1e3)
         worker.wait(_gpu.DEADLINE)
-        wall.append((time.perf_counter() - started) * 1e3)
         if len(worker.poll().finished) != num_stores:
             raise SystemExit("a step's stores failed, or have not ended")
-    return cpu[4:], wall[4:]  # without those that warm up
+    return cpu[4:]  # without those that warm up
 
 
 class StepLoop:
@@ -153,8 +150,8 @@ class StepLoop:
         self._rng = np.random.default_rng(3)
 
     def run(self, enough: Callable[[int], bool]) -> list[float]:
-        took: list[float] = []
-        while not enough(len(took)):
+        steps: list[float] = []
+        while not enough(len(steps)):
             started = time.perf_counter()
             for _ in range(8):
                 self._matrix @ self._matrix
@@ -162,8 +159,8 @@ class StepLoop:
                 slots = self._rng.integers(0, self._num_slots, 1)
                 self.events.append(self.stream.store(BlockCopies(np.array([len(self.events) % 64]), slots)))
             _gpu.synchronize(self.device)
-            took.append((time.perf_counter() - started) * 1e3)
-        return took
+            steps.append((time.perf_counter() - started) * 1e3)
+        return steps
 
 
 def first_use(scale: Scale) -> Iterator[Row]:

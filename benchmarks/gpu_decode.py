@@ -17,7 +17,7 @@ import _gpu
 import numpy as np
 import torch
 from _gpu import Geometry8B, mid
-from _report import Given, Result, Row, Target, program, progress, took
+from _report import Given, Result, Row, Target, program, progress
 
 from kvtier.connector import CopyOp, StepPlan, WorkerSide
 
@@ -152,37 +152,35 @@ class Beside:
         return CopyOp(2 * self.num_ops + upper, "r", tuple(blocks.tolist()), tuple(slots.tolist()), (0,) * count)
 
 
-def steps(decode: DecodeStep, beside: Beside, plans: Plans) -> tuple[list[float], list[float]]:
-    """Milliseconds of each step, and of this thread's CPU for the worker's part of it."""
-    wall, cpu = [], []
+def steps(decode: DecodeStep, beside: Beside, plans: Plans) -> list[float]:
+    """Milliseconds of each step."""
+    wall = []
     for loads, stores in plans:
-        started, spent = time.perf_counter(), time.thread_time()
+        started = time.perf_counter()
         beside.before(loads)
-        spent += took(decode.run, time.thread_time)
+        decode.run()
         beside.behind(stores)
-        spent += took(lambda: _gpu.synchronize(decode.device), time.thread_time)
+        _gpu.synchronize(decode.device)
         beside.collect()
-        cpu.append((time.thread_time() - spent) * 1e3)
         wall.append((time.perf_counter() - started) * 1e3)
-    return wall, cpu
+    return wall
 
 
 def measure(decode: DecodeStep, load: DecodeLoad, layout: str, way: str) -> Iterator[Row]:
     l1 = _gpu.engine_tensor(layout, load.num_blocks, load.geometry, load.device)
     region = _gpu.pinned_region(load.num_blocks, load.geometry.block_bytes, load.device)
     seen: dict[str, list[list[float]]] = {kind: [] for kind in BESIDE}
-    cpu, rates = ({kind: list[float]() for kind in BESIDE} for _ in range(2))
+    rates = {kind: list[float]() for kind in BESIDE}
     with _gpu.copying(l1, region, load.device, way) as stream:
         side = WorkerSide(stream, load.geometry.num_layers, load.geometry.layer_bytes, _gpu.DEADLINE, by_layers=False)
         beside = Beside(side, load)
         for round_, kind in itertools.product(range(load.rounds + 1), BESIDE):
             plans = beside.plans(kind, load.steps if round_ else WARM_UP)
             before, started = beside.num_blocks, time.perf_counter()
-            step_ms, cpu_ms = steps(decode, beside, plans)
+            step_ms = steps(decode, beside, plans)
             beside.settle()
             if round_:
                 seen[kind].append(step_ms)
-                cpu[kind] += cpu_ms
                 moved = (beside.num_blocks - before) * load.geometry.block_bytes
                 rates[kind].append(moved / (time.perf_counter() - started) / 1e9)
     region.close()
@@ -192,7 +190,7 @@ def measure(decode: DecodeStep, load: DecodeLoad, layout: str, way: str) -> Iter
         slowdown = [float(np.median(each)) / base for each, base in zip(seen[kind], alone, strict=True)]
         row: Row = {"layout": layout, "way": way, "beside": kind, "CUDA graph": decode.is_graph}
         row |= {"p50 ms": mid(every), "p99 ms": mid(every, quantile=0.99), "slowdown": mid(slowdown, 4)}
-        yield row | {"worker's CPU ms": mid(cpu[kind]), "GB/s": mid(rates[kind], 2)}
+        yield row | {"GB/s": mid(rates[kind], 2)}
 
 
 def goals(rows: Sequence[Row]) -> list[Target]:

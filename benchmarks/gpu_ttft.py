@@ -117,8 +117,6 @@ def measure(model: Model, prompts: AskedPrompts, loading: Loading) -> Iterator[R
                 row: Row = {"loading": loading, "tokens": length}
                 row |= {f"{tier} ms": round(median(ms[tier] for ms in times), 2) for tier in TIERS}
                 row |= {f"cold ÷ {t}": round(median(ms["cold"] / ms[t] for ms in times), 2) for t in [*TIERS][1:]}
-                moved = length // BLOCK_SIZE * engine.pool.shape.block_bytes
-                row["L2 GB/s"] = round(moved / row["L2 ms"] / 1e6, 2)
                 yield row | {"same token": all(same for _, same in rounds)}
         finally:
             engine.close()

@@ -6,8 +6,8 @@ also the leading tokens of one more, a full block stored behind the last of thes
 chats). Tails are the unfinished blocks that requests end with. The replay counts, and simulates no time. Names are
 hashed as an engine does it. The index's bytes are those of L2's pool and of the slab's mirror, a block. Then kvtier's
 engine answers prompts that part from a held one inside a block, out of L1, L2 and the slab, with and without partial
-blocks, in turns. The chats are replayed once more over an L2 with room for a part of them: tails are not kept there, go
-before any whole block, or age as blocks do, an eighth of L2 at most (what kvtier does).
+blocks, in turns. The chats are replayed once more over an L2 with room for a part of them: tails age as
+blocks do, an eighth of L2 at most.
 """
 
 import time
@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 import recovery
 import torch
-from _prefix_reuse import Exchange, PrefixReuse, Tails, chats, computed_in, replay, trace_exchanges
+from _prefix_reuse import Exchange, PrefixReuse, chats, computed_in, replay, trace_exchanges
 from _report import RESULTS, SHARED, Given, Result, Row, Target, option, program, progress, took
 from _rig import leave_only, over_slab, random_tokens, scratch, settle
 
@@ -101,11 +101,11 @@ def replayed(workload: str, exchanges: Sequence[Exchange]) -> list[Row]:
 
 
 def bounded(exchanges: Sequence[Exchange], held_tokens: int) -> list[Row]:
+    """Tokens computed in an L2 with room for a part of what the chats come to."""
     rows: list[Row] = []
-    for percent, block_size, tails in product(ROOM, BLOCK_SIZES, Tails):
-        row: Row = {"workload": "bounded chat", "room %": percent, "block": block_size, "tails": tails.value}
-        computed = computed_in(exchanges, held_tokens * percent // 100, block_size, tails)
-        rows.append(row | {"computed a request": computed})
+    for percent, block_size in product(ROOM, BLOCK_SIZES):
+        row: Row = {"workload": "bounded chat", "room %": percent, "block": block_size}
+        rows.append(row | {"computed a request": computed_in(exchanges, held_tokens * percent // 100, block_size)})
     return rows
 
 

@@ -415,10 +415,7 @@ class Figures(NamedTuple):
 
 
 def run(prompts: Sequence[TracePrompt], name: str, policy: Policy, replicas: int, *, whole: bool = False) -> Figures:
-    """Replay to the replicas, or to the one that is all of them; figures of all but the first third.
-
-    Work is of all requests.
-    """
+    """Replay to the replicas, or to the one that is all of them; figures of all but the first third."""
     progress(name)
     hardware = HARDWARE.times(replicas) if whole else HARDWARE
     fleet = [SimulatedReplica(f"replica-{i}", hardware, BLOCK_SIZE) for i in range(1 if whole else replicas)]
@@ -426,11 +423,9 @@ def run(prompts: Sequence[TracePrompt], name: str, policy: Policy, replicas: int
     ttft = np.array([(request.first_token or NEVER) - request.prompt.arrival for request in requests])
     tokens = sum(request.prompt.num_tokens for request in requests)
     in_l1, in_l2 = (sum(each.cached[m] for each in requests) * BLOCK_SIZE / tokens for m in ("l1", "l2"))
-    work = np.array([replica.num_computed for replica in fleet], float)
     row = {"cached": in_l1 + in_l2, "in L1": in_l1, "in L2": in_l2}
     row |= {f"TTFT p{q} s": float(np.percentile(ttft, q)) for q in (50, 90, 99)}
-    row |= {"TTFT mean s": float(ttft.mean()), "most / mean work": float(work.max() / work.mean())}
-    return Figures(row, ttft)
+    return Figures(row | {"TTFT mean s": float(ttft.mean())}, ttft)
 
 
 def chart(runs: Mapping[str, Figures]) -> Chart:

@@ -87,7 +87,7 @@ def test_decoding_was_measured_beside_every_kind_of_copies() -> None:
         (layout, kind) for layout in _gpu.LAYOUTS for kind in gpu_decode.BESIDE
     ]
     assert all(row["slowdown"] == 1 for row in rows if row["beside"] == "alone")
-    assert all((row["worker's CPU ms"] > 0) and not row["CUDA graph"] for row in rows)
+    assert not any(row["CUDA graph"] for row in rows)
 
 
 def test_each_tier_gave_the_same_first_token() -> None:

@@ -10,7 +10,6 @@ from _prefix_reuse import (
     BoundedCache,
     Exchange,
     PrefixReuse,
-    Tails,
     chats,
     computed_in,
     replay,
@@ -68,26 +67,21 @@ def test_a_trace_tells_next_turns_by_their_blocks(tmp_path: Path) -> None:
 
 
 def test_in_little_room_old_blocks_and_old_tails_go() -> None:
-    first, second, third = (said(list(range(start, start + 40))) for start in (0, 100, 200))
+    first, second = (said(list(range(start, start + 40))) for start in (0, 100))
     turn = said([*range(40), 7, 7, 7])
 
-    def computed(room: int, tails: Tails, *asked: Exchange) -> int:
-        cache = BoundedCache(room, 16, tails)
+    def computed(room: int, *asked: Exchange) -> int:
+        cache = BoundedCache(room, 16)
         return [one.num_prompt - cache.ask(one) for one in asked][-1]
 
-    assert computed(100, Tails.NONE, first, turn) == 43 - 32
-    assert computed(100, Tails.AGED, first, turn) == 43 - 40
-    # Six slots: two chains and a tail of each. For the third one's blocks tails go, or the first chain from its end.
-    assert computed(6, Tails.AGED, first, second, first) == 40 - 32  # one tail of six slots: the second one's
-    assert computed(6, Tails.AGED, first, second, second) == 1
-    assert computed(6, Tails.FIRST, first, second, third, second) == 40 - 32
-    assert computed(6, Tails.NONE, first, second, third, first) == 40 - 32
-    assert computed(5, Tails.NONE, first, second, third, first) == 40 - 16
+    assert computed(100, first, turn) == 43 - 40
+    assert computed(6, first, second, first) == 40 - 32  # one tail of six slots: the second one's
+    assert computed(6, first, second, second) == 1
     # With room for everything they are what the replay without bounds counts.
     made = chats(40)
     unbounded = replay(made, 64, PrefixReuse.WHOLE)
     whole = (unbounded.prompt_tokens - unbounded.cached_tokens) / len(made)
-    assert computed_in(made, 10**7, 64, Tails.AGED) < whole
+    assert computed_in(made, 10**7, 64) < whole
 
 
 def test_chats_are_the_same_every_time() -> None:
@@ -115,4 +109,3 @@ def test_the_program_runs_without_a_trace(
     assert all(row["index MB"] > 0 and row["names hashed"] > 0 for row in rows)
     tight = [row for row in results if row["workload"] == "bounded chat"]
     assert len(rows) + len(tight) == len(results)
-    assert {row["tails"] for row in tight} == {tails.value for tails in Tails}
