@@ -315,11 +315,9 @@ def made_up(name: str, seed: int = 1, limit: int | None = None) -> RequestTrace:
 
 def lines_of(trace: RequestTrace) -> list[TraceLine]:
     """Its prompts in Mooncake's form, lengths of answers beside them."""
-    numbers = zip(trace.begun.tolist(), trace.num_tokens.tolist(), trace.num_output.tolist(), strict=True)
-    return [
-        TraceLine(int(1000 * begun), *tokens, tuple(trace.chain(i)[: trace.num_prompt[i]].tolist()), trace.block_size)
-        for i, (begun, *tokens) in enumerate(numbers)
-    ]
+    prompts = [trace.chain(i)[:number].tolist() for i, number in enumerate(trace.num_prompt)]
+    columns = zip(trace.begun.tolist(), trace.num_tokens.tolist(), trace.num_output.tolist(), prompts, strict=True)
+    return [TraceLine(int(1000 * at), tokens, out, tuple(ids), trace.block_size) for at, tokens, out, ids in columns]
 
 
 def without_hints(trace: RequestTrace) -> RequestTrace:

@@ -272,4 +272,4 @@ def on_disk(
 def main(given: Given) -> Result:
     sizes, size, rounds = ([128], 512 << 20, 1) if given.quick else ([128, 1024], 2 << 30, 3)
 
-    return on_disk(given, sizes, size // 2, lambda *where: DiskBench(*where, size, rounds).run())
+    return on_disk(given, sizes, size // 2, lambda home, fio, each: DiskBench(home, fio, each, size, rounds).run())

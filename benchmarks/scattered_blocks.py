@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -160,6 +161,7 @@ class ScatteredBench(DiskBench):
 def main(given: Given) -> Result:
     size, rounds, seconds = (256 << 20, 1, 0.3) if given.quick else (1 << 30, 5, 1.0)
 
-    return on_disk(
-        given, [64, 128, 512, 2048], size, lambda *where: ScatteredBench(*where, size, rounds).measure(seconds)
-    )
+    def measured(folder: Path, limit_file: Path, block_bytes: int) -> list[Row]:
+        return ScatteredBench(folder, limit_file, block_bytes, size, rounds).measure(seconds)
+
+    return on_disk(given, [64, 128, 512, 2048], size, measured)
