@@ -140,13 +140,10 @@ def _asked(
     return make
 
 
-def _some_often(dice: random.Random, beginnings: Sequence[Blocks]) -> Iterator[Blocks]:
-    weights = [1.0 / (rank + 1) for rank in range(len(beginnings))]
-    return (dice.choices(beginnings, weights)[0] for _ in range(3000))
-
-
-def _by_zipf(dice: random.Random, documents: Sequence[Blocks]) -> list[Blocks]:
-    return dice.choices(documents, [(rank + 1.0) ** -0.9 for rank in range(len(documents))], k=4000)
+def _by_zipf(power: float, count: int) -> Callable[[random.Random, Sequence[Blocks]], Iterable[Blocks]]:
+    return lambda dice, documents: dice.choices(
+        documents, [(i + 1.0) ** -power for i in range(len(documents))], k=count
+    )
 
 
 def _drift(change: Callable[[float], float]) -> Callable[[int], list[SyntheticRequest]]:
@@ -257,10 +254,12 @@ TRACES: Final[dict[str, Callable[[int], list[SyntheticRequest]]]] = {
     "agents": partial(_conversations, manners=[_CHAT, _ONCE, _AGENT], shares=[0.4, 0.4, 0.2]),
     "one-shot": partial(_conversations, manners=[_ONCE], rate=1.0),  # nothing ever returns but the system prompts
     # questions behind forty long beginnings, some asked for far more often than others
-    "shared": _asked(_some_often, 40, 12, every=1.0, tokens=120, hint=Hint.FINISHED),
+    "shared": _asked(_by_zipf(1.0, 3000), 40, 12, every=1.0, tokens=120, hint=Hint.FINISHED),
     # forty documents of ten blocks, asked one after the other, round and round
     "loop": _asked(lambda _, documents: [*documents] * 60, 40, 10, every=1.5, tokens=120, asks=0),
-    "documents": _asked(_by_zipf, 1500, 8, every=0.8, tokens=40, answers=0),  # each asked about again and again
+    "documents": _asked(
+        _by_zipf(0.9, 4000), 1500, 8, every=0.8, tokens=40, answers=0
+    ),  # each asked about again and again
     "drift": _drift(lambda at: float(at > 3600.0)),
     "flips": _drift(lambda at: float(at // 900.0 % 2)),
     "slow-drift": _drift(lambda at: min(1.0, at / 7200.0)),

@@ -11,7 +11,6 @@ prompt or answer had anywhere. That is the most that segments could find; they a
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -31,18 +30,8 @@ KINDS: Final = ("tool loop", "edited", "compacted", "sub-agents")
 Text = list[int]
 
 
-@dataclass(slots=True)
-class Step:
-    """What a step adds to its session's context."""
-
-    answer: Text
-    result: Text
-
-
-@dataclass(slots=True)
-class Request:
-    exchange: Exchange
-    parts: list[Text]  # of its prompt
+Step = tuple[Text, Text]  # what it adds to its session's context: an answer, a tool's result
+Request = tuple[Exchange, list[Text]]  # with the parts of its prompt
 
 
 class Sessions:
@@ -69,17 +58,17 @@ class Sessions:
             prompt = [token for part in parts for token in part]
             answer = self._text(max(8, int(np.interp(self._draw.random(), _QUANTILES, _STEP_TOKENS))))
             held = len(prompt) + len(answer) - 1
-            yield Request(Exchange(prompt + answer, 1, len(prompt), held, held + 1), parts)
-            steps.append(Step(answer, self._text(20 + int(self._draw.lognormal(5.0, 1.0)))))
+            yield Exchange(prompt + answer, 1, len(prompt), held, held + 1), parts
+            steps.append((answer, self._text(20 + int(self._draw.lognormal(5.0, 1.0)))))
             if self._kind == "sub-agents" and delegates and self._draw.random() < 0.1:
                 for _ in range(3):
                     yield from self._session(head, self._text(150), delegates=False)
 
     def _shown(self, steps: Sequence[Step]) -> list[Text]:
         shown: list[Text] = []
-        for number, step in enumerate(steps):
+        for number, (answer, result) in enumerate(steps):
             is_old = self._kind == "edited" and number < len(steps) - KEPT
-            shown += [step.answer, self._cleared if is_old else step.result]
+            shown += [answer, self._cleared if is_old else result]
         return shown
 
     def _text(self, length: int) -> Text:
@@ -120,49 +109,41 @@ def by_marks(requests: Sequence[Request]) -> int:
     blocks: set[int] = set()
     seen: set[int] = set()
     num_found = 0
-    for request in requests:
-        names = [
-            hash(tuple(request.exchange.symbols[:end])) for end in range(BLOCK, request.exchange.num_held + 1, BLOCK)
-        ]
+    for exchange, parts in requests:
+        names = [hash(tuple(exchange.symbols[:end])) for end in range(BLOCK, exchange.num_held + 1, BLOCK)]
         held = next((number for number, name in enumerate(names) if name not in blocks), len(names))
-        prefix = min(held, (request.exchange.num_prompt - 1) // BLOCK) * BLOCK
+        prefix = min(held, (exchange.num_prompt - 1) // BLOCK) * BLOCK
         num_found += prefix
         blocks.update(names)
         start = 0
-        for part in request.parts:
-            whole = min(start + len(part) // BLOCK * BLOCK, request.exchange.num_prompt - 1)
+        for part in parts:
+            whole = min(start + len(part) // BLOCK * BLOCK, exchange.num_prompt - 1)
             if hash(tuple(part)) in seen:
                 num_found += max(0, whole - max(start, prefix))
             start += len(part)
-        seen.update(hash(tuple(part)) for part in request.parts)
+        seen.update(hash(tuple(part)) for part in parts)
     return num_found
 
 
 def measured(kind: str, count: int) -> Row:
     requests = list(Sessions(kind, seed=1).make(count))
-    exchanges = [request.exchange for request in requests]
+    exchanges = [exchange for exchange, _ in requests]
     progress(f"{kind}: {len(exchanges)} requests")
     ways = {way: replay(exchanges, BLOCK, way) for way in PrefixReuse}
     tokens = ways[PrefixReuse.WHOLE].prompt_tokens
     row: Row = {"agents": kind, "requests": len(exchanges), "tokens a prompt": tokens // len(exchanges)}
     titles = {PrefixReuse.WHOLE: "whole blocks", PrefixReuse.PARTIAL: "partial", PrefixReuse.TAILS: "and unfinished"}
     row |= {f"{title} %": 100 * ways[way].cached_tokens / tokens for way, title in titles.items()}
-    return row | {
-        "marked segments %": 100 * by_marks(requests) / tokens,
-        "any offset %": 100 * anywhere(exchanges) / tokens,
-    }
+    row["marked segments %"] = 100 * by_marks(requests) / tokens
+    return row | {"any offset %": 100 * anywhere(exchanges) / tokens}
 
 
 @program()
 def main(chosen: Given) -> Result:
     rows = [measured(kind, 2 if chosen.quick else 20) for kind in KINDS]
+    name = "tokens found by partial and unfinished blocks ÷ at any offset"
     goals = [
-        Target(
-            f"{row['agents']}: tokens found by partial and unfinished blocks ÷ at any offset",
-            0.9,
-            float(str(row["and unfinished %"])) / float(str(row["any offset %"])),
-            at_most=False,
-        )
+        Target(f"{row['agents']}: {name}", 0.9, row["and unfinished %"] / row["any offset %"], at_most=False)
         for row in rows
     ]
     return rows, goals

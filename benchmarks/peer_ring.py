@@ -7,7 +7,6 @@ are for a conversation of another node, and longer than what that holds. Then a 
 everybody asks them, then they are passed over, then they leave the list.
 """
 
-import argparse
 import gc
 import math
 import os
@@ -22,7 +21,7 @@ from unittest.mock import patch
 
 import numpy as np
 from _live_replay import ReplayClock
-from _report import Given, Result, Row, program, progress
+from _report import Given, Result, Row, option, program, progress
 from _rig import resident_bytes, spawned
 
 from kvtier.service.node import HolderIndex
@@ -197,14 +196,11 @@ def simulate(count: int, blocks: int, share: float, rounds: int, lookups: int) -
     return rows
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--blocks", type=int, default=8192, help="of a node (8,192)")
-    parser.add_argument("--stored", type=float, default=107.0, help="blocks a second of a node (107: 0.85 requests of "
-                        "8,039 tokens, as scale.py has them, in blocks of 64)")  # fmt: skip
-    parser.add_argument("--most", type=int, default=NODES[-1], help="nodes of the largest fleet (1,000)")
-
-
-@program(options)
+@program(
+    option("--blocks", type=int, default=8192, help="of a node (8,192)"),
+    option("--stored", type=float, default=107.0, help="blocks a second of a node (107, as scale.py's prompts have)"),
+    option("--most", type=int, default=NODES[-1], help="nodes of the largest fleet (1,000)"),
+)
 def main(chosen: Given) -> Result:
     rows: list[Row] = []
     for count in [each for each in NODES if each <= chosen.most]:

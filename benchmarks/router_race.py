@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
@@ -93,11 +94,6 @@ class RaceReplica:
 Command = Callable[[Sequence[RaceReplica], Path, int], list[str]]
 
 
-class Arm(NamedTuple):
-    name: str
-    command: Command
-
-
 def _of_ours(replicas: Sequence[RaceReplica], model: Path, port: int) -> list[str]:
     specs = [f"{r.url},events={r.events},replay={r.replay},block_size={BLOCK_SIZE}" for r in replicas]
     listed = [part for spec in specs for part in ("--replica", spec)]
@@ -118,9 +114,9 @@ def _of_peer(program: str, policy: str, *verb: str) -> Command:
     return command
 
 
-def arms(given: Mapping[str, str | None]) -> tuple[list[Arm], list[Row]]:
+def arms(given: Mapping[str, str | None]) -> tuple[dict[str, Command], list[Row]]:
     """The routers that are there, ours first, and a row for each that is not."""
-    found, missing = [Arm(OURS, _of_ours)], list[Row]()
+    found, missing = {OURS: _of_ours}, list[Row]()
     for name, (verb, policies) in PEERS.items():
         wanted = given.get(name) or name
         why = f"no program {wanted}: pip install {name} in a venv, and give --{name} PATH"
@@ -128,14 +124,14 @@ def arms(given: Mapping[str, str | None]) -> tuple[list[Arm], list[Row]]:
             if (program := shutil.which(wanted)) is None:
                 missing.append({"router": f"{name}, {policy}", "skipped": why})
             else:
-                found.append(Arm(f"{name}, {policy}", _of_peer(program, policy, *verb)))
+                found[f"{name}, {policy}"] = _of_peer(program, policy, *verb)
     return found, missing
 
 
 class RaceFleet:
     """Replicas, and routers of one kind in front of them."""
 
-    def __init__(self, arm: Arm, home: Path, num_blocks: int, num_routers: int, stack: ExitStack) -> None:
+    def __init__(self, arm: Command, home: Path, num_blocks: int, num_routers: int, stack: ExitStack) -> None:
         self.replicas = []
         for _ in range(REPLICAS):
             self.replicas.append(RaceReplica(home, num_blocks))
@@ -143,20 +139,19 @@ class RaceFleet:
         self.ports = [free_port() for _ in range(num_routers)]
         self._routers = []
         for port in self.ports:
-            command = arm.command(self.replicas, home, port)
-            self._routers.append(ServerProcess(command, home / f"router-{port}", ready=""))
+            self._routers.append(ServerProcess(arm(self.replicas, home, port), home / f"router-{port}", ready=""))
             stack.callback(self._routers[-1].process.wait, 10)
             stack.callback(self._routers[-1].process.kill)
-        asyncio.run(self._answers(arm))
+        asyncio.run(self._answers())
 
-    async def _answers(self, arm: Arm) -> None:
+    async def _answers(self) -> None:
         """Wait until each router answers. KVTierError if one does not."""
         async with self.servers() as servers:
             for router, server in zip(self._routers, servers, strict=True):
                 end = time.monotonic() + STARTS
                 while error := (await send(server, RaceChat(0.0, "hello", "w1"))).error:
                     if router.process.poll() is not None or time.monotonic() > end:
-                        raise KVTierError(f"{arm.name} does not answer ({error}): {router.last_words()}")
+                        raise KVTierError(f"the router does not answer ({error}): {router.last_words()}")
                     await asyncio.sleep(0.2)
         await asyncio.sleep(1.0)  # subscriptions to events arrive
 
@@ -175,7 +170,7 @@ class RaceFleet:
 
 
 @contextmanager
-def fleet(arm: Arm, num_blocks: int, num_routers: int = 1) -> Iterator[RaceFleet]:
+def fleet(arm: Command, num_blocks: int, num_routers: int = 1) -> Iterator[RaceFleet]:
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-")))
         save_model(home)
@@ -279,19 +274,19 @@ class Raced(NamedTuple):
     cpu_ms: float  # of a chat
 
 
-def race(arm: Arm, load: Load) -> Raced:
-    progress(f"{load.name}: {arm.name}")
+def race(name: str, arm: Command, load: Load) -> Raced:
+    progress(f"{load.name}: {name}")
     with fleet(arm, load.num_blocks, load.num_routers) as running:
         before = running.cpu_seconds()
         answers = asyncio.run(play(running, load))
         return Raced(answers, (running.cpu_seconds() - before) / len(answers) * 1e3)
 
 
-def row_of(load: Load, arm: Arm, rounds: Sequence[Raced]) -> Row:
+def row_of(load: Load, name: str, rounds: Sequence[Raced]) -> Row:
     answers = [answer for each in rounds for answer in each.answers]
     prompt = sum(answer.num_prompt or 0 for answer in answers)
     firsts = [answer.ttft * 1e3 for answer in answers if answer.ttft is not None]
-    row: Row = {"load": load.name, "router": arm.name, "chats": len(answers)}
+    row: Row = {"load": load.name, "router": name, "chats": len(answers)}
     row["not whole"] = sum(answer.error is not None for answer in answers)
     row["cached %"] = 100 * sum(answer.num_cached or 0 for answer in answers) / prompt if prompt else 0.0
     row |= {f"TTFT p{q} ms": float(np.percentile(firsts, q)) if firsts else float("inf") for q in PERCENTILES}
@@ -327,12 +322,12 @@ async def die(fleet: RaceFleet) -> tuple[int, Counter[str], Counter[str]]:
     return max(num_live), Counter(outcomes[:STREAMS]), Counter(outcomes[STREAMS:])
 
 
-def died(arm: Arm) -> Row:
-    progress(f"a replica dies: {arm.name}")
+def died(name: str, arm: Command) -> Row:
+    progress(f"a replica dies: {name}")
     with fleet(arm, 2400) as running:
         num_there, begun, later = asyncio.run(die(running))
     both = begun + later
-    row: Row = {"when a replica dies": arm.name, "streams": STREAMS, "there": num_there, "whole": begun["whole"]}
+    row: Row = {"when a replica dies": name, "streams": STREAMS, "there": num_there, "whole": begun["whole"]}
     row |= {"told": begun["told"], "cut": both["cut"] + both["late"], "later": LATER, "answered": later["whole"]}
     return row | {"refused": sum(count for outcome, count in both.items() if outcome.startswith("status"))}
 
@@ -345,16 +340,13 @@ def main(given: Given) -> Result:
             raise KVTierError(f"--{name} {path!r}: no program; give the path of one")
     running, missing = arms(peers)
     seconds, rounds = (2.0, 1) if given.quick else (SECONDS, ROUNDS)
-    rows, targets, by_name = list[Row](), list[Target](), {arm.name: arm for arm in running}
+    rows, targets = list[Row](), list[Target]()
     for load in loads(seconds):
-        actions: dict[str, Callable[[], Raced]] = {
-            name: lambda arm=arm, load=load: race(arm, load) for name, arm in by_name.items()
-        }
-        raced = in_turns(actions, rounds)
-        made = [row_of(load, by_name[name], each) for name, each in raced.items()]
+        raced = in_turns({name: partial(race, name, arm, load) for name, arm in running.items()}, rounds)
+        made = [row_of(load, name, each) for name, each in raced.items()]
         rows += made
         targets += compared(load, made)
-    deaths = [died(arm) for arm in running]
+    deaths = [died(name, arm) for name, arm in running.items()]
     ours = deaths[0]
     targets += [
         Target("a replica dies: answers that just end", 0, ours["cut"]),

@@ -28,27 +28,22 @@ PREFIX, TAIL, ANSWER = 512, 32, 8  # tokens
 PREFIXES: Final = 6
 
 
-class Stack:
-    """Router, engine and daemon."""
-
-    def __init__(self, stack: ExitStack, home: Path, model: str, **options: str) -> None:
-        self.port, at, socket = free_port(), f"127.0.0.1:{free_port()}", str(home / "s")
-        home.mkdir()
-        slab = {"FILE__PATH": str(home / "slab"), "FILE__SIZE": "1GiB", "HOST__SIZE": "512MiB"}
-        room = {"L1__NUM_BLOCKS": str((PREFIX + TAIL + ANSWER) // BLOCK_SIZE + 4), "SERVICE__SOCKET": socket}
-        weighs = {"CACHE__LOAD_OR_RECOMPUTE": "load", "CACHE__BLOCK_SIZE": str(BLOCK_SIZE)}
-        commands = {
-            "serve": (["--socket", socket, "--http", "127.0.0.1:0"], slab),
-            "engine": (["--model", model, "--name", "m", "--http", at], room | weighs),
-            "route": (["--replica", f"http://{at}", "--http", f"127.0.0.1:{self.port}"], {}),
-        }
-        self._processes = []
-        for verb, (arguments, own) in commands.items():
-            process = ServerProcess(kvtier(verb, *arguments), home / verb, **own | options)
-            self._processes.append(stack.enter_context(process))
-
-    def cpu_seconds(self) -> float:
-        return sum(process.cpu_seconds() for process in self._processes)
+def started(stack: ExitStack, home: Path, model: str, **options: str) -> tuple[int, list[ServerProcess]]:
+    """Daemon, engine and router, and the router's port."""
+    port, at, socket = free_port(), f"127.0.0.1:{free_port()}", str(home / "s")
+    home.mkdir()
+    slab = {"FILE__PATH": str(home / "slab"), "FILE__SIZE": "1GiB", "HOST__SIZE": "512MiB"}
+    room = {"L1__NUM_BLOCKS": str((PREFIX + TAIL + ANSWER) // BLOCK_SIZE + 4), "SERVICE__SOCKET": socket}
+    weighs = {"CACHE__LOAD_OR_RECOMPUTE": "load", "CACHE__BLOCK_SIZE": str(BLOCK_SIZE)}
+    commands = {
+        "serve": (["--socket", socket, "--http", "127.0.0.1:0"], slab),
+        "engine": (["--model", model, "--name", "m", "--http", at], room | weighs),
+        "route": (["--replica", f"http://{at}", "--http", f"127.0.0.1:{port}"], {}),
+    }
+    return port, [
+        stack.enter_context(ServerProcess(kvtier(verb, *arguments), home / verb, **own | options))
+        for verb, (arguments, own) in commands.items()
+    ]
 
 
 def ask(connection: HTTPConnection, prompt: list[int], flag: int) -> float:
@@ -93,13 +88,13 @@ def main(args: Given) -> Result:
         url, asks, _ = stack.enter_context(forked(collect))
         subprocess.run([sys.executable, *kvtier("model", str(home / "model"))], check=True)
         progress("starting router, engine and daemon")
-        traced = Stack(stack, home / "traced", str(home / "model"), TRACING__ENDPOINT=url)
+        port, processes = started(stack, home / "traced", str(home / "model"), TRACING__ENDPOINT=url)
         draw = np.random.default_rng(0)
         prefixes = [random_tokens(draw, PREFIX) for _ in range(PREFIXES)]
-        connection = stack.enter_context(closing(HTTPConnection("127.0.0.1", traced.port, timeout=120)))
+        connection = stack.enter_context(closing(HTTPConnection("127.0.0.1", port, timeout=120)))
         for prefix in prefixes:
             ask(connection, prefix + random_tokens(draw, TAIL), 0)
-        before, number = traced.cpu_seconds(), 0
+        before, number = sum(each.cpu_seconds() for each in processes), 0
         for pair in range(num_pairs):
             if pair % 50 == 0:
                 progress(f"pair {pair}/{num_pairs}")
@@ -107,7 +102,7 @@ def main(args: Given) -> Result:
                 prompt = prefixes[number % PREFIXES] + random_tokens(draw, TAIL)
                 times[flag].append(ask(connection, prompt, flag))
                 number += 1
-        cpu = (traced.cpu_seconds() - before) / number
+        cpu = (sum(each.cpu_seconds() for each in processes) - before) / number
         time.sleep(2.0)  # for the last spans
         os.write(asks, b"?")
         time.sleep(1.0)
