@@ -1,13 +1,10 @@
 """One architecture in one engine, without kvtier and with it: whether answers are equal, and what was found again.
 
-`_model_trial.py ENGINE FOLDER NAME…`, in that engine's environment, prints a line of JSON for each name. vLLM's part
-ends at the first failure.
+`models.py` runs it in that engine's environment.
 """
 
-import json
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,15 +15,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 import transformers
+from _architectures import ARCHITECTURES, VOCAB, Architecture
+from _rig import be_engine
 
-ROOT: Final = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "interop")]
-
-from _architectures import ARCHITECTURES, VOCAB, Architecture  # noqa: E402
-
-from kvtier import Config, SamplingParams, open_engine  # noqa: E402
-from kvtier.connector.transformers import KVTier  # noqa: E402
-from kvtier.tiers import ConfigError  # noqa: E402
+from kvtier import Config, SamplingParams, open_engine
+from kvtier.connector.transformers import KVTier
+from kvtier.tiers import ConfigError
 
 LENGTH: Final = 150  # tokens of a prompt: more than any window
 NEW: Final = 16  # tokens of an answer
@@ -247,19 +241,21 @@ def _first_line(error: BaseException) -> str:
     return next((line for line in lines if "validation error for" not in line), "")[:200]
 
 
-def main() -> None:
-    engine, folder, *names = sys.argv[1:]
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever an engine prints is no reply
-    warnings.simplefilter("ignore")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    by_name = {one.name: one for one in ARCHITECTURES}
-    for architecture in map(by_name.__getitem__, names):
-        trial = attempt(engine, architecture, Path(folder) / architecture.name)
-        print(json.dumps({"name": architecture.name, **trial._asdict()}), file=replies, flush=True)
-        if engine == "vllm" and trial.status not in ("hits", "no hits"):
-            break  # a failed start leaves things behind in its process
+class Trials:
+    """What `models.py` asks for, of one engine."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self.engine, self.folder = setup["engine"], Path(setup["folder"])
+        warnings.simplefilter("ignore")
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+
+    def attempt(self, name: str) -> dict[str, Any]:
+        [architecture] = [one for one in ARCHITECTURES if one.name == name]
+        return attempt(self.engine, architecture, self.folder / name)._asdict()
+
+    def end(self) -> None:
+        """Nothing of a trial is left."""
 
 
 if __name__ == "__main__":
-    main()
+    be_engine(Trials)

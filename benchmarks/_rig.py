@@ -365,14 +365,14 @@ class EngineEnded(RuntimeError):
 class EngineProcess:
     """An engine by another Python, ready once this is made: a program of this folder that calls `be_engine`."""
 
-    def __init__(self, python: Path, program: str, setup: Mapping[str, Any], log: IO[bytes]) -> None:
+    def __init__(self, python: Path, program: str, setup: Mapping[str, Any], log: IO[bytes] | int) -> None:
         """What it says goes to `log`. Raises EngineEnded."""
         self._link, theirs = Pipe()
         paths = os.pathsep.join(str(ROOT / each) for each in ("", "tests/interop", "benchmarks"))
         with theirs:
             self._process = subprocess.Popen(
                 [str(python), str(ROOT / "benchmarks" / program), str(theirs.fileno()), json.dumps(setup)],
-                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
         try:
@@ -442,6 +442,16 @@ def llama(size: int, layers: int, *, heads: int, kv_heads: int, **options: Any) 
     sizes: Row = {"hidden_size": size, "num_hidden_layers": layers, "vocab_size": VOCABULARY}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": size * 8 // 3}
     return LlamaConfig(**sizes | {"max_position_embeddings": VOCABULARY} | options)
+
+
+def saved_llama(path: Path, size: int, layers: int, **options: Any) -> Path:
+    """A checkpoint of random weights."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(llama(size, layers, **options)).save_pretrained(path)
+    return path
 
 
 def scratch(name: str) -> "tempfile.TemporaryDirectory[str]":

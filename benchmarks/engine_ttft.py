@@ -17,10 +17,8 @@ from statistics import median
 from typing import Final
 
 import numpy as np
-import torch
-import transformers
 from _report import RESULTS, Given, Result, Row, Target, interval, program, progress
-from _rig import VLLM, EngineProcess, llama, random_tokens, scratch
+from _rig import VLLM, EngineProcess, random_tokens, saved_llama, scratch
 
 from kvtier.service import Chart, Line, save_png
 from kvtier.tiers import KVTierError
@@ -36,9 +34,7 @@ Times = dict[int, dict[str, list[float]]]
 def make_model(path: Path, *, small: bool, size: int = 768, layers: int = 12) -> None:
     """A random Llama: of that width and depth, or (`small`) as few parameters as a run that proves nothing needs."""
     size, layers = (128, 2) if small else (size, layers)
-    torch.manual_seed(0)
-    config = llama(size, layers, heads=size // 64, kv_heads=size // 64 // 3 or 1, head_dim=64)
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    saved_llama(path, size, layers, heads=size // 64, kv_heads=size // 64 // 3 or 1, head_dim=64)
 
 
 def started(stack: ExitStack, home: Path, max_len: int) -> Arms:

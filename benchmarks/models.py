@@ -12,17 +12,16 @@ a part; with `--save` each row replaces the same one of benchmarks/results/model
 """
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from _architectures import ARCHITECTURES
 from _report import RESULTS, ROOT, Given, Result, Row, Target, keep, option, program, progress
+from _rig import EngineEnded, EngineProcess
 
 PYTHONS: Final = {
     "kvtier": Path(sys.executable),
@@ -31,43 +30,26 @@ PYTHONS: Final = {
     "sglang": ROOT / ".venv-sglang" / "bin" / "python",
 }
 QUICK: Final = ("llama", "gemma3", "mamba")
-LIMIT: Final = 600  # seconds for one model
 
 
 def trials(engine: str, names: Sequence[str]) -> Iterator[Row]:
-    """A row for each name, in the engine's environment. A process may end early; another one does the rest."""
-    while names:
-        with tempfile.TemporaryDirectory() as folder:
-            for row in _child(engine, folder, names):
-                names = names[1:]
-                progress(f"{engine:14}{row['name']:16}{row['status']:9}{row['message'][:120]}")
-                yield {"architecture": row.pop("name"), "engine": engine, **row}
-
-
-def _child(engine: str, folder: str, names: Sequence[str]) -> Iterator[Row]:
-    """Rows of the first of `names`, at least one, each as soon as it is there."""
-    command = [str(PYTHONS[engine]), str(ROOT / "benchmarks" / "_model_trial.py"), engine, folder, *names]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    count = 0
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
-        while line := _line(process):
-            count += 1
-            yield json.loads(line)
-    if not count:
-        message = f"the process ended with status {process.returncode}"  # a signal, or out of memory
-        yield {"name": names[0], "status": "wrong", "message": message, "warm": 0, "restart": 0}
-
-
-def _line(process: subprocess.Popen[str]) -> str:
-    """The next line of its output; empty once it has ended, also by this function when the line does not come."""
-    assert process.stdout is not None
-    timer = threading.Timer(LIMIT, process.kill)
-    timer.start()
-    try:
-        return process.stdout.readline()
-    finally:
-        timer.cancel()
+    """A row for each name, in the engine's environment. Where its process ends, or may be spoiled, another goes on."""
+    process: EngineProcess | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            try:
+                if process is None:
+                    setup = {"engine": engine, "folder": folder}
+                    process = EngineProcess(PYTHONS[engine], "_model_trial.py", setup, subprocess.DEVNULL)
+                row = process.ask("attempt", name=name)
+            except EngineEnded as ended:  # by a signal, or out of memory
+                row = {"status": "wrong", "message": f"the process failed: {ended}", "warm": 0, "restart": 0}
+            progress(f"{engine:14}{name:16}{row['status']:9}{row['message'][:120]}")
+            yield {"architecture": name, "engine": engine, **row}
+            is_spoiled = row["status"] == "wrong" or (engine == "vllm" and row["status"] not in ("hits", "no hits"))
+            if process is not None and (is_spoiled or name == names[-1]):
+                process.close()
+                process = None
 
 
 def versions(engine: str) -> Mapping[str, str]:

@@ -25,16 +25,15 @@ from _rig import beside
 beside("vllm")
 
 import numpy as np  # noqa: E402
-import torch  # noqa: E402
 from _report import Given, Result, Row, Target, program, progress  # noqa: E402
-from _rig import free_port, installed, llama, posted  # noqa: E402
+from _rig import free_port, installed, posted, saved_llama  # noqa: E402
 from node_rig import Node, node  # noqa: E402
 from pair_rig import Pair, Server, running  # noqa: E402
 from peers_rig import key_file  # noqa: E402
 from redis_rig import standalone  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from tokenizers.models import WordLevel  # noqa: E402
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 NIXL: Final = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # UCX over shared memory; nothing of CUDA's is needed
 BESIDE_TOKENS: Final = 2000  # tokens of the answer that goes on meanwhile
@@ -117,9 +116,7 @@ def main(chosen: Given) -> Result:
         home = Path(folder)
         size, layers = (128, 2) if chosen.quick else (512, 8)
         sizes: Row = {"vocab_size": WORDS, "intermediate_size": 3 * size, "max_position_embeddings": MAX_LEN}
-        config = llama(size, layers, heads=size // 64, kv_heads=size // 64, **sizes)
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(home / "model")
+        saved_llama(home / "model", size, layers, heads=size // 64, kv_heads=size // 64, **sizes)
         words = Tokenizer(WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token="w0"))
         PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(home / "model")
         redis = stack.enter_context(standalone())

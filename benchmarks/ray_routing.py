@@ -23,7 +23,7 @@ from statistics import median, quantiles
 from typing import Any, Final
 
 from _report import ROOT, Given, Result, Row, Target, program, progress
-from _rig import beside
+from _rig import beside, llama
 
 POWER_OF_TWO: Final = "power of two choices"
 OURS: Final = "kvtier"
@@ -104,16 +104,6 @@ def targets_of(rows: Sequence[Mapping[str, Any]]) -> list[Target]:
     return [Target(f"prompt tokens found cached: {name} ÷ kvtier", 1.0, each / ours) for name, each in found.items()]
 
 
-def model_folder(home: Path, *, quick: bool) -> Path:
-    """A Llama of random weights whose KV is large for its size, 64 KiB a token: few tokens fill a cache."""
-    from server_rig import save_checkpoint
-    from transformers import LlamaConfig
-
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2 if quick else 4, "head_dim": 256}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
-    return save_checkpoint(home, config=LlamaConfig(**sizes, **heads, max_position_embeddings=8192))
-
-
 @program()
 def main(chosen: Given) -> Result:
     beside("ray")
@@ -121,6 +111,7 @@ def main(chosen: Given) -> Result:
         progress("Ray Serve is not installed: .ci/beside-engine ray")
         return 0
     from ray_rig import application, ray_cluster
+    from server_rig import save_checkpoint
 
     load = Load(6, 2, 2, 3, 60) if chosen.quick else Load(12, 4, 3, 4, 90)
     names = [OURS, POWER_OF_TWO] if chosen.quick else list(ROUTERS)
@@ -128,7 +119,8 @@ def main(chosen: Given) -> Result:
     env = {"KVTIER_HOST__SIZE": "128MiB", "KVTIER_CACHE__BLOCK_SIZE": "16", "PYTHONPATH": str(ROOT / "benchmarks")}
     os.environ["PYTHONPATH"] = str(ROOT / "benchmarks")  # Ray's workers find `_ray_kv_aware` there
     with tempfile.TemporaryDirectory() as home, ray_cluster(replicas) as cluster:
-        model = model_folder(Path(home), quick=chosen.quick)
+        sizes: Row = {"head_dim": 256, "intermediate_size": 512, "vocab_size": 32000}  # 64 KiB of KV a token
+        model = save_checkpoint(Path(home), config=llama(256, 2 if chosen.quick else 4, heads=8, kv_heads=8, **sizes))
         for name in names:
             wanted: dict[str, Any] = {}
             if (router := ROUTERS[name]) is not None:

@@ -14,7 +14,7 @@ import json
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from http.client import HTTPConnection
@@ -28,7 +28,7 @@ from _rig import ServerProcess, free_port, kvtier, posted, resident_bytes, spawn
 
 from kvtier.engine.demo import train_tokenizer
 from kvtier.service.events import BlockStored, Feeds, PrefixIndex, Publisher, prompt_hashes
-from kvtier.service.router import decide, make_scores, weights_by_tier
+from kvtier.service.router import Choice, Reason, decide, make_scores, weights_by_tier
 from kvtier.tiers.config import EventsConfig
 from kvtier.tiers.hierarchy import Stored
 from kvtier.tiers.naming import TokenChain, root_hash
@@ -86,8 +86,17 @@ def score(index: PrefixIndex, kind: str, rounds: int) -> dict[str, float]:
     sequence = prompt_hashes(tokens, BLOCK_SIZE)
     promised = sum(index.matches(sequence).get(NAMES[0], {}).values())
     assert promised == (0 if kind == "unknown" else len(sequence)), promised
-    times, clock, number = list[tuple[float, ...]](), time.thread_time, len(NAMES)
-    feeds, scores, weights = Feeds(NAMES, [None] * number, NAMES), make_scores(number), weights_by_tier()
+    times, _ = decisions(index, tokens, NAMES, Feeds(NAMES, [None] * len(NAMES), NAMES), rounds)
+    named, found, chosen = zip(*times, strict=True)
+    return {"names ms": median(named) * 1e3, "index ms": median(found) * 1e3, "choice ms": median(chosen) * 1e3}
+
+
+def decisions(
+    index: PrefixIndex, tokens: Tokens, names: Sequence[str], feeds: Feeds, rounds: int
+) -> tuple[list[tuple[float, float, float]], Choice]:
+    """Each time a prompt is routed: seconds for its names, for who holds it, and for the choice; and the last choice."""
+    times, clock, number = list[tuple[float, float, float]](), time.thread_time, len(names)
+    scores, weights, choice = make_scores(number), weights_by_tier(), Choice(None, Reason.EQUAL, ())
     for row in range(number):
         scores.standing(row, 100.0, float("inf"), 0)
     flags, rows = np.full(number, 3, np.uint8), np.arange(number)  # all are alive, and sure
@@ -98,10 +107,9 @@ def score(index: PrefixIndex, kind: str, rounds: int) -> dict[str, float]:
         counts = index.prefixes(sequence, feeds)
         after_index = clock()
         scores.hold(flags, counts.reshape(-1), rows, weights)
-        decide(scores, NAMES, len(sequence), turn)
+        choice = decide(scores, names, len(sequence), turn)
         times.append((after_names - began, after_index - after_names, clock() - after_index))
-    named, found, chosen = zip(*times, strict=True)
-    return {"names ms": median(named) * 1e3, "index ms": median(found) * 1e3, "choice ms": median(chosen) * 1e3}
+    return times, choice
 
 
 @contextmanager

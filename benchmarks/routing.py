@@ -68,7 +68,7 @@ def read(trace: Path | None, limit: int | None) -> list[TracePrompt]:
     ConfigError if it cannot be read; FormatError with the line and the field that is wrong, also if a request alone is
     more than a replica's L1 holds, or there are too few to measure.
     """
-    lines = list(islice(read_trace(trace), limit)) if trace else lines_of(made_up("agents", limit=limit))
+    lines = list(islice(read_trace(trace), limit)) if trace else lines_of(made_up("chats", limit=limit))
     if not lines:
         raise FormatError(f"{trace}: no requests; name a trace in Mooncake's form")
     if len(lines) < 3:

@@ -35,10 +35,10 @@ import numpy as np
 from _eviction_traces import PRODUCTION, made_up, production_trace
 from _report import RESULTS, Given, Result, Row, program, progress
 from _rig import resident_bytes, spawned, wait_until
+from router_overhead import decisions
 
 from kvtier.service import events as feed
-from kvtier.service.events import BlockRemoved, BlockStored, EventConsumer, PrefixIndex, Publisher, prompt_hashes
-from kvtier.service.router import decide, make_scores, weights_by_tier
+from kvtier.service.events import BlockRemoved, BlockStored, EventConsumer, PrefixIndex, Publisher
 from kvtier.service.simulation import Capacity, SimulatedTiers, TraceReplay
 from kvtier.service.traces import RequestTrace
 from kvtier.tiers import BATCH_BYTES, TIERS, KVTierError
@@ -156,18 +156,9 @@ def _route(
     for worker, medium in ((engines[-1], GPU), (nodes[-1], CPU)):
         held = tokens[: num_held * BLOCK_SIZE]
         index.apply(worker, BlockStored(names, None, held, BLOCK_SIZE, None, medium, None))
-    feeds, scores, weights = feed.Feeds(engines, nodes, nodes), make_scores(len(engines)), weights_by_tier()
-    for row in range(len(engines)):
-        scores.standing(row, 100.0, float("inf"), 4)
-    rows, flags, times = np.arange(len(engines)), np.full(len(engines), 3, np.uint8), []
-    for turn in range(rounds):
-        began = time.thread_time()
-        sequence = prompt_hashes(tokens, BLOCK_SIZE)
-        scores.hold(flags, index.prefixes(sequence, feeds).reshape(-1), rows, weights)
-        choice = decide(scores, engines, len(sequence), turn)
-        times.append((time.thread_time() - began) * 1e6)
-        assert choice.name == engines[-1], choice
-    return statistics.median(times)
+    times, choice = decisions(index, tokens, engines, feed.Feeds(engines, nodes, nodes), rounds)
+    assert choice.name == engines[-1], choice
+    return statistics.median(map(sum, times)) * 1e6
 
 
 def follow(address: str, number: int, seconds: float) -> dict[str, float]:

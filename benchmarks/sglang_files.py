@@ -18,10 +18,9 @@ from _rig import beside
 beside("sglang")
 
 import numpy as np  # noqa: E402
-import torch  # noqa: E402
 from _report import Given, Result, Row, Target, program, progress  # noqa: E402
+from _rig import saved_llama  # noqa: E402
 from sglang_rig import PAGE_SIZE, Sglang, Slab, names_of, wait_until  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
 from kvtier.tiers.naming import sglang_hashes  # noqa: E402
 
@@ -86,16 +85,6 @@ class Storage:
         return {bytes.fromhex(path.name[:64]) for path in self._directory.glob("*.bin")}
 
 
-def make_model(path: Path, layers: int) -> Path:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": layers}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 4096}
-    config = LlamaConfig(**sizes, **heads, initializer_range=0.1)
-    auto: Any = AutoModelForCausalLM
-    auto.from_config(config).save_pretrained(path)
-    return path
-
-
 def ask(engine: Sglang, prompts: PromptTokens) -> BackendAnswers:
     answers = [engine.generate([prompt], timed=True)[0] for prompt in prompts]
     texts, seconds, cached = ([answer[name] for answer in answers] for name in ("tokens", "first_token", "storage"))
@@ -148,7 +137,9 @@ def main(chosen: Given) -> Result:
     num_prompts, length, layers = (2, 512, 2) if chosen.quick else (5, 1536, 8)
     prompts, warm_up = (random.integers(3, VOCAB, (count, length)).tolist() for count in (num_prompts, 2))
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder) / "model", layers)
+        sizes: Row = {"vocab_size": VOCAB, "intermediate_size": 1024, "max_position_embeddings": 4096}
+        sizes |= {"heads": 8, "kv_heads": 4, "initializer_range": 0.1}
+        model = saved_llama(Path(folder) / "model", 512, layers, **sizes)
         rows = [trial(Storage(backend, model, Path(folder)), prompts, warm_up) for backend in BACKENDS]
     if len({str(row.pop("texts")) for row in rows}) > 1:
         raise AssertionError("cold answers differ between storages: nothing here can be compared")

@@ -2,7 +2,7 @@
 
 from kvtier.tiers.peers import wire
 from kvtier.tiers.peers.following import FEEDS, KEY_BYTES, AnnouncedNames, NamesRoom
-from kvtier.tiers.peers.link import EventsAt, PeerLink
+from kvtier.tiers.peers.link import EventsAt
 from kvtier.tiers.peers.one_sided import METADATA_BYTES, RemoteMemory, load_nixl
 from kvtier.tiers.peers.owners import Owners
 from kvtier.tiers.peers.peer import MAX_PEERS
