@@ -60,4 +60,6 @@ class ObjectRequests(BaseHTTPRequestHandler):
 
 
 ThreadingHTTPServer.request_queue_size = 128
-ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), ObjectRequests).serve_forever()
+with ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), ObjectRequests) as server:
+    print("ready on", sys.argv[1], flush=True)
+    server.serve_forever()

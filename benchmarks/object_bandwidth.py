@@ -9,8 +9,6 @@ seconds this process's. "× clear": speed of records sealed or encrypted over th
 """
 
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +20,7 @@ from typing import Any, Final
 
 import obstore
 from _report import Given, Result, Row, Speed, program, progress, speed_of
-from _rig import OURS, Slots, StoreRace, free_port, wait_until
+from _rig import OURS, ServerProcess, Slots, StoreRace, free_port
 from object_rig import BUCKET, NO_OBJECTS, object_server
 from obstore.store import S3Store
 
@@ -41,23 +39,9 @@ SIDES: Final = {"PUT": (OURS, WHOLE), "GET": (OURS, WHOLE, PARTS)}  # a put has 
 @contextmanager
 def in_memory() -> Iterator[str]:
     """The endpoint of a server that costs little."""
-    port = free_port()
-    process = subprocess.Popen([sys.executable, str(Path(__file__).with_name("_object_server.py")), str(port)])
-    endpoint = f"http://127.0.0.1:{port}"
-
-    def answers() -> bool:
-        try:
-            obstore.put(client(endpoint), "here", b"1")
-        except obstore.exceptions.BaseError:
-            return False
-        return True
-
-    try:
-        wait_until(answers, "the object server", 30, 0.05)
-        yield endpoint
-    finally:
-        process.kill()
-        process.wait()
+    port, program = free_port(), str(Path(__file__).with_name("_object_server.py"))
+    with tempfile.TemporaryDirectory() as home, ServerProcess([program, str(port)], Path(home) / "log"):
+        yield f"http://127.0.0.1:{port}"
 
 
 @contextmanager

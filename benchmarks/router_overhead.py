@@ -94,7 +94,7 @@ def score(index: PrefixIndex, kind: str, rounds: int) -> dict[str, float]:
 def decisions(
     index: PrefixIndex, tokens: Tokens, names: Sequence[str], feeds: Feeds, rounds: int
 ) -> tuple[list[tuple[float, float, float]], Choice]:
-    """Each time a prompt is routed: seconds for its names, for who holds it, and for the choice; and the last choice."""
+    """Of each time: seconds for the prompt's names, for who holds it, and for the choice; and the last choice."""
     times, clock, number = list[tuple[float, float, float]](), time.thread_time, len(names)
     scores, weights, choice = make_scores(number), weights_by_tier(), Choice(None, Reason.EQUAL, ())
     for row in range(number):
