@@ -14,20 +14,8 @@ from functools import partial
 from statistics import median
 from typing import Final
 
+import _eviction_traces as traces
 from _eviction_policies import OTHERS, share_of
-from _eviction_traces import (
-    AGENT_TRACES,
-    AGENTS,
-    BLOCK_SIZE,
-    PRODUCTION,
-    TRACES,
-    agent_sessions,
-    cut,
-    made_up,
-    production_trace,
-    spoiled,
-    without_hints,
-)
 from _live_replay import FINGERPRINT, ReplayClock, replay_live, simulated_beside
 from _report import RESULTS, Given, Result, Row, Target, in_turns, of_pairs, program, progress, took
 
@@ -64,7 +52,7 @@ def kept(
 
     `slabs`: times L2; 0 is none. `others`: beside the pool. `processes`: side by side; 0 for one a core.
     """
-    bare, told = without_hints(trace), spoiled(trace, WRONG)
+    bare, told = traces.without_hints(trace), traces.spoiled(trace, WRONG)
     rooms = [(size, disk) for size in sizes for disk in (slab * size for slab in slabs)]
     capacities = {
         (room, policy): Capacity(room[0] * BLOCK_BYTES, room[1] * BLOCK_BYTES, policy=policy)
@@ -98,7 +86,7 @@ def _share(found: object, trace: RequestTrace) -> float:
 
 def through_a_hierarchy(num_requests: int) -> Iterator[Row]:
     """Chats through a whole hierarchy, L2 and slab, with bytes; and what a simulation says of the same."""
-    trace = without_hints(made_up("chats", limit=num_requests))
+    trace = traces.without_hints(traces.made_up("chats", limit=num_requests))
     slots, disk = 88, 1 << 20
     for policy in ("lru", "predicted"):
         with tempfile.TemporaryDirectory() as directory:
@@ -107,7 +95,8 @@ def through_a_hierarchy(num_requests: int) -> Iterator[Row]:
                 file={"path": directory, "size": disk, "mode": "buffered", "deadline": _DEADLINE},
                 cache={"policy": policy, "load_or_recompute": "load", "prefetch_deadline": _DEADLINE},
             )
-            hierarchy, clock = open_hierarchy(config, FINGERPRINT, KVShape(1, 1, 4, BLOCK_SIZE, "float16", 1)), None
+            shape, clock = KVShape(1, 1, 4, traces.BLOCK_SIZE, "float16", 1), None
+            hierarchy = open_hierarchy(config, FINGERPRINT, shape)
             if (order := hierarchy.host.pool._learned) is not None:
                 order.clock = clock = ReplayClock()
             try:
@@ -124,7 +113,7 @@ def through_a_hierarchy(num_requests: int) -> Iterator[Row]:
 
 def costs(name: str, trace: RequestTrace, size: int, rounds: int) -> Row:
     """CPU time of a replay by block of prompt and answer, `predicted` and LRU in turns; the median of the pairs."""
-    replay, per_block = TraceReplay(without_hints(trace), BLOCK_BYTES), 1e6 / len(trace.blocks)
+    replay, per_block = TraceReplay(traces.without_hints(trace), BLOCK_BYTES), 1e6 / len(trace.blocks)
 
     def turn(policy: str) -> float:
         progress(f"CPU time, {policy}")
@@ -144,7 +133,7 @@ def targets_of(rows: Sequence[Row]) -> list[Target]:
     """How far `predicted` is on the way from LRU to the optimum, of recorded agents in a large L2."""
     found = []
     for row in rows:
-        if row["trace"].startswith(AGENTS) and row["blocks"] >= AGENT_SIZES[-1] and row["through"] == "pool":
+        if row["trace"].startswith(traces.AGENTS) and row["blocks"] >= AGENT_SIZES[-1] and row["through"] == "pool":
             share = 100 * row["predicted less lru"] / (row["optimum %"] - row["lru %"])
             name = f"{row['trace']}, {row['blocks']} blocks, pool: of the way from LRU to the optimum, %"
             found.append(Target(name, 45.0, share, at_most=False))
@@ -154,7 +143,7 @@ def targets_of(rows: Sequence[Row]) -> list[Target]:
 def charts(rows: Sequence[Row]) -> list[Chart]:
     """Shares by size through the pool, of the traces that are most unlike each other."""
     columns, made = (*(f"{policy} %" for policy in (*POLICIES, *OTHERS)), "predicted, hints %", "optimum %"), []
-    for name in (PRODUCTION, f"{AGENTS}, cut {CUTS[0]}", "sub-agents", "documents"):
+    for name in (traces.PRODUCTION, f"{traces.AGENTS}, cut {CUTS[0]}", "sub-agents", "documents"):
         own = [row for row in rows if row["trace"] == name and row.get("through") == "pool"]
         sizes = [row["blocks"] for row in own]
         lines = [
@@ -172,24 +161,24 @@ def main(given: Given) -> Result:
     limit, num_sizes = (120, 1) if given.quick else (None, None)
     rows: list[Row] = []
     slabs = 0, SLAB
-    for name in [*TRACES][: 2 if given.quick else None]:
-        sizes = AGENT_SIZES if name in AGENT_TRACES else SIZES
-        rows += kept(name, made_up(name, limit=limit), sizes[:num_sizes], slabs)
-    if (agents := agent_sessions(limit)) is not None:
-        rows += kept(AGENTS, agents, AGENT_SIZES[:num_sizes], slabs, ())
+    for name in [*traces.TRACES][: 2 if given.quick else None]:
+        sizes = AGENT_SIZES if name in traces.AGENT_TRACES else SIZES
+        rows += kept(name, traces.made_up(name, limit=limit), sizes[:num_sizes], slabs)
+    if (agents := traces.agent_sessions(limit)) is not None:
+        rows += kept(traces.AGENTS, agents, AGENT_SIZES[:num_sizes], slabs, ())
         for seed in () if given.quick else CUTS:
-            rows += kept(f"{AGENTS}, cut {seed}", cut(agents, seed), AGENT_SIZES, slabs)
-    production, timed = production_trace(limit), production_trace(limit or _TIMED)
-    timed_name, size = PRODUCTION, GOAL_SIZE
+            rows += kept(f"{traces.AGENTS}, cut {seed}", traces.cut(agents, seed), AGENT_SIZES, slabs)
+    production, timed = traces.production_trace(limit), traces.production_trace(limit or _TIMED)
+    timed_name, size = traces.PRODUCTION, GOAL_SIZE
     if production is None or timed is None:
-        progress(f"{PRODUCTION}: the trace is not here")
-        timed_name, timed, size = "agents", made_up("agents", limit=limit or _TIMED), SIZES[0]
+        progress(f"{traces.PRODUCTION}: the trace is not here")
+        timed_name, timed, size = "agents", traces.made_up("agents", limit=limit or _TIMED), SIZES[0]
     else:
         production_sizes = (GOAL_SIZE,) if given.quick else PRODUCTION_SIZES
-        rows += kept(PRODUCTION, production, production_sizes, slabs, processes=1 if given.quick else 0)
+        rows += kept(traces.PRODUCTION, production, production_sizes, slabs, processes=1 if given.quick else 0)
     rows += through_a_hierarchy(40 if given.quick else 1500)
     rows.append(costs(timed_name, timed, size, 1 if given.quick else 5))
     if given.save:
         save_png(RESULTS / "eviction.png", charts(rows))
-    setup = {"block tokens": BLOCK_SIZE, "slab, times L2": SLAB, "hints that are wrong, %": 100 * WRONG}
+    setup = {"block tokens": traces.BLOCK_SIZE, "slab, times L2": SLAB, "hints that are wrong, %": 100 * WRONG}
     return rows, targets_of(rows), setup

@@ -14,21 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+import _report
 import numpy as np
-from _report import (
-    DISK,
-    PYTHON,
-    Given,
-    Result,
-    Row,
-    Speed,
-    form,
-    is_built,
-    of_pairs,
-    program,
-    progress,
-    speed_of,
-)
+from _report import DISK, Given, Result, Row, Speed, of_pairs, program, progress, speed_of
 from _rig import drop_caches
 from file_bandwidth import DiskBench, FioSpeed, RecordChain, fio, fio_best, on_disk
 
@@ -108,14 +96,14 @@ class ScatteredBench(DiskBench):
         batches = self.load.held(store, chains)
         store.close()
         limits, singles = list[FioSpeed](), list[FioSpeed]()
-        built = is_built("kvtier.tiers.file.read_queue_compiled")
+        built = _report.is_built("kvtier.tiers.file.read_queue_compiled")
         alone: dict[str, list[list[float]]] = {way: [] for way in (("compiled", "Python") if built else ("Python",))}
         for number in range(self.rounds):
             progress(f"round {number + 1} of {self.rounds}")
             limits.append(fio_best(self.limit_file, block_bytes, seconds))
             singles.append(fio(self.limit_file, "randread", block_bytes, 1, seconds=seconds))
             for way in [*alone][:: 1 if number % 2 else -1]:
-                with form(PYTHON if way == "Python" else way):
+                with _report.form(_report.PYTHON if way == "Python" else way):
                     alone[way].append(self._read(way, batches, number))
         return [*self._speeds(limits), *(self._latency(way, singles, each) for way, each in alone.items())]
 

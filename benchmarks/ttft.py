@@ -14,7 +14,8 @@ from statistics import median
 import numpy as np
 import torch
 from _report import Given, Result, Row, Target, of_pairs, program, progress
-from _rig import leave_only, over_slab, random_tokens, scratch
+from _rig import over_slab, random_tokens, scratch
+from gpu_ttft import ask_each_tier
 
 from kvtier.engine import EngineConfig, Model, SamplingParams
 from kvtier.engine.demo import BLOCK_SIZE, DemoEngine, demo_model
@@ -31,18 +32,10 @@ def fresh_prompt(rng: np.random.Generator, length: int) -> list[int]:
 
 
 def ttft_of_each_tier(desk: DemoEngine, prompt: list[int]) -> dict[str, float]:
-    """Milliseconds to the first token. Every warm run is checked to have come from the tier it is named after."""
-    ms = {"cold": desk.ask(prompt, 1, bare=True).ttft_ms}
-    stored = desk.ask(prompt, 1)
-    assert sum(stored.cached_tokens.values()) == 0, stored.cached_tokens
-    for tier in WARM:
-        assert desk.settle()
-        leave_only(desk.engine, tier)
-        answer = desk.ask(prompt, 1)
-        assert answer.cached_tokens[tier] == len(prompt) - 1, (tier, answer.cached_tokens)
-        ms[tier] = answer.ttft_ms
-    assert desk.settle()
-    return ms
+    """Milliseconds to the first token, cold of the engine without kvtier."""
+    cold = desk.ask(prompt, 1, bare=True).ttft_ms
+    warm, _ = ask_each_tier(desk.engine, prompt)
+    return {"cold": cold, "l1": warm["L1"], "l2": warm["L2"], "file": warm["slab"]}
 
 
 def overhead_pairs(desk: DemoEngine, rng: np.random.Generator, num_pairs: int) -> list[float]:
