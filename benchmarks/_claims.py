@@ -122,7 +122,7 @@ dead_redis:
 object_bandwidth:
   object store, PUT from L2 × the bare client | ^PUT
   same, GET into L2, verified, a server that costs little | ^GET.*in memory | An object store's reads
-  same, moto's server | ^GET.*moto
+  same, moto's server | ^GET.*moto | An object store's reads
 peers_bandwidth:
   node to node, 32 KiB – 8 MiB, 1 and 2 threads × a bare socket | threads?: × | Node to node
   same, by NIXL over shared memory | by NIXL | Node to node
@@ -141,7 +141,7 @@ engine_conversations:
   conversations on vLLM, first run and restart ÷ the best other, mean | : kvtier over.*mean | Many conversations
   same, below vLLM's offloading: kvtier's files ÷ vLLM's, mean | kvtier below native over.*mean
 prefill_decode:
-  prefill and decode vLLM on one CPU, kvtier by a daemon or Redis ÷ NIXL's connector: first token | TTFT
+  prefill and decode vLLM on one CPU, kvtier by a daemon, peers or Redis ÷ NIXL's connector: first token | TTFT
   same, p99 between tokens of another request | inter-token
 encoder_outputs:
   vLLM, first token about an image seen before, also after a restart: no connector ÷ kvtier | none ÷ kvtier

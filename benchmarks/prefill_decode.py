@@ -36,6 +36,7 @@ from tokenizers.models import WordLevel  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 NIXL: Final = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # UCX over shared memory; nothing of CUDA's is needed
+AEG: Final = "aeg==0.9.0"  # of kvtier's extra `peers`; the other part of it, cryptography, comes with vLLM
 BESIDE_TOKENS: Final = 2000  # tokens of the answer that goes on meanwhile
 MAX_LEN: Final = 4096
 WORDS: Final = 512
@@ -110,8 +111,8 @@ def main(chosen: Given) -> Result:
     prompts = [draw.integers(3, WORDS, length).tolist() for _ in range(count)]
     texts: dict[int, list[int]] = {}
     rows: list[Row] = []
-    packages = installed("benchmark-nixl-1.5.1", *NIXL)
-    os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(packages)])
+    packages = [installed("benchmark-nixl-1.5.1", *NIXL), installed("benchmark-aeg-0.9.0", AEG)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), *map(str, packages)])
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         home = Path(folder)
         size, layers = (128, 2) if chosen.quick else (512, 8)

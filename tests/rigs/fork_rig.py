@@ -170,7 +170,7 @@ class _Parent:
     def __init__(self, modules: tuple[str, ...]) -> None:
         self.lock = threading.RLock()
         self._asking, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        paths = os.pathsep.join((str(_ROOT), str(_ROOT / "tests" / "rigs")))
+        paths = os.pathsep.join((str(_ROOT), str(_ROOT / "tests" / "rigs"), os.environ.get("PYTHONPATH", "")))
         warm = os.environ.get(_WORKERS) if "torch" in sys.modules and modules is not SERVICES else None
         program = Path(__file__).with_name("_fork_parent.py")
         with other:
