@@ -3,7 +3,7 @@
 Ours: `ObjectStore.write` from L2 slots and `.read` into L2 slots, in batches as large as the hierarchy's; every read is
 verified, key and checksum. The bare client moves as many bytes, verifies nothing, and copies nothing into slots: it
 puts an object for each batch from one buffer, and gets it with one request or in parts, all at once: the faster counts.
-Two servers on loopback: one in memory that checks nothing (`_object_server.py`), beside which the client's own costs
+Two servers on loopback: one in memory that checks nothing (`_servers.py`), beside which the client's own costs
 show, and moto's, the S3 server of the tests, which is slow and shows the whole way. Ratios are medians over rounds, CPU
 seconds this process's. "× clear": speed of records sealed or encrypted over that of records in the clear.
 """
@@ -39,8 +39,8 @@ SIDES: Final = {"PUT": (OURS, WHOLE), "GET": (OURS, WHOLE, PARTS)}  # a put has 
 @contextmanager
 def in_memory() -> Iterator[str]:
     """The endpoint of a server that costs little."""
-    port, program = free_port(), str(Path(__file__).with_name("_object_server.py"))
-    with tempfile.TemporaryDirectory() as home, ServerProcess([program, str(port)], Path(home) / "log"):
+    port, program = free_port(), str(Path(__file__).with_name("_servers.py"))
+    with tempfile.TemporaryDirectory() as home, ServerProcess([program, "objects", str(port)], Path(home) / "log"):
         yield f"http://127.0.0.1:{port}"
 
 

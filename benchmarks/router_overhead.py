@@ -3,7 +3,7 @@
 Requests: a real `kvtier route` before two replicas that answer at once and compute nothing, and that have told it by
 real events that they hold the prompt; 8 connections that stay open. The figure is the process's CPU time over the
 number of requests. Prompts are token ids: nothing is tokenised. Pieces: the same with streams whose events come one by
-one, 20 ms apart; a relay in asyncio that only reads and writes them (`_bare_relay.py`) runs beside it.
+one, 20 ms apart; a relay in asyncio that only reads and writes them (`_servers.py`) runs beside it.
 
 Scoring: a prompt of 32,768 tokens in blocks of 16, against an index of 1,000,000 blocks (`--quick`: fewer): names from
 the tokens, who holds how much, the choice among four replicas; the median CPU time of one thread. "mixed" is a prompt
@@ -40,7 +40,7 @@ NAMES: Final = ("replica-0", "replica-1", "replica-2", "replica-3")
 CONNECTIONS: Final = 8
 PAUSE: Final = 0.02  # seconds between two events of a stream
 STUB: Final = ROOT / "tests" / "service" / "router" / "_replica_child.py"
-RELAY: Final = Path(__file__).with_name("_bare_relay.py")
+RELAY: Final = Path(__file__).with_name("_servers.py")
 FINGERPRINT: Final = bytes(32)
 Tokens = list[int]
 
@@ -190,7 +190,7 @@ def pieces(server: ServerProcess, ports: list[int], num_pieces: int) -> dict[str
         asking(port, "/behave", {"events": num_pieces, "pause": PAUSE})(1)
     with tempfile.TemporaryDirectory(prefix="kv-") as home:
         port = free_port()
-        with ServerProcess([str(RELAY), str(port), str(ports[1])], Path(home) / "relay") as relay:
+        with ServerProcess([str(RELAY), "relay", str(port), str(ports[1])], Path(home) / "relay") as relay:
             bare = piece_us(relay, port, num_pieces)
     through = piece_us(server, ports[0], num_pieces)
     for port in ports[1:]:

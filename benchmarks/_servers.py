@@ -1,8 +1,6 @@
-"""An object server that keeps everything in memory and checks nothing: what a client costs shows beside it.
+"""Servers that cost next to nothing, beside which ours are measured: `_servers.py relay PORT TO`, `… objects PORT`."""
 
-`python benchmarks/_object_server.py PORT`. It knows PUT, also of what must be new, GET of a range, and bulk DELETE.
-"""
-
+import asyncio
 import re
 import sys
 from email.utils import formatdate
@@ -13,7 +11,45 @@ _KEY: Final = re.compile(rb"<Key>([^<]*)</Key>")
 _OBJECTS: Final[dict[str, bytearray]] = {}
 
 
+class Side(asyncio.Protocol):
+    """One side of a connection that is passed on; what it reads, the other writes."""
+
+    transport: asyncio.Transport
+    other: "Side"
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.other.transport.write(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.other.transport.close()
+
+
+class Asking(Side):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.transport.pause_reading()
+        self.connecting = asyncio.create_task(self._connect())
+
+    async def _connect(self) -> None:
+        _, self.other = await asyncio.get_running_loop().create_connection(Side, "127.0.0.1", int(sys.argv[3]))
+        self.other.other = self
+        self.transport.resume_reading()
+
+
+async def relay() -> None:
+    """Only passes bytes on: what anything must pay that reads and writes each piece of a stream."""
+    server = await asyncio.get_running_loop().create_server(Asking, "127.0.0.1", int(sys.argv[2]))
+    print("ready on", sys.argv[2], flush=True)
+    await server.serve_forever()
+
+
 class ObjectRequests(BaseHTTPRequestHandler):
+    """Keeps objects in memory. It knows PUT, also of what must be new, GET of a range, and bulk DELETE."""
+
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
@@ -59,7 +95,10 @@ class ObjectRequests(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-ThreadingHTTPServer.request_queue_size = 128
-with ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), ObjectRequests) as server:
-    print("ready on", sys.argv[1], flush=True)
-    server.serve_forever()
+if __name__ == "__main__":
+    if sys.argv[1] == "relay":
+        asyncio.run(relay())
+    ThreadingHTTPServer.request_queue_size = 128
+    with ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), ObjectRequests) as objects:
+        print("ready on", sys.argv[2], flush=True)
+        objects.serve_forever()
