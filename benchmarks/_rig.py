@@ -94,6 +94,24 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def settle_cpu(cpu_seconds: Callable[[], float], seconds: float) -> None:
+    """Wait until hardly anything is computed any more, so long at most."""
+    end, before = time.monotonic() + seconds, -1.0
+    while (now := cpu_seconds()) - before > 0.01 and time.monotonic() < end:
+        before = now
+        time.sleep(0.4)
+
+
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    """End it, and kill it if that takes longer than twenty seconds. Idempotent."""
+    process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(10)
+
+
 class ServerProcess:
     """A process that serves, until its context ends. KVTierError if it does not start."""
 
@@ -120,26 +138,13 @@ class ServerProcess:
     def cpu_seconds(self) -> float:
         return cpu_seconds(self.process.pid)
 
-    def settle(self) -> None:
-        """Wait until it computes nothing: a daemon prefaults its memory for a while. A minute at most."""
-        end, before = time.monotonic() + 60.0, -1.0
-        while (now := self.cpu_seconds()) - before > 0.005 and time.monotonic() < end:
-            before = now
-            time.sleep(0.5)
-
     def anonymous_bytes(self) -> int:
         """Memory of its own: a daemon's region is a shared file's."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
     def stop(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(10)
+        stop(self.process)
 
 
 def drop_caches(path: Path | None = None) -> None:

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from _rig import be_engine, cpu_seconds, free_port
+from _rig import be_engine, cpu_seconds, free_port, settle_cpu, stop
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "LMCACHE_LOG_LEVEL": "ERROR"}
 
@@ -134,10 +134,7 @@ class VllmArm:
         for _ in range(2):
             self.converse(prompts, 4, 2)
             self._forget()
-        deadline, before = time.monotonic() + RESTING, -1.0
-        while (now := self._cpu_seconds()) - before > 0.015 and time.monotonic() < deadline:
-            before = now
-            time.sleep(0.3)
+        settle_cpu(self._cpu_seconds, RESTING)
 
     def close(self) -> float:
         """Copies and files end, and the engine with them. CPU seconds since the conversations began, all processes."""
@@ -194,11 +191,7 @@ class VllmArm:
     def end(self) -> None:
         """LMCache's process ends, if there is one. Idempotent."""
         if self.server is not None:
-            self.server.terminate()
-            try:
-                self.server.wait(20)
-            except subprocess.TimeoutExpired:
-                self.server.kill()
+            stop(self.server)
 
     def _add(self, tokens: list[int], num_tokens: int) -> str:
         from vllm.sampling_params import RequestOutputKind

@@ -29,7 +29,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from _report import Given, Result, Row, Target, in_turns, of_pairs, program, progress, took
-from _rig import ServerProcess, Shape, busy_processes, environment, random_names, records_of, serving
+from _rig import ServerProcess, Shape, busy_processes, environment, random_names, records_of, serving, settle_cpu
 
 from kvtier.connector import open_tiers
 from kvtier.tiers import ChainHash, KVTierError, Outcome
@@ -289,7 +289,7 @@ def main(given: Given) -> Result:
         opened(size) as own,
         opened(size, service={"socket": str(path)}) as remote,
     ):
-        daemon.settle()
+        settle_cpu(daemon.cpu_seconds, 60.0)  # it prefaults its memory
         overhead = Overhead(daemon, {"in process": own, "daemon": remote}, rounds)
         overhead.steps("busy", busy)
         overhead.steps("idle", partial(time.sleep, 0.005))
