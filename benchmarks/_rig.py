@@ -179,35 +179,33 @@ def posted(connection: HTTPConnection, path: str, body: Row, **headers: str) -> 
         if line.startswith((b"data: {", b"{")):
             times.append(time.perf_counter())
             events.append(json.loads(line.removeprefix(b"data: ")))
+    answer.read()  # nothing is left, and the connection is free
     if answer.status != 200 or any("error" in event for event in events):
         raise KVTierError(f"{path}: status {answer.status}: {events[-1:]}")
     return times, events
 
 
 @contextmanager
-def forked(run: Callable[[int, int], object]) -> Iterator[tuple[str, int, int]]:
-    """A child that calls `run` with two descriptors, one to write to and one to read from, until it is killed.
-
-    Yields the first line it writes, where its parent writes what it reads, and its process id.
-    """
-    (told, tell), (asked, ask) = os.pipe(), os.pipe()
-    sys.stdout.flush()
-    if not (pid := os.fork()):
-        os.close(ask)
-        try:
-            run(tell, asked)
-            time.sleep(600)
-        finally:
-            os._exit(1)
-    os.close(tell)
+def child(run: Callable[..., object], *arguments: object) -> Iterator[tuple[Connection, int]]:
+    """A process that calls `run` with these and one end of a pipe, until the context ends; our end, and its id."""
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=run, args=(*arguments, theirs))
+    process.start()
+    theirs.close()
     try:
-        with os.fdopen(told) as lines:
-            yield lines.readline().strip(), ask, pid
+        assert process.pid is not None
+        yield ours, process.pid
     finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(ask)
-        os.close(asked)
+        process.kill()
+        process.join(10)
+
+
+def received(pipe: Connection, seconds: float = 120.0) -> Any:
+    """RuntimeError if nothing comes, EOFError if nothing can."""
+    if not pipe.poll(seconds):
+        raise RuntimeError(f"a child said nothing within {seconds:g} s")
+    return pipe.recv()
 
 
 @contextmanager

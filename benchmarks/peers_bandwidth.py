@@ -10,7 +10,6 @@ All take turns; ratios are of two passes of one round, and their median counts. 
 which share this machine's cores.
 """
 
-import os
 import socket
 import tempfile
 import threading
@@ -19,11 +18,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
 from _report import Given, Race, Result, Row, Speed, in_turns, program, progress, speed_of
-from _rig import Shape, Slots, cpu_seconds, forked, key_file, records_of, reserved, wait_until
+from _rig import Shape, Slots, child, cpu_seconds, key_file, received, records_of, reserved, wait_until
 
 from kvtier.service.node import PeerServer
 from kvtier.tiers import BlockRecord, ChainHash, ConfigError
@@ -55,7 +55,7 @@ def holding(shape: Shape, records: Sequence[BlockRecord], payloads: Sequence[mem
     return hierarchy
 
 
-def lend(block_bytes: int, config: Config, told: int, _: int) -> None:
+def lend(block_bytes: int, config: Config, pipe: Connection) -> None:
     """The other process: a memory full of blocks, lent and sent bare, until its parent ends it."""
     slots, shape = Slots(block_bytes, NUM_BATCHES), Shape(16, block_bytes)
     names = names_of(slots)
@@ -65,7 +65,7 @@ def lend(block_bytes: int, config: Config, told: int, _: int) -> None:
     while config.peers.transport == "nixl" and lent.memory() is None:
         time.sleep(0.01)
     bare = socket.create_server(("127.0.0.1", 0))
-    os.write(told, f"{peer_server.address} {bare.getsockname()[1]}\n".encode())
+    pipe.send((peer_server.address, bare.getsockname()[1]))
     views = [hierarchy.host.region.slot(slot) for slot in hierarchy.host.pool.lease(names).slots]
     batches = [views[: slots.per_batch], views[slots.per_batch :]]
     while True:
@@ -180,12 +180,12 @@ def main(given: Given) -> Result:
         key = key_file(directory)
         for block_kib in [128, 2048] if given.quick else [32, 128, 512, 2048, 8192]:
             lender = configured(key, transport="nixl" if has_nixl() else "tcp")
-            with forked(partial(lend, block_kib << 10, lender)) as (line, _, peer_server):
-                address, _, port = line.partition(" ")
+            with child(lend, block_kib << 10, lender) as (pipe, peer_server):
+                address, port = received(pipe)
                 for num_threads in (1, 2):
                     progress(f"blocks of {block_kib} KiB, {num_threads} threads")
                     reader = configured(key, address)
-                    bench = PeersBench(Slots(block_kib << 10), num_threads, num_bytes, reader, int(port), peer_server)
+                    bench = PeersBench(Slots(block_kib << 10), num_threads, num_bytes, reader, port, peer_server)
                     rows.append(bench.run(rounds))
                     bench.close()
     return rows

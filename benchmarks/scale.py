@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise, product
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -34,7 +33,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from _eviction_traces import PRODUCTION, made_up, production_trace
 from _report import RESULTS, Given, Result, Row, program, progress
-from _rig import resident_bytes, spawned, wait_until
+from _rig import child, received, resident_bytes, spawned, wait_until
 from router_overhead import decisions
 
 from kvtier.service import events as feed
@@ -98,19 +97,13 @@ def measure_events(num_chains: int) -> float:
         address = f"ipc://{home}/events"
         events = EventsConfig(publish=address, replay=f"{address}-replay", buffer=100_000)
         publisher = stack.enter_context(Publisher(events))
-        ours, theirs = get_context("spawn").Pipe()
-        reader = get_context("spawn").Process(target=consume, args=(address, theirs))
-        reader.start()
-        stack.callback(reader.join, 10.0)
-        stack.callback(reader.terminate)
-        assert ours.poll(DEADLINE), "the consumer does not connect"
-        assert ours.recv() == "live"
+        pipe, _ = stack.enter_context(child(consume, address))
+        assert received(pipe, DEADLINE) == "live"
         for event in (each for events in events_of_chains(num_chains) for each in events):
             publisher.announce(FINGERPRINT, [event])
             assert publisher.flush(DEADLINE), "the publisher does not publish"
-        ours.send(publisher.seq - 1)
-        assert ours.poll(DEADLINE), "the consumer does not end"
-        consumed, num_left, counts = ours.recv()
+        pipe.send(publisher.seq - 1)
+        consumed, num_left, counts = received(pipe, DEADLINE)
         assert (num_left, counts) == (0, {}), (num_left, counts)
     return float(consumed) / (2 * CHAIN * num_chains) * 1e6
 

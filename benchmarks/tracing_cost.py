@@ -7,19 +7,19 @@ of several long prefixes, and a tail that is new; L1 has room for one of them, s
 does nothing else: their CPU time, and what it is of the CPU time that all three processes take for a request.
 """
 
-import os
 import statistics
 import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing
 from http.client import HTTPConnection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 from _report import Given, Result, Row, Target, of_pairs, program, progress, took
-from _rig import ServerProcess, forked, free_port, kvtier, posted, random_tokens, scratch
+from _rig import ServerProcess, child, free_port, kvtier, posted, random_tokens, received, scratch
 
 from kvtier.tiers import tracing
 
@@ -53,14 +53,14 @@ def ask(connection: HTTPConnection, prompt: list[int], flag: int) -> float:
     return took(lambda: posted(connection, "/v1/completions", body, traceparent=trace))
 
 
-def collect(tell: int, asked: int) -> None:
-    """A collector: it tells its URL, and from then on for each byte that it is sent how many spans it got."""
+def collect(pipe: Connection) -> None:
+    """A collector: it sends its URL, and how many spans it got as often as something comes."""
     from otlp_rig import Collector
 
     collector = Collector()
-    os.write(tell, f"{collector.url}\n".encode())
-    while os.read(asked, 1):
-        Path(os.environ["SPANS"]).write_text(str(len(collector.spans)))
+    pipe.send(collector.url)
+    while pipe.recv():
+        pipe.send(len(collector.spans))
 
 
 def spans_alone(url: str, count: int, requests: int) -> float:
@@ -84,8 +84,8 @@ def main(args: Given) -> Result:
     times: dict[int, list[float]] = {0: [], 1: []}
     with ExitStack() as stack:
         home = Path(stack.enter_context(scratch("tracing")))
-        os.environ["SPANS"] = str(home / "spans")
-        url, asks, _ = stack.enter_context(forked(collect))
+        pipe, _ = stack.enter_context(child(collect))
+        url = received(pipe)
         subprocess.run([sys.executable, *kvtier("model", str(home / "model"))], check=True)
         progress("starting router, engine and daemon")
         port, processes = started(stack, home / "traced", str(home / "model"), TRACING__ENDPOINT=url)
@@ -104,9 +104,8 @@ def main(args: Given) -> Result:
                 number += 1
         cpu = (sum(each.cpu_seconds() for each in processes) - before) / number
         time.sleep(2.0)  # for the last spans
-        os.write(asks, b"?")
-        time.sleep(1.0)
-        num_spans = round(int((home / "spans").read_text()) / num_pairs)
+        pipe.send("how many?")
+        num_spans = round(received(pipe) / num_pairs)
         alone = spans_alone(url, num_spans, 2000)
     rows: list[Row] = [
         {"client's trace": "recorded", "spans": num_spans, "a request, ms": statistics.median(times[1]) * 1e3},
