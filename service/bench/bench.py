@@ -217,10 +217,7 @@ class Server:
         self.model = names[0]
 
     async def ask(self, system: str, texts: Sequence[str], max_tokens: int, **more: object) -> Answer:
-        """Send one request; `texts`: the user's texts and the answers, alternating; `more` goes into the body.
-
-        Raises only a cancellation.
-        """
+        """Send one request, `more` in its body. `texts` alternate: the user's, answers. Raises only a cancellation."""
         answer, began = Answer(), time.perf_counter()
         try:
             async with asyncio.timeout(self._deadline):
