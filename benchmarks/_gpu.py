@@ -1,13 +1,12 @@
-"""What the benchmarks of a GPU share: which device, L1 and pinned L2 with the copies between, forced ways, rounds.
+"""What the benchmarks of a GPU share: which device, L1 and pinned L2 with the copies between, rounds.
 
 With `--dry` the device is this CPU and everything is small: the same code, with the copy stream that a CPU has.
 """
 
-import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import _report
@@ -17,14 +16,21 @@ from _report import Given, Row, in_turns, took
 from numpy.typing import NDArray
 
 from kvtier.tiers.config import Config
-from kvtier.tiers.copies import BlockCopies, BlockPart, CopyEvent, CopyStream, CopyWays, CudaCopyStream, EngineBlocks
-from kvtier.tiers.copies import HostCopyStream as CpuCopyStream
-from kvtier.tiers.host import HostRegion, cuda_driver
+from kvtier.tiers.copies import (
+    BlockCopies,
+    BlockPart,
+    CopyEvent,
+    CopyStream,
+    CopyWays,
+    CudaCopyStream,
+    EngineBlocks,
+    HostCopyStream,
+)
+from kvtier.tiers.host import HostRegion
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 DEADLINE: Final = 60.0  # seconds for any copy
-WAYS: Final = ("chosen", "kernel", "batch", "copies")
 LAYOUTS: Final = ("own", "NHD", "HND", "cross-layer")  # where an engine keeps a block: our L1, and vLLM's three
 
 
@@ -76,60 +82,21 @@ def pinned_region(num_slots: int, slot_bytes: int, device: torch.device) -> Host
     return region
 
 
-def ways(device: torch.device) -> Sequence[str]:
-    """How this machine's GPU can be made to copy; a CPU has one way. A row is named after no way that is missing."""
-    if device.type != "cuda":
-        return WAYS[:1]
-    driver = cuda_driver()
-    missing = [] if driver is not None and driver.copies_in_batches else ["batch"]
-    missing += [] if importlib.util.find_spec("cupy") is not None else ["kernel"]
-    return [way for way in WAYS if way not in missing]
-
-
 @contextmanager
-def cuda_stream(
-    l1: torch.Tensor | EngineBlocks,
-    region: HostRegion,
-    way: str = "chosen",
-    *,
-    cupy: Any = None,
-    driver: Any = None,
-) -> Iterator[CudaCopyStream]:
-    """A GPU's stream whose pinned copies go this way, whatever their size; "chosen": as the product decides.
-
-    `cupy` and `driver` are the machine's by default.
-    """
-    if way == "chosen":
-        ways = CopyWays.to_measure(Config.load().host)
-    else:
-        batch_from, torch_from = 0 if way == "batch" else None, None if way == "kernel" else 0
-        ways = CopyWays(replace(CopyWays().choice, batch_from=batch_from, torch_from=torch_from))
-    stream = CudaCopyStream(l1, region, cupy=cupy, driver=driver, ways=ways)
-    try:
-        yield stream
-    finally:
-        stream.close(DEADLINE)
-
-
-@contextmanager
-def copying(
-    l1: torch.Tensor | EngineBlocks,
-    region: HostRegion,
-    device: torch.device,
-    way: str = "chosen",
-) -> Iterator[CopyStream]:
-    """The stream that an engine on this device gets, once it is measured which way is best. A CPU has one way."""
+def copying(l1: torch.Tensor | EngineBlocks, region: HostRegion, device: torch.device) -> Iterator[CopyStream]:
+    """The stream that an engine on this device gets; on a GPU, once it is measured which way is best."""
+    stream: CopyStream
     if device.type == "cuda":
-        with cuda_stream(l1, region, way) as on_device:
-            unmeasured, end = CopyWays().choice.reason, time.monotonic() + 10
-            while region.pinned and on_device.ways.wants_measuring and on_device.ways.choice.reason == unmeasured:
-                if time.monotonic() > end:
-                    _report.progress("the ways of copying are not measured yet: published figures count")
-                    break
-                time.sleep(0.05)
-            yield on_device
-        return
-    stream = CpuCopyStream(l1, region)
+        ways = CopyWays.to_measure(Config.load().host)
+        stream = CudaCopyStream(l1, region, ways=ways)
+        unmeasured, end = CopyWays().choice.reason, time.monotonic() + 10
+        while region.pinned and ways.wants_measuring and ways.choice.reason == unmeasured:
+            if time.monotonic() > end:
+                _report.progress("the ways of copying are not measured yet: published figures count")
+                break
+            time.sleep(0.05)
+    else:
+        stream = HostCopyStream(l1, region)
     try:
         yield stream
     finally:

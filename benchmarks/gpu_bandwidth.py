@@ -1,11 +1,10 @@
 """Copies between a GPU's KV blocks and pinned memory, against one big copy of as many bytes in the same run.
 
-Pieces of 4 KiB to 8 MiB, scattered on both sides, one way and both ways at once: by the way that kvtier chooses, and by
-the kernel, the driver's batches and torch's copies alone. "own": a block is one piece, as in kvtier's own L1; "layers":
-a block is a piece of each of 32 tensors, as in vLLM. A timing is four batches, enqueued back to back, until the last
-has ended; a ratio is the median over interleaved rounds. Then: the CPU time in which a worker enqueues a
-step's stores, and the longest step of a GPU's loop while a large L2 is used for the first time.
-GB = 1e9 bytes. `--dry` runs the same code on this CPU.
+Pieces of 4 KiB to 8 MiB, scattered on both sides, one way and both ways at once. "own": a block is one piece, as in
+kvtier's own L1; "layers": a block is a piece of each of 32 tensors, as in vLLM. A timing is four batches, enqueued back
+to back, until the last has ended; a ratio is the median over interleaved rounds. Then: the CPU time in which a worker
+enqueues a step's stores, and the longest step of a GPU's loop while a large L2 is used for the first time. GB = 1e9
+bytes. `--dry` runs the same code on this CPU.
 """
 
 import gc
@@ -34,7 +33,6 @@ DIRECTIONS: Final = (("load",), ("store",), ("load", "store"))
 DEPTH: Final = 4  # batches enqueued back to back
 MAX_PIECES: Final = 16384  # of a batch: more only cost time to list
 LARGE_KIB, SMALL_KIB = 512, 24  # the goals' borders
-COPIES_FROM_KIB: Final = 64  # smaller ones by one call each show nothing but the calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +92,20 @@ class PiecePools:
 
 
 def measure_pieces(scale: Scale, layout: str, kib: int) -> Iterator[Row]:
-    ways = [way for way in _gpu.ways(scale.device) if way != "copies" or kib >= COPIES_FROM_KIB]
-    with closing(PiecePools(scale, layout, kib * KIB)) as pools:
-        for way in ways:
-            with _gpu.copying(pools.l1, pools.region, scale.device, way) as stream:
-                for directions in DIRECTIONS:
-                    variants = {
-                        "ours": pools.ours(stream, directions),
-                        "one copy": lambda directions=directions: lambda: pools.limit.copy(directions, DEPTH),
-                    }
-                    seconds = _gpu.interleaved(variants, scale.rounds if way == "chosen" else min(2, scale.rounds))
-                    row: Row = {"pieces": layout, "KiB": kib, "way": way, "direction": " + ".join(directions)}
-                    row |= {"GB/s": pools.gbps(directions, seconds["ours"])}
-                    row |= {"one copy GB/s": pools.gbps(directions, seconds["one copy"])}
-                    yield row | {"of one copy": mid(seconds["one copy"] / seconds["ours"])}
+    with (
+        closing(PiecePools(scale, layout, kib * KIB)) as pools,
+        _gpu.copying(pools.l1, pools.region, scale.device) as stream,
+    ):
+        for directions in DIRECTIONS:
+            variants = {
+                "ours": pools.ours(stream, directions),
+                "one copy": lambda directions=directions: lambda: pools.limit.copy(directions, DEPTH),
+            }
+            seconds = _gpu.interleaved(variants, scale.rounds)
+            row: Row = {"pieces": layout, "KiB": kib, "way": "chosen", "direction": " + ".join(directions)}
+            row |= {"GB/s": pools.gbps(directions, seconds["ours"])}
+            row |= {"one copy GB/s": pools.gbps(directions, seconds["one copy"])}
+            yield row | {"of one copy": mid(seconds["one copy"] / seconds["ours"])}
 
 
 def measure_steps(scale: Scale) -> Iterator[Row]:
@@ -194,8 +192,8 @@ def first_use(scale: Scale) -> Iterator[Row]:
 
 
 def goals(rows: Sequence[Row]) -> list[Target]:
-    """The worst value of each goal, by the way that kvtier chooses."""
-    chosen = [row for row in rows if row.get("way") == "chosen"]
+    """The worst value of each goal."""
+    chosen = [row for row in rows if "way" in row]
     large = [row for row in chosen if row["KiB"] >= LARGE_KIB]
     one_way, both = ([row for row in large if ("+" in row["direction"]) == both] for both in (False, True))
     small = [row for row in chosen if row["KiB"] <= SMALL_KIB and "+" not in row["direction"]]

@@ -2,9 +2,9 @@
 
 A step is the matrix products of a Llama-8B for 64 requests and one read of their KV, as a CUDA graph where that can be
 captured; its end is waited for, as by an engine that reads its tokens. In every step a worker stores four blocks, as
-many as 64 requests fill; beside loads a load of 64 blocks is always on its way. By the way that kvtier chooses, for
-each place where engines keep blocks, and by the other ways for kvtier's own. Rounds are interleaved; the slowdown is
-the median over rounds of a round's median step by that of the same round alone. `--dry` runs the same code on this CPU.
+many as 64 requests fill; beside loads a load of 64 blocks is always on its way. All this for each place where engines
+keep blocks. Rounds are interleaved; the slowdown is the median over rounds of a round's median step by that of the same
+round alone. `--dry` runs the same code on this CPU.
 """
 
 import itertools
@@ -166,12 +166,12 @@ def steps(decode: DecodeStep, beside: Beside, plans: Plans) -> list[float]:
     return wall
 
 
-def measure(decode: DecodeStep, load: DecodeLoad, layout: str, way: str) -> Iterator[Row]:
+def measure(decode: DecodeStep, load: DecodeLoad, layout: str) -> Iterator[Row]:
     l1 = _gpu.engine_tensor(layout, load.num_blocks, load.geometry, load.device)
     region = _gpu.pinned_region(load.num_blocks, load.geometry.block_bytes, load.device)
     seen: dict[str, list[list[float]]] = {kind: [] for kind in BESIDE}
     rates = {kind: list[float]() for kind in BESIDE}
-    with _gpu.copying(l1, region, load.device, way) as stream:
+    with _gpu.copying(l1, region, load.device) as stream:
         side = WorkerSide(stream, load.geometry.num_layers, load.geometry.layer_bytes, _gpu.DEADLINE, by_layers=False)
         beside = Beside(side, load)
         for round_, kind in itertools.product(range(load.rounds + 1), BESIDE):
@@ -188,14 +188,13 @@ def measure(decode: DecodeStep, load: DecodeLoad, layout: str, way: str) -> Iter
     for kind in BESIDE:
         every = np.concatenate(seen[kind])
         slowdown = [float(np.median(each)) / base for each, base in zip(seen[kind], alone, strict=True)]
-        row: Row = {"layout": layout, "way": way, "beside": kind, "CUDA graph": decode.is_graph}
+        row: Row = {"layout": layout, "beside": kind, "CUDA graph": decode.is_graph}
         row |= {"p50 ms": mid(every), "p99 ms": mid(every, quantile=0.99), "slowdown": mid(slowdown, 4)}
         yield row | {"GB/s": mid(rates[kind], 2)}
 
 
 def goals(rows: Sequence[Row]) -> list[Target]:
-    chosen = [row for row in rows if row["way"] == "chosen"]
-    worst = {kind: max(row["slowdown"] for row in chosen if row["beside"] == kind) for kind in BESIDE[1:]}
+    worst = {kind: max(row["slowdown"] for row in rows if row["beside"] == kind) for kind in BESIDE[1:]}
     return [Target(f"a decode step beside {kind}: ÷ alone", SLOWDOWN, value) for kind, value in worst.items()]
 
 
@@ -206,8 +205,7 @@ def main(options: Given) -> Result:
     progress(f"{load.device}: a decode step's weights and graph")
     decode = DecodeStep(load)
     rows: list[Row] = []
-    others = [("own", way) for way in _gpu.ways(load.device)[1:]]
-    for layout, way in [*((layout, "chosen") for layout in _gpu.LAYOUTS), *others]:
-        progress(f"blocks: {layout}, way: {way}")
-        rows += _gpu.told(measure(decode, load, layout, way))
+    for layout in _gpu.LAYOUTS:
+        progress(f"blocks: {layout}")
+        rows += _gpu.told(measure(decode, load, layout))
     return rows, goals(rows), _gpu.setup_of(options)

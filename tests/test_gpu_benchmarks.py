@@ -1,13 +1,12 @@
 """The benchmarks of a GPU, run on this CPU by the very code that a GPU runs; and what they say where there is none."""
 
-import importlib.util
 import json
 import re
 from contextlib import redirect_stdout
 from functools import cache
 from io import StringIO
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -118,19 +117,6 @@ def test_a_copy_of_a_checkout_knows_its_commit(tmp_path: Path, monkeypatch: pyte
     (tmp_path / ".gpu").mkdir()
     (tmp_path / ".gpu" / "commit").write_text("0123456789ab\n")
     assert _report.commit() == "0123456789ab"
-
-
-def test_no_row_is_named_after_a_way_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = torch.device("cuda", 0)
-    monkeypatch.setattr(_gpu, "cuda_driver", lambda: SimpleNamespace(copies_in_batches=True))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert _gpu.ways(cuda) == ["chosen", "kernel", "batch", "copies"]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert _gpu.ways(cuda) == ["chosen", "batch", "copies"]
-    for driver in (None, SimpleNamespace(copies_in_batches=False)):
-        monkeypatch.setattr(_gpu, "cuda_driver", lambda driver=driver: driver)
-        assert _gpu.ways(cuda) == ["chosen", "copies"]
-    assert list(_gpu.ways(torch.device("cpu"))) == ["chosen"]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -5,22 +5,37 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
 import pytest
 import torch
-from _gpu import cuda_stream
 from cpu_cupy import FakeCupy, LazyCupy
 from lazy_cuda import LazyCuda, LazyDriver, LazyEvent, LazyStream, pin, ranges_of
 
+from kvtier.tiers.copies.copy_ways import CopyWays
 from kvtier.tiers.copies.cuda_transfer import CudaCopyStream
 from kvtier.tiers.copies.transfer import BlockCopies, EngineBlocks
 from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.host.pinning import PinDriver, PinnedPieces, cuda_driver
 
 WAYS: Final = ("kernel", "batch", "copies")
+
+
+@contextmanager
+def cuda_stream(
+    l1: torch.Tensor | EngineBlocks, region: HostRegion, way: str, *, cupy: Any = None, driver: Any = None
+) -> Iterator[CudaCopyStream]:
+    """A GPU's stream whose pinned copies go this way, whatever their size. `cupy`, `driver`: else the machine's."""
+    batch_from, torch_from = 0 if way == "batch" else None, None if way == "kernel" else 0
+    ways = CopyWays(replace(CopyWays().choice, batch_from=batch_from, torch_from=torch_from))
+    stream = CudaCopyStream(l1, region, cupy=cupy, driver=driver, ways=ways)
+    try:
+        yield stream
+    finally:
+        stream.close(60.0)
 
 
 class DeviceRig(Protocol):
