@@ -6,9 +6,8 @@ bytes, not split by their place. Rates are of CPU time, in GB of payload, median
 "reads below" brings a compressed block sooner: it takes 1/(ratio × rate) to come, and 1/restore to be restored then.
 
 The same blocks as fp8 (`[cache] lossy`), with a scale for each head and token. "error" is the norm of what is lost over
-that of the block, "largest error" the largest single one over the block's largest number. "Python" is without the
-compiled loops. Then what a batch of such blocks takes in a Redis on this machine, with and without, and what an object
-store has to keep of them (rates of moto's server would tell nothing of others).
+that of the block. Then what a batch of such blocks takes in a Redis on this machine, with and without, and what an
+object store has to keep of them (rates of moto's server would tell nothing of others).
 
 Last, what loss does to answers: the trained model is asked about documents over their KV as it was, as fp8 with scales,
 or cast to e4m3 without. "as exact" is the share of answers that are those of exact KV, "KL" (nats) of the answer's
@@ -174,10 +173,10 @@ def _used(server: RedisServer) -> int:
 def packed(whose: str, short: str, blocks: NDArray[np.uint8], group: int) -> Row:
     """One row for blocks `[blocks, bytes]`, a scale for each `group` numbers. What comes back packs to the same."""
     dtype = str(DTYPES[short]).removeprefix("torch.")
-    python, loops = Fp8Codec(dtype, group, blocks.shape[1]), extension("kvtier.tiers.fp8_compiled")
-    codec = python if loops is None else Fp8Codec(dtype, group, blocks.shape[1], cast(Fp8Loops, loops))
+    loops = cast(Fp8Loops | None, extension("kvtier.tiers.fp8_compiled"))
+    codec = Fp8Codec(dtype, group, blocks.shape[1], loops)
     zstd = BlockCodec(codec.packed_bytes)
-    errors, largest, shorter = [list[float]() for _ in range(3)]
+    errors, shorter = list[float](), list[float]()
     rates: dict[str, list[float]] = {}
     for block in blocks:
         payload, target = memoryview(block.tobytes()), memoryview(bytearray(len(block)))
@@ -187,15 +186,11 @@ def packed(whose: str, short: str, blocks: NDArray[np.uint8], group: int) -> Row
         assert codec.pack(target) == stored
         before, after = (torch.frombuffer(bytearray(each), dtype=DTYPES[short]).double() for each in (payload, target))
         errors.append(float((after - before).norm() / before.norm()))
-        largest.append(float((after - before).abs().max() / before.abs().max()))
         shorter.append(len(block) / zstd.shrink(stored)[1].nbytes)
-        for which, way in ((codec, ""), (python, ", Python")):
-            pack, unpack = partial(which.pack, payload), partial(which.unpack, stored, target)
-            rates.setdefault(f"pack{way} GB/s", []).append(len(block) / _fastest(pack))
-            rates.setdefault(f"unpack{way} GB/s", []).append(len(block) / _fastest(unpack))
+        rates.setdefault("pack GB/s", []).append(len(block) / _fastest(partial(codec.pack, payload)))
+        rates.setdefault("unpack GB/s", []).append(len(block) / _fastest(partial(codec.unpack, stored, target)))
     row: Row = {"KV of": whose, "as fp8 from": dtype, "ratio": round(blocks.shape[1] / codec.packed_bytes, 3)}
     row |= {"with zstd": round(median(shorter), 3), "error": round(median(errors), 4)}
-    row["largest error"] = round(max(largest), 4)
     return row | {name: round(median(each) / 1e9, 3) for name, each in rates.items()}
 
 
