@@ -160,11 +160,10 @@ def bare_loop(tokens: list[int], block_size: int = BLOCK_SIZE) -> list[ChainHash
     return [parent := sha256(parent + piece).digest() for (piece,) in pieces]
 
 
-def filled_pool(hashes: list[list[ChainHash]], num_slots: int) -> SlotPool:
-    """A full pool that holds the given chains among blocks nobody asks for."""
+def filled_pool(hashes: list[ChainHash], num_slots: int) -> SlotPool:
+    """A full pool that holds the given chain among blocks nobody asks for."""
     pool = SlotPool(num_slots)
-    strangers = random_names(np.random.default_rng(0), num_slots - sum(map(len, hashes)))
-    for chain in (strangers, *hashes):
+    for chain in (random_names(np.random.default_rng(0), num_slots - len(hashes)), hashes):
         pool.seal(reserved(pool, chain)).release()
     return pool
 
@@ -182,38 +181,29 @@ def parts_of(steps: list[Took]) -> dict[str, float]:
     return {name: median(each) * 1e3 for name, each in zip(STEPS, zip(*steps, strict=True), strict=True)}
 
 
-def single_steps(tokens: list[int], chain: TokenChain, rounds: int) -> Iterator[Row]:
-    """Naming and looking up, each alone, beside the limit."""
-    names = list(chain.hashes)
-    pools: dict[str, SlotPool] = {}
+def single_steps(tokens: list[int], names: list[ChainHash], rounds: int) -> Iterator[Row]:
+    """Naming and looking up, and naming in vLLM's scheduler, beside the limit."""
+    request, own = SimpleNamespace(all_token_ids=tokens, num_tokens=len(tokens)), (FINGERPRINT, None, None, None)
+    steps: dict[str, tuple[str, Callable[[], object]]] = {
+        LIMIT: (WAYS[0], lambda: bare_loop(tokens)),
+        "vLLM adapter, keys kvtier": (WAYS[0], lambda: OwnChain(request, own, 32, "sha256").current()),
+    }
+
+    def whole(pool: SlotPool) -> None:
+        assert pool.lookup(chain_hashes(ROOT, tokens, BLOCK_SIZE)) == len(names)
+
     for way in WAYS:
         with going(way):
-            pools[way] = filled_pool([names, chain_hashes(ROOT, tokens, BLOCK_SIZE, "xxh3")], 8 * len(names))
-
-    def whole(scheme: str, way: str) -> None:
-        assert pools[way].lookup(chain_hashes(ROOT, tokens, BLOCK_SIZE, scheme)) == len(names)
-
-    request = SimpleNamespace(all_token_ids=tokens, num_tokens=len(tokens))
-    own = FINGERPRINT, None, None, None
-    in_every_way: dict[str, Callable[[str], object]] = {
-        "sha256 hashing": lambda way: chain_hashes(ROOT, tokens, BLOCK_SIZE),
-        "sha256 hashing + lookup": partial(whole, "sha256"),
-        "xxh3 hashing + lookup": partial(whole, "xxh3"),
-    }
-    steps: dict[str, Callable[[str], object]] = {
-        LIMIT: lambda _: bare_loop(tokens),
-        **in_every_way,
-        "vLLM adapter, keys kvtier": lambda _: OwnChain(request, own, 32, "sha256").current(),
-    }
-    ways = dict.fromkeys(steps, WAYS[0])
-    if WAYS[0] != PYTHON:
-        steps |= {f"{name}, {PYTHON}": step for name, step in in_every_way.items()}
-        ways |= dict.fromkeys(steps.keys() - ways.keys(), PYTHON)
+            pool = filled_pool(names, 8 * len(names))
+        steps["sha256 hashing + lookup" if way == WAYS[0] else f"sha256 hashing + lookup, {way}"] = (
+            way,
+            partial(whole, pool),
+        )
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
-        for name, run in steps.items():
-            with going(ways[name]):
-                times[name].append(took(partial(run, ways[name])))
+        for name, (way, run) in steps.items():
+            with going(way):
+                times[name].append(took(run))
     for name, taken in times.items():
         row: Row = {"step": name, "tokens": len(tokens), "median_ms": median(taken) * 1e3}
         yield row | {"best_ms": min(taken) * 1e3, "of_limit": of_pairs(taken, times[LIMIT])}
@@ -261,7 +251,11 @@ def main(options: Given) -> Result:
     chain.extend(tokens)
     progress(f"{num_tokens} tokens, {rounds} rounds")
     gc.disable()  # its pauses belong to whoever made the garbage
-    rows = [*single_steps(tokens, chain, rounds), *whole_ways(tokens, rounds // 3), *short_requests(tokens, rounds)]
+    rows = [
+        *single_steps(tokens, list(chain.hashes), rounds),
+        *whole_ways(tokens, rounds // 3),
+        *short_requests(tokens, rounds),
+    ]
     gc.enable()
     targets = [Target("blocks hashed when a sequence grows by one", 1, count_hashed(chain, 7))]
     return rows, targets
