@@ -35,6 +35,7 @@ QUICK: Final = ("llama", "gemma3", "mamba")
 def trials(engine: str, names: Sequence[str]) -> Iterator[Row]:
     """A row for each name, in the engine's environment. Where its process ends, or may be spoiled, another goes on."""
     process: EngineProcess | None = None
+    row: Row
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             try:

@@ -116,7 +116,8 @@ def _of_peer(program: str, policy: str, *verb: str) -> Command:
 
 def arms(given: Mapping[str, str | None]) -> tuple[dict[str, Command], list[Row]]:
     """The routers that are there, ours first, and a row for each that is not."""
-    found, missing = {OURS: _of_ours}, list[Row]()
+    found: dict[str, Command] = {OURS: _of_ours}
+    missing: list[Row] = []
     for name, (verb, policies) in PEERS.items():
         wanted = given.get(name) or name
         why = f"no program {wanted}: pip install {name} in a venv, and give --{name} PATH"
