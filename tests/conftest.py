@@ -17,7 +17,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from doubles import ended
 from extent import ALL, brief
 from numpy.typing import NDArray
 from pools import PoolOf
@@ -34,10 +33,11 @@ if TYPE_CHECKING:
     from kv_tier_rig import Open
     from object_rig import ObjectServer
     from redis_rig import RedisServer
-    from scheduler_rig import Begin
+    from scheduler_rig import Begin, Story
     from small_engines import Make
 
     from kvtier.engine.llm import Engine
+    from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 
 
 pytest_plugins = ["outcomes"]
@@ -251,8 +251,15 @@ def policy(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def pool_of() -> Iterator[PoolOf]:
     """Makes pools whose laws are checked when the test is over."""
-    with ended(lambda slots, policy="lru": SlotPool(slots, policy=policy), SlotPool.check) as made:
-        yield made
+    pools: list[SlotPool] = []
+
+    def make(slots: int, policy: str = "lru") -> SlotPool:
+        pools.append(SlotPool(slots, policy=policy))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.check()
 
 
 @pytest.fixture
@@ -274,13 +281,17 @@ def begin() -> "Iterator[Begin]":
     """`begin(16, connector)`: a scheduler's story; at the end its copies end, it is idle, and its laws hold."""
     from scheduler_rig import Story
 
-    def close(story: Story) -> None:
+    stories: list[Story] = []
+
+    def make(*arguments: Any, **options: Any) -> "Story":
+        stories.append(Story(*arguments, **options))
+        return stories[-1]
+
+    yield make
+    for story in stories:
         story.end_copies()
         story.step()
         story.idle()
-
-    with ended(Story, close) as made:
-        yield made
 
 
 @pytest.fixture
@@ -288,8 +299,15 @@ def settled() -> "Iterator[Settled]":
     """`settled(hierarchy)`: it ends idle, by its laws, and is closed. Ask for it before what a story holds back."""
     from fault_rig import settle
 
-    with ended(lambda hierarchy: hierarchy, settle) as made:
-        yield made
+    hierarchies: list[Hierarchy] = []
+
+    def note(hierarchy: "Hierarchy") -> "Hierarchy":
+        hierarchies.append(hierarchy)
+        return hierarchy
+
+    yield note
+    for hierarchy in hierarchies:
+        settle(hierarchy)
 
 
 @pytest.fixture
@@ -316,5 +334,12 @@ def make() -> "Iterator[Make]":
     """`make(tiers=True, **options)`: a small engine; at the end every one is closed and its laws are checked."""
     from small_engines import end, small_engine  # takes torch along, which most tests do without
 
-    with ended(small_engine, end) as made:
-        yield made
+    engines: list[Engine] = []
+
+    def build(*arguments: Any, **options: Any) -> "Engine":
+        engines.append(small_engine(*arguments, **options))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        end(engine)

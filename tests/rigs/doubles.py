@@ -2,10 +2,9 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from threading import Event, Lock
-from typing import Any, TypeVar
+from typing import Any
 
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.hierarchy.cache_tiers import Wanted
@@ -19,21 +18,6 @@ from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome, Tier
 
 BLOCK_SIZE = 4
 SLOT_BYTES = 4096
-T = TypeVar("T")
-
-
-@contextmanager
-def ended(make: Callable[..., T], end: Callable[[T], object]) -> Iterator[Callable[..., T]]:
-    """`make`; what it made is ended, in that order, when the story is over."""
-    made: list[T] = []
-
-    def noted(*arguments: Any, **options: Any) -> T:
-        made.append(make(*arguments, **options))
-        return made[-1]
-
-    yield noted
-    for each in made:
-        end(each)
 
 
 class FakeClock:

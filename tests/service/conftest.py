@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 import service_rig
-from doubles import ended
 
 if TYPE_CHECKING:
     from http_rig import ServedDaemon
@@ -23,13 +21,16 @@ D = TypeVar("D", bound=service_rig.DaemonThread)
 
 def started(home: Path, kind: Callable[..., D]) -> Iterator[Callable[..., D]]:
     """Daemons of this process at `home / "s"`. At the end every client is gone, and the laws hold: I3."""
+    daemons: list[D] = []
 
-    def close(daemon: D) -> None:
+    def start(**options: Any) -> D:
+        daemons.append(kind(home / "s", **{"host": {"size": 1 << 20}, **options}))
+        return daemons[-1]
+
+    yield start
+    for daemon in daemons:
         daemon.check()
         daemon.close()
-
-    with ended(lambda **options: kind(home / "s", **{"host": {"size": 1 << 20}, **options}), close) as made:
-        yield made
 
 
 @pytest.fixture
@@ -40,8 +41,15 @@ def serve(home: Path) -> Iterator[Callable[..., service_rig.DaemonThread]]:
 @pytest.fixture
 def attach(home: Path) -> "Iterator[Callable[..., RemoteTiers]]":
     """Clients of the daemon at `home / "s"`, which say goodbye at the end: name it behind the daemon's fixture."""
-    with ended(partial(service_rig.attach, home / "s"), lambda tiers: tiers.close()) as made:
-        yield made
+    clients: list[RemoteTiers] = []
+
+    def start(**options: Any) -> "RemoteTiers":
+        clients.append(service_rig.attach(home / "s", **options))
+        return clients[-1]
+
+    yield start
+    for tiers in clients:
+        tiers.close()
 
 
 @pytest.fixture
