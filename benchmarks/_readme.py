@@ -232,14 +232,16 @@ def tables() -> dict[str, str]:
     transfers, loads = ([row for row in results["backup"]["results"] if name in row] for name in ("transfer", "load"))
     made["backup"] = f"{table(transfers)}\n{table(loads)}\n{_machine(results['backup'])}"
     said: dict[str, list[dict[str, Any]]] = {}
+    known = [row for row in results["hints"]["results"] if "optimum %" in row]
     for row in results["hints"]["results"]:
-        said.setdefault(row["said"], []).append(row)
+        if "said" in row:
+            said.setdefault(row["said"], []).append(row)
     worth = [
         {"said": word, "traces": len(rows)}
         | {name: f"{mean(row[name] for row in rows):.2f} ({min(row[name] for row in rows):.2f})" for name in _RIGHT}
         for word, rows in said.items()
     ]
-    made["hints"] = f"{table(worth)}\n{_machine(results['hints'])}"
+    made["hints"] = f"{table(worth)}\n{table(known)}\n{_machine(results['hints'])}"
     made["agents"] = f"{table(results['agent_reuse']['results'])}\n{_machine(results['agent_reuse'])}"
     return made
 

@@ -4,6 +4,9 @@ The truth of each request is known: it goes on after an answer, after a tool, or
 three words, or only one of them, as many do: `cache_control` and priorities say that a conversation goes on, a tool
 call that a tool answers, a closed session that it is finished. Of ten hints nine, five or none are right; a wrong
 "finished" is a "goes_on", and all others are a "finished". A figure is the share of prompt blocks found.
+
+What can be known at most: recorded agents in a large L2, beside the optimum. "whether": all hints are right. "when":
+they say of each request whether it returns within two minutes, later, or never.
 """
 
 from collections.abc import Iterator
@@ -14,14 +17,18 @@ import numpy as np
 from _eviction_traces import agent_sessions, cut, made_up, production_trace, spoiled, without_hints
 from _report import Given, Result, Row, Target, program, progress
 
-from kvtier.service.simulation import Capacity, TraceReplay, sweep
+from kvtier.service.simulation import Capacity, TraceReplay, optimum_of, sweep
 from kvtier.service.traces import HINTS, RequestTrace
+from kvtier.tiers.reuse import Hint
 
 BLOCK_BYTES: Final = 64 << 20
 RIGHT: Final = (9, 5, 0)  # of ten hints
 SAID: Final = {"all": HINTS, "goes_on": ("goes_on",), "tool": ("tool",), "finished": ("finished",)}
 MADE_UP: Final = {"chats": 800, "agents": 800, "tool-loops": 680, "sub-agents": 680}  # blocks of L2
 MOST_LOST: Final = -0.5  # points
+LARGE: Final = 2720  # blocks of L2
+CUTS: Final = (3, 5, 7, 11)  # seeds, as of eviction.py
+SOON: Final = 120.0  # seconds
 
 
 def traces(*, quick: bool) -> Iterator[tuple[str, RequestTrace, int]]:
@@ -65,6 +72,29 @@ def worth(name: str, trace: RequestTrace, size: int) -> Iterator[Row]:
         yield row
 
 
+def with_times(trace: RequestTrace) -> RequestTrace:
+    """Its hints: a request returns within `SOON` ("goes_on"), later ("tool"), or never."""
+    soon, later, never = (1 + HINTS.index(each) for each in (Hint.GOES_ON, Hint.TOOL, Hint.FINISHED))
+    hints = np.full(len(trace), never, np.int8)
+    asked_at: dict[int, float] = {}
+    for request in reversed(range(len(trace))):
+        prompt, begun = trace.chain(request)[: trace.num_prompt[request]].tolist(), float(trace.begun[request])
+        if prompt and (again := asked_at.get(prompt[-1])) is not None:
+            hints[request] = soon if again - begun <= SOON else later
+        asked_at.update(dict.fromkeys(prompt, begun))
+    return replace(trace, hints=hints)
+
+
+def known(name: str, trace: RequestTrace) -> Row:
+    """How far `predicted` comes from LRU to the optimum, by what is known of each request."""
+    lru, best = found(trace, LARGE, "lru"), 100 * optimum_of(trace).share(LARGE)
+    row: Row = {"trace": name, "blocks": LARGE, "lru %": lru, "optimum %": best}
+    for what, told in (("nothing", without_hints(trace)), ("whether", trace), ("when", with_times(trace))):
+        progress(f"{name}, {LARGE} blocks: {what} is known")
+        row[f"{what} known: % of the way"] = 100 * (found(told, LARGE) - lru) / (best - lru)
+    return row
+
+
 @program()
 def main(chosen: Given) -> Result:
     rows = [row for each in traces(quick=chosen.quick) for row in worth(*each)]
@@ -73,4 +103,7 @@ def main(chosen: Given) -> Result:
         for row in rows
         for right, key in ((right, f"{right} of 10 right, points") for right in RIGHT)
     ]
+    if (agents := agent_sessions()) is not None and not chosen.quick:
+        rows.append(known("recorded agents", agents))
+        rows += [known(f"recorded agents, cut {seed}", cut(agents, seed)) for seed in CUTS]
     return rows, goals
