@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 from _eviction_traces import PRODUCTION, lines_of, made_up, production_trace
@@ -18,25 +18,18 @@ from _report import Given, Result, Row, in_turns, program, progress, took
 from kvtier.service.simulation import Capacity, LoadRates, TraceReplay, optimum_of, value_of
 from kvtier.service.traces import load_trace
 
-MIB: Final = 1 << 20
 MADE_UP: Final = "chats"
 REQUESTS: Final = 2000
 ROUNDS: Final = 2
 SLAB: Final = 4  # times L2
 
 
-class Case(NamedTuple):
-    policy: str
-    through: str
-    block_mib: int  # 64 as by default; at 2, several blocks share an extent
-
-
-CASES: Final = (
-    Case("lru", "L2", 64),
-    Case("predicted", "L2", 64),
-    Case("lru", "L2 and slab", 64),
-    Case("predicted", "L2 and slab", 64),
-    Case("predicted", "L2 and slab", 2),
+CASES: Final = (  # policy, tiers, MiB of a block: 64 as by default; at 2, several share an extent
+    ("lru", "L2", 64),
+    ("predicted", "L2", 64),
+    ("lru", "L2 and slab", 64),
+    ("predicted", "L2 and slab", 64),
+    ("predicted", "L2 and slab", 2),
 )
 
 
@@ -45,11 +38,11 @@ def measure(path: Path, size: int, rounds: int) -> list[Row]:
     trace = load_trace(path)
     optimum = optimum_of(trace)
 
-    def replay(case: Case) -> None:
-        progress(f"{case.policy}, {case.through}")
-        block_bytes = case.block_mib * MIB
-        slab = SLAB * size * block_bytes if "slab" in case.through else 0
-        run = TraceReplay(trace, block_bytes).run(Capacity(size * block_bytes, slab, policy=case.policy))
+    def replay(policy: str, through: str, block_mib: int) -> None:
+        progress(f"{policy}, {through}")
+        block_bytes = block_mib << 20
+        slab = SLAB * size * block_bytes if "slab" in through else 0
+        run = TraceReplay(trace, block_bytes).run(Capacity(size * block_bytes, slab, policy=policy))
         value_of(run, trace, optimum, block_bytes, LoadRates(), None)
 
     steps: dict[Any, Callable[[], float]] = {
@@ -57,12 +50,12 @@ def measure(path: Path, size: int, rounds: int) -> list[Row]:
         "optimum": lambda: took(lambda: optimum_of(trace), time.process_time),
     }
     for case in CASES:
-        steps[case] = lambda case=case: took(lambda: replay(case), time.process_time)
+        steps[case] = lambda case=case: took(lambda: replay(*case), time.process_time)
     least = {step: min(seconds) / len(trace) for step, seconds in in_turns(steps, rounds).items()}
     rows: list[Row] = []
     for case in CASES:
         parts = {"read": least["read"], "optimum": least["optimum"], "replay": least[case]}
-        row: Row = {"policy": case.policy, "through": case.through, "block MiB": case.block_mib}
+        row: Row = dict(zip(("policy", "through", "block MiB"), case, strict=True))
         row |= {name: round(1e6 * seconds) for name, seconds in parts.items()}
         row["a second"] = round(1 / sum(parts.values()))
         rows.append(row | {"seconds_100k": round(1e5 * sum(parts.values()), 1)})
