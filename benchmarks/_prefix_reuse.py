@@ -193,14 +193,12 @@ def replay(exchanges: Sequence[Exchange], block_size: int, reuse: PrefixReuse) -
         held = max(whole.longest(exchange), exchange.num_continued // block_size * block_size)
         num_whole = min(held, usable) // block_size
         cached = num_whole * block_size
-        if reuse is not PrefixReuse.WHOLE:
-            longest = held
-            if reuse is PrefixReuse.TAILS:
-                longest = max(longest, any_length.longest(exchange), exchange.num_continued)
-            if children is None:
-                cached = min(longest, usable, cached + block_size)
-            else:
-                cached = min(cached + children.shared(exchange.symbols, num_whole), usable)
+        if children is not None and reuse is not PrefixReuse.WHOLE:
+            cached = min(cached + children.shared(exchange.symbols, num_whole), usable)
+        elif reuse is not PrefixReuse.WHOLE:
+            tails = reuse is PrefixReuse.TAILS
+            longest = max(held, any_length.longest(exchange), exchange.num_continued) if tails else held
+            cached = min(longest, usable, cached + block_size)
         num_full, tail = divmod(exchange.num_held, block_size)
         new = range(held // block_size, num_full)
         keeps_tail = reuse is PrefixReuse.TAILS and bool(tail)
