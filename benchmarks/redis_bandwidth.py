@@ -2,10 +2,10 @@
 
 Ours: `RedisStore.write` from L2 slots and `.read` into L2 slots, in batches as large as the hierarchy's. Every read is
 verified (key and checksum), and its expiry renewed. An extension module moves the bytes, if it was built; then Python
-alone is a side of its own. redis-py with hiredis, nothing verified: a pipeline, MGET and MSET, and a bare connection (a
-loop was never the fastest), each between the slots and the wire; the fastest counts, for each verb and size. LMCache's
-client is native code with a thread for each of 1, 2 or 4 connections, and verifies nothing. It is installed into a
-folder of its own, and knows no cluster.
+alone is a side of its own. redis-py, nothing verified: a pipeline with hiredis and without, MGET and MSET, and a bare
+connection (a loop was never the fastest), each between the slots and the wire; the fastest counts, for each verb and
+size. LMCache's client is native code with a thread for each of 1, 2 or 4 connections, and verifies nothing. It is
+installed into a folder of its own, and knows no cluster.
 
 All sides take turns, on the same servers, which are emptied after each turn. Ratios are medians over rounds. CPU
 seconds are this process's. `redis-benchmark`, a C client that throws away what it reads, shows what the servers can do:
@@ -27,6 +27,7 @@ import numpy as np
 import redis
 from _report import PYTHON, Given, Result, Row, form, is_built, program, progress, speed_of
 from _rig import OURS, Slots, StoreRace, installed
+from redis._parsers import _RESP2Parser
 from redis_rig import NO_REDIS, RedisServer, cluster, standalone
 
 from kvtier.tiers import BlockRecord, KVTierError
@@ -59,6 +60,8 @@ def redis_py(port: int, *, clustered: bool) -> dict[str, Client]:
     ways = {"pipeline": _pipelined(client), "MGET, MSET": _together(client, clustered)}
     if not clustered:
         ways["raw connection"] = _bare(client)
+        pool = redis.ConnectionPool(host="127.0.0.1", port=port, parser_class=_RESP2Parser, protocol=2)
+        ways["pipeline, no hiredis"] = _pipelined(redis.Redis(connection_pool=pool))
     return ways
 
 
