@@ -175,7 +175,7 @@ class KVTierConnector(Halves[SchedulerHalf, WorkerHalf], KVConnectorBase_V1, Sup
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        require_supported_version(KVTierConnector)
+        require_supported_version(KVTierConnector, KVTierStats, KVTierProm, StepMessage, CopyReports)
         options = VllmOptions.of(self._kv_transfer_config.kv_connector_extra_config)
         order = slot_order(options.order, vllm_config, kv_cache_config)
         plan = replace(slot_plan(vllm_config, kv_cache_config, canonical=options.keys == "kvtier"), order=order)

@@ -59,7 +59,7 @@ class KVTierECConnector(Halves[EncoderScheduler, EncoderWorker], ECConnectorBase
 
     def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
-        require_supported_version(KVTierECConnector)
+        require_supported_version(KVTierECConnector, KVTierStats, EncoderProm, _Message, _Report)
         self._stats = KVTierStats()
         if role == ECConnectorRole.WORKER:
             device = torch.device(vllm_config.device_config.device)
