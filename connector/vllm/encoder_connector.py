@@ -11,17 +11,13 @@ import logging
 from typing import Any
 
 import torch
-
-try:
-    from vllm.distributed.ec_transfer.ec_connector.base import (
-        ECConnectorBase,
-        ECConnectorMetadata,
-        ECConnectorRole,
-        ECConnectorWorkerMetadata,
-    )
-    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
-except ImportError as error:
-    raise ImportError(f"kvtier.connector.vllm needs vLLM from 0.32 on ({error}); pip install vllm") from error
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorBase,
+    ECConnectorMetadata,
+    ECConnectorRole,
+    ECConnectorWorkerMetadata,
+)
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
 from kvtier.connector import open_tiers
 from kvtier.connector.vllm.connector import Halves, KVTierProm, KVTierStats
