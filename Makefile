@@ -10,8 +10,8 @@
 #   make test-ray     our application on a real Ray cluster of several nodes' processes
 #   make test-compose the cluster of docker-compose.yml in real containers: killed, filled, rolled; root, Debian
 #   make test-sglang  a real SGLang, likewise; test-vllm-0.33: vLLM's next release on this one's CPU kernels;
-#                     test-vllm-newest: likewise, the newest that the package index has; test-vllm-peer: what vLLM's
-#                     own tests say of a connector, whole
+#                     test-vllm-newest: likewise, the newest that the package index has, as test-sglang-newest, -ray-,
+#                     -dynamo- and -routers-newest; test-vllm-peer: what vLLM's own tests say of a connector, whole
 #   make compiled     build the extension modules anew, after a change of one's source
 #   make lint         ruff, the architecture test, rules of pages, figures and deployment files, whether the site builds
 #   make types        strict mypy on the product, and the types of tests, benchmarks and .ci by pyrefly
@@ -50,7 +50,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The stamp's name changes with what was asked for and with where it stands: a virtual environment can't be moved.
 STAMP := $(VENV)/.kvtier-$(firstword $(shell (cat pyproject.toml hatch_build.py .ci/setup .ci/constraints.txt .ci/venv-with-torch; echo "$(CURDIR) $(VENV) $(TORCH) $(EXTRAS)") | sha256sum))
 
-.PHONY: help setup demo demo-rag beside compiled test test-all quick coverage test-vllm test-vllm-all test-vllm-0.33 test-vllm-newest test-vllm-peer test-sglang test-dynamo test-routers test-ray test-compose lint types check docs dist format bench gpu gpu-bundle \
+.PHONY: help setup demo demo-rag beside compiled test test-all quick coverage test-vllm test-vllm-all test-vllm-0.33 test-vllm-newest test-vllm-peer test-sglang test-sglang-newest test-dynamo test-dynamo-newest test-routers-newest test-ray-newest test-routers test-ray test-compose lint types check docs dist format bench gpu gpu-bundle \
 	soak kills crash-images fuzz clean
 
 help:
@@ -106,24 +106,32 @@ coverage: beside
 # Their libraries warn of much: here a warning is no error. vLLM's stories run three at a time, SGLang's want the machine.
 # test-vllm has one of each class, as `make test` does; the others run whole.
 test-vllm test-vllm-0.33 test-vllm-newest: ENGINE_ARGS = -n 3 --dist worksteal
-test-vllm-all test-vllm-peer test-vllm-0.33 test-vllm-newest test-sglang test-ray: export TEST_ALL = 1
+test-vllm-all test-vllm-peer test-vllm-0.33 test-vllm-newest test-sglang test-sglang-newest test-ray test-ray-newest: export TEST_ALL = 1
 test-vllm-all test-vllm-peer: test-vllm
 # What vLLM's own tests say of a connector: failed loads, several connectors, preemption, prefixes, a tiering manager's jobs.
 test-vllm-peer: STORIES = $(addprefix tests/interop/test_vllm_,$(addsuffix .py,peer faults multi multi_kinds async scripted \
 	hits partial requests lora tier_manager))
-test-vllm-newest: tests/interop/requirements-vllm-newest.txt
-tests/interop/requirements-vllm-newest.txt: setup
-	newest=$$($(VENV)/bin/python -m pip index versions vllm 2>/dev/null | sed -n '1s/.*(\(.*\))/\1/p')
-	sed "1s/.*/# vLLM $$newest, written by make test-vllm-newest/; s/vllm==.*/vllm==$$newest/" \
-		tests/interop/requirements-vllm-0.33.txt > $@
-test-vllm test-vllm-0.33 test-vllm-newest test-sglang test-ray: test-%:
+# The newest release on the package index, in place of the one that the stories were written with.
+test-vllm-newest test-sglang-newest test-ray-newest: test-%: tests/interop/requirements-%.txt
+test-dynamo-newest test-routers-newest: NEW = -newest
+test-dynamo-newest test-routers-newest: test-%-newest: tests/interop/requirements-%-newest.txt test-%
+tests/interop/requirements-vllm-newest.txt: NAMED = vllm-0.33
+tests/interop/requirements-dynamo-newest.txt: PACKAGE = ai-dynamo-runtime
+tests/interop/requirements-routers-newest.txt: PACKAGE = vllm-router
+tests/interop/requirements-%-newest.txt: setup
+	package=$(or $(PACKAGE),$*)
+	newest=$$($(VENV)/bin/python -m pip index versions $$package 2>/dev/null | sed -n '1s/.*(\(.*\))/\1/p')
+	test -n "$$newest"
+	sed -E "1i # $$package $$newest, written by make test-$*-newest
+	s/(^| )$$package(\[.*\])?==.*/\1$$package\2==$$newest/" tests/interop/requirements-$(or $(NAMED),$*).txt > $@
+test-vllm test-vllm-0.33 test-vllm-newest test-sglang test-sglang-newest test-ray test-ray-newest: test-%:
 	.ci/beside-engine $*
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-$*/bin/python -m pytest -W default \
 		$(or $(STORIES),tests/interop/test_pins.py $(wildcard tests/interop/test_$(firstword $(subst -, ,$*))*.py)) $(ENGINE_ARGS)
 
 test-dynamo test-routers: test-%: setup
 	test -x .venv-$*/bin/python || $(VENV)/bin/python -m venv --clear .venv-$*
-	.venv-$*/bin/pip install -qq --requirement tests/interop/requirements-$*.txt
+	.venv-$*/bin/pip install -qq --requirement tests/interop/requirements-$*$(NEW).txt
 	$(VENV)/bin/python -m pytest tests/interop/test_$*.py -n 0
 
 # An engine of its own, without a registry (.ci/container-engine). Some minutes, and some gigabytes of the cache directory.
@@ -189,5 +197,5 @@ soak kills crash-images fuzz: setup
 		$(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON))
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-vllm-0.33 .venv-sglang .venv-dynamo .venv-routers .venv-dist dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-vllm-0.33 .venv-sglang .venv-dynamo .venv-routers .venv-*-newest .venv-dist dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -14,21 +14,17 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import torch
 from prometheus_client import Counter, Gauge
-
-try:
-    from vllm.config import get_current_vllm_config_or_none
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-        KVConnectorBase_V1,
-        KVConnectorMetadata,
-        KVConnectorRole,
-        KVConnectorTransferResults,
-        SupportsHMA,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError as error:
-    raise ImportError(f"kvtier.connector.vllm needs vLLM from 0.32 on ({error}); pip install vllm") from error
+from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.connector import open_tiers
 from kvtier.connector.vllm.identity import adapter_settings, fingerprint, identity, name_instead
@@ -175,7 +171,7 @@ class KVTierConnector(Halves[SchedulerHalf, WorkerHalf], KVConnectorBase_V1, Sup
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        require_supported_version(KVTierConnector)
+        require_supported_version(KVTierConnector, KVTierStats, KVTierProm, StepMessage, CopyReports)
         options = VllmOptions.of(self._kv_transfer_config.kv_connector_extra_config)
         order = slot_order(options.order, vllm_config, kv_cache_config)
         plan = replace(slot_plan(vllm_config, kv_cache_config, canonical=options.keys == "kvtier"), order=order)

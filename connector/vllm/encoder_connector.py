@@ -11,17 +11,13 @@ import logging
 from typing import Any
 
 import torch
-
-try:
-    from vllm.distributed.ec_transfer.ec_connector.base import (
-        ECConnectorBase,
-        ECConnectorMetadata,
-        ECConnectorRole,
-        ECConnectorWorkerMetadata,
-    )
-    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
-except ImportError as error:
-    raise ImportError(f"kvtier.connector.vllm needs vLLM from 0.32 on ({error}); pip install vllm") from error
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorBase,
+    ECConnectorMetadata,
+    ECConnectorRole,
+    ECConnectorWorkerMetadata,
+)
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
 from kvtier.connector import open_tiers
 from kvtier.connector.vllm.connector import Halves, KVTierProm, KVTierStats
@@ -59,7 +55,7 @@ class KVTierECConnector(Halves[EncoderScheduler, EncoderWorker], ECConnectorBase
 
     def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
-        require_supported_version(KVTierECConnector)
+        require_supported_version(KVTierECConnector, KVTierStats, EncoderProm, _Message, _Report)
         self._stats = KVTierStats()
         if role == ECConnectorRole.WORKER:
             device = torch.device(vllm_config.device_config.device)

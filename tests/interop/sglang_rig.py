@@ -145,8 +145,9 @@ class Sglang:
         wait_until(lambda: bool(self._ask({"flush": True})), "SGLang to be idle")
 
     def update(self, checkpoint: Path, *, flush: bool) -> None:
-        """Change its weights, and with `flush` empty SGLang's own tiers."""
-        assert self._ask({"update": str(checkpoint), "flush_cache": flush})
+        """Change its weights, and with `flush` empty SGLang's own tiers, which it refuses while a request ends."""
+        asked = {"update": str(checkpoint), "flush_cache": flush}
+        wait_until(lambda: bool(self._ask(asked)), "SGLang to be idle")
 
     def clear(self) -> None:
         """What its administrator's "clear storage" does."""

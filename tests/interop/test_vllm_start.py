@@ -1,5 +1,7 @@
 """What vLLM is told at start where kvtier cannot serve it right: one line that names what, and the fix."""
 
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ import vllm
 from safetensors.torch import load_file
 from vllm.config import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched import output
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, KVQuantMode, MambaSpec, MLAAttentionSpec
@@ -21,9 +24,11 @@ from vllm_rig import Engine, engine, make_checkpoint, prompt, tiers
 
 from kvtier.connector.vllm import interface
 from kvtier.connector.vllm import slot_plan as vllm_slot_plan
-from kvtier.connector.vllm.connector import KVTierConnector
+from kvtier.connector.vllm.connector import KVTierConnector, KVTierProm, KVTierStats
+from kvtier.connector.vllm.encoder_connector import EncoderProm, KVTierECConnector
 from kvtier.connector.vllm.identity import hash_scheme, identity
 from kvtier.connector.vllm.interface import changed_parts, require_supported_version
+from kvtier.connector.vllm.messages import CopyReports, StepMessage
 from kvtier.connector.vllm.slot_plan import divided, slot_plan
 from kvtier.connector.vllm.slots import engine_blocks
 from kvtier.connector.vllm.tier import KVTierSecondaryTier
@@ -77,7 +82,40 @@ def plan_of(*arguments: Any, canonical: bool = False, **options: Any) -> Any:
 
 
 def test_every_part_of_this_vllm_that_is_used_is_found() -> None:
-    assert [*changed_parts(KVTierConnector)] == [*changed_parts(KVTierSecondaryTier)] == []
+    assert [*changed_parts(KVTierConnector, KVTierStats, KVTierProm, StepMessage, CopyReports)] == []
+    assert [*changed_parts(KVTierECConnector, KVTierStats, EncoderProm)] == []
+    assert [*changed_parts(KVTierSecondaryTier)] == []
+
+
+def test_every_attribute_that_a_run_reads_is_checked(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that kvtier's modules read of vLLM's objects in a run, but for what they read with a default."""
+    read: dict[tuple[type, str], str] = {}
+    checked: dict[Any, set[str]] = {}
+    for path, *names in (line.split() for line in interface._FIELDS.split("\n") if line):
+        checked.setdefault(interface._found(path), set()).update(names)
+    for kind in [kind for kind in checked if "__getattribute__" not in vars(kind)]:
+
+        def watched(this: Any, name: str, plain: Any = kind.__getattribute__) -> Any:
+            caller = sys._getframe(1)
+            if caller.f_globals.get("__name__", "").startswith("kvtier.connector.vllm."):
+                read[type(this), name] = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+            return plain(this, name)
+
+        monkeypatch.setattr(kind, "__getattribute__", watched)
+    with engine(model, tiers(tmp_path)) as vllm:
+        vllm.text([prompt(1, 100)])
+        vllm.forget_l1()
+        vllm.text([prompt(1, 100)])
+    sources = "".join(path.read_text() for path in Path(interface.__file__).parent.glob("*.py"))
+    with_default = set(re.findall(r'getattr\([^"\n]*"(\w+)",', sources))
+    assert len(read) > 60
+    assert {
+        (kind.__name__, name): where
+        for (kind, name), where in read.items()
+        if name not in with_default | {"__class__", "__dict__"}.union(*(checked.get(base, ()) for base in kind.__mro__))
+    } == {}
 
 
 def test_an_old_version_is_refused_and_a_new_one_that_has_all_parts_is_not(
@@ -108,6 +146,13 @@ def test_an_old_version_is_refused_and_a_new_one_that_has_all_parts_is_not(
         ),
         (kv_cache_utils, "hash_block_tokens", None, "kv_cache_utils:hash_block_tokens is gone"),
         (output, "SchedulerOutput", int, "output:SchedulerOutput.num_scheduled_tokens is gone"),
+        (
+            KVConnectorStats,
+            "aggregate",
+            lambda self, others, how: self,
+            "KVConnectorStats.aggregate(self, others, how)",
+        ),
+        (KVConnectorBase_V1, "build_prom_metrics", classmethod(lambda cls, config: None), "build_prom_metrics(cls, c"),
         (interface, "_FIELDS", "\nvllm.nothing:Request request_id\n", "vllm.nothing:Request is gone"),
     ],
 )
@@ -117,7 +162,7 @@ def test_what_a_new_version_changed_is_named(
     monkeypatch.setattr(vllm, "__version__", "0.34.0")
     monkeypatch.setattr(place, name, value)
     with pytest.raises(ConfigError) as refused:
-        require_supported_version(KVTierConnector)
+        require_supported_version(KVTierConnector, KVTierStats)
     assert str(refused.value).startswith("vLLM 0.34.0: changed in what kvtier uses: ")
     assert named in str(refused.value)
     assert str(refused.value).endswith("; install one below 0.34, or a newer kvtier")
