@@ -52,8 +52,8 @@ def over_slab(home: Path, cache: dict[str, Any] | None = None, **options: Any) -
     section = {"block_size": 16, "load_or_recompute": "load", "prefetch_deadline": "60s", **(cache or {})}
     file = {"path": str(home), "size": "64MiB", "deadline": "60s"}
     config = Config.load(host={"size": "8MiB"}, file=file, cache=section)
-    settings = EngineConfig(**{"block_size": 16, "max_num_batched_tokens": 64, "max_num_seqs": 8, **options})
-    return Engine.from_config(config_of("llama"), settings, LocalConnector.connect(config))
+    chosen: dict[str, Any] = {"block_size": 16, "max_num_batched_tokens": 64, "max_num_seqs": 8, **options}
+    return Engine.from_config(config_of("llama"), EngineConfig(**chosen), LocalConnector.connect(config))
 
 
 def names_of(engine: Engine, tokens: list[int], salt: str | None = None) -> list[bytes]:
