@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from kvtier.connector.plan import CopyOp
 from kvtier.tiers import ChainHash, Outcome
 from kvtier.tiers.hierarchy import BlockClaims, Claim, Overlap, Pending, SplitPoint
 from kvtier.tiers.pool import Lease
@@ -93,7 +92,7 @@ class OverlappedLoad:
         self._submit_more()
         return ready
 
-    def copied(self, group: Group, *, well: bool) -> None:
+    def copied(self, group: Group, well: bool) -> None:
         """A group's copy to L1 has ended."""
         group.state = GroupState.ARRIVED if well else GroupState.GONE
         self._num_gone += 0 if well else group.stop - group.first
@@ -213,17 +212,6 @@ class OverlappedLoad:
     @property
     def _num_submitted(self) -> int:
         return sum(each.state is GroupState.SUBMITTED and not each.answered for each in self._groups)
-
-
-@dataclass(slots=True)
-class GroupCopy:
-    """A group being copied from L2 to the request's blocks."""
-
-    op: CopyOp
-    back: OverlappedLoad
-    group: Group
-    lease: Lease
-    planned_at: float
 
 
 class _Pace:

@@ -1,16 +1,16 @@
 """The plan, the only object that crosses from the scheduler side to the worker side: this step's block copies."""
 
-from typing import Any, Final
+from typing import Annotated, Final
 
-import msgpack
+from msgspec import Meta, Struct
+from msgspec.msgpack import Decoder, Encoder
 
 from kvtier.tiers import FormatError, value
 
-_VERSION: Final = 1
+_Number = Annotated[int, Meta(ge=0)]
 
 
-@value
-class CopyOp:
+class CopyOp(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Copies of one request in one direction: `device_blocks[i]` (L1) ↔ `host_slots[i]` (L2).
 
     The slots are leased (loads) or reserved (stores) until the worker reports the op. The generations are the slots' at
@@ -18,26 +18,25 @@ class CopyOp:
     as soon as its KV has arrived; the request of any other load waits until the op is reported.
     """
 
-    op_id: int
+    op_id: _Number
     request_id: str
-    device_blocks: tuple[int, ...]
-    host_slots: tuple[int, ...]
-    generations: tuple[int, ...]
+    device_blocks: tuple[_Number, ...]
+    host_slots: tuple[_Number, ...]
+    generations: tuple[_Number, ...]
     layerwise: bool = False
 
     def __len__(self) -> int:
         return len(self.device_blocks)
 
 
-@value
-class StepPlan:
+class StepPlan(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
     """One scheduling step's copies. `region` names the L2 region the slots belong to.
 
     It is the region's inode: 0 if the region is anonymous, or there is nothing to copy.
     """
 
-    step: int
-    region: int
+    step: _Number
+    region: _Number
     loads: tuple[CopyOp, ...] = ()
     stores: tuple[CopyOp, ...] = ()
 
@@ -46,19 +45,24 @@ class StepPlan:
 
     def encode(self) -> bytes:
         """msgpack: `[version, step, region, loads, stores]`, each op a list of CopyOp's fields in order."""
-        packed: bytes = msgpack.packb([_VERSION, self.step, self.region, *map(_pack_ops, (self.loads, self.stores))])
-        return packed
+        return _ENCODER.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> "StepPlan":
         """Inverse of `encode`. FormatError for any other bytes."""
         try:
-            version, step, region, loads, stores = msgpack.unpackb(data, strict_map_key=True)
-            if version != _VERSION:
-                raise FormatError(f"step plan of version {version}: this side reads version {_VERSION}")
-            return cls(_number(step), _number(region), _unpack_ops(loads), _unpack_ops(stores))
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise FormatError(f"not a step plan: {error}") from error
+            plan = _DECODER.decode(data)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"not a step plan of this version: {error}") from error
+        if any(
+            len({*map(len, (op.device_blocks, op.host_slots, op.generations))}) > 1 for op in plan.loads + plan.stores
+        ):
+            raise FormatError("not a step plan: an op's columns differ in length")
+        return plan
+
+
+_ENCODER: Final = Encoder()
+_DECODER: Final = Decoder(StepPlan)
 
 
 @value
@@ -71,25 +75,3 @@ class WorkerReport:
     finished: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
-
-
-def _pack_ops(ops: tuple[CopyOp, ...]) -> list[list[Any]]:
-    return [[op.op_id, op.request_id, op.device_blocks, op.host_slots, op.generations, op.layerwise] for op in ops]
-
-
-def _unpack_ops(ops: Any) -> tuple[CopyOp, ...]:
-    result = []
-    for op_id, request_id, *columns, layerwise in ops:
-        device_blocks, host_slots, generations = (tuple(map(_number, column)) for column in columns)
-        if not isinstance(request_id, str) or not isinstance(layerwise, bool):
-            raise ValueError("an op's request id or kind is of the wrong type")
-        if not len(device_blocks) == len(host_slots) == len(generations):
-            raise ValueError("an op's columns differ in length")
-        result.append(CopyOp(_number(op_id), request_id, device_blocks, host_slots, generations, layerwise))
-    return tuple(result)
-
-
-def _number(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} where a number ≥ 0 belongs")
-    return value

@@ -40,19 +40,8 @@ class BlockChain(Protocol):
         """The tokens of a full block, u32 little-endian."""
 
 
-class NamedByTokens(Protocol):
+class NamedByTokens(BlockChain, Protocol):
     """A chain that knows whether equal tokens mean equal KV, such as a `TokenChain`."""
-
-    @property
-    def hashes(self) -> Sequence[ChainHash]:
-        """The names of its full blocks."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in a block."""
-
-    def parent(self, block: int) -> ChainHash:
-        """The name of the block before block `block`."""
 
     def next_tokens(self, block: int) -> bytes:
         """The tokens that block `block` has so far, u32 little-endian; none if its KV also depends on other inputs."""
@@ -139,14 +128,14 @@ class StatePieces:
 
     __slots__ = ("_blocks", "block_size", "border", "hashes", "root", "spares", "tenant")
 
-    def __init__(self, blocks: BlockChain, border: int, count: int) -> None:
-        """`border` is the number of blocks before the states, which lie in `count` slots."""
+    def __init__(self, blocks: BlockChain, border: int, groups: Iterable[int]) -> None:
+        """`border` is the number of blocks before the states. A slot has the state of one of `groups`, or a piece."""
         self._blocks = blocks
         self.block_size = blocks.block_size
         self.border = border
         self.tenant = blocks.tenant
         self.root = blocks.hashes[border - 1]
-        self.hashes: Sequence[ChainHash] = [state_name(self.root, piece) for piece in range(count)]
+        self.hashes: Sequence[ChainHash] = [state_name(self.root, group) for group in groups]
 
     def parent(self, block: int) -> ChainHash:
         return self.hashes[block - 1] if block else self.root
@@ -195,10 +184,9 @@ class ClosedChain(StatePieces):
 
     __slots__ = ()
 
-    def __init__(self, blocks: BlockChain, border: int, groups: Sequence[int], *, keeps_blocks: bool) -> None:
-        super().__init__(blocks, border, 0)
-        own = blocks.hashes[:border] if keeps_blocks else ()
-        self.hashes = [*own, *(state_name(self.root, group) for group in groups)]
+    def __init__(self, blocks: BlockChain, border: int, groups: Iterable[int], *, keeps_blocks: bool) -> None:
+        super().__init__(blocks, border, groups)
+        self.hashes = [*(blocks.hashes[:border] if keeps_blocks else ()), *self.hashes]
         self.root = blocks.root
         self.spares = min(border * blocks.block_size // len(self.hashes), _MOST_SPARED)
 
@@ -301,6 +289,7 @@ class LoadingOp:
     lease: Lease
     num_bytes: int
     planned_at: float
+    copied: Callable[[bool], None] | None = None  # for a group of an overlapped load: called with its success
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

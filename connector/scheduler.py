@@ -3,10 +3,11 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Final
 
-from kvtier.connector.overlapped import GroupCopy, OverlappedLoad
+from kvtier.connector.overlapped import OverlappedLoad
 from kvtier.connector.plan import CopyOp, StepPlan, WorkerReport
 from kvtier.connector.request import (
     LEAST,
@@ -85,7 +86,6 @@ class SchedulerSide:
         self._planned: list[CopyOp] = []  # loads
         self._region_id = 0  # of the planned loads
         self._wanted: dict[int, StoringOp] = {}
-        self._behind: dict[int, GroupCopy] = {}  # copies of overlapped loads
         self.released: list[int] = []  # L1 blocks that the next update names
         self._finished: list[RequestEnd] = []  # not reported to the tiers yet
         self._has_lookups = False  # since the last plan: lookups go out as one message
@@ -171,7 +171,7 @@ class SchedulerSide:
                 ids, op_id = block_ids[num_l1 : num_l1 + num_blocks], next(self._op_ids)
                 blocks = tuple(ids) if type(ids[0]) is int else tuple(map(int, ids))  # as msgpack takes them
                 op = CopyOp(op_id, request_id, blocks, tuple(slots), tuple(generations), layerwise)
-                self._loads[op_id] = LoadingOp(op, num_l1, lease, num_blocks * region.slot_bytes, time.monotonic())
+                self._loads[op_id] = LoadingOp(op, num_l1, lease, num_blocks * region.slot_bytes, self._clock())
                 self._planned.append(op)
                 loading = num_blocks * size if view is None else min(num_external_tokens, num_blocks * size)
         if (back := self.overlapped.get(request_id)) is not None:
@@ -305,24 +305,28 @@ class SchedulerSide:
                 tokens = [tokens_of(first + index) for index in reservation.indices]
                 filled.append((reservation, tokens, store.epoch))
             elif (load := self._loads.pop(op_id, None)) is not None:
+                self.tiers.metrics.moved(L2, "load", load.num_bytes, self._clock() - load.planned_at)
+                load.lease.release()
+                if load.copied is not None:
+                    load.copied(True)
+                    self.released += load.op.device_blocks
+                    continue
                 loaded.append(load.op.request_id)
-                self.tiers.metrics.moved(L2, "load", load.num_bytes, time.monotonic() - load.planned_at)
                 if self.traces and (trace := self._trace_of(load.op.request_id)) is not None:
                     trace.record("load", load.planned_at, {"blocks": len(load.op), "bytes": load.num_bytes})
-                load.lease.release()
-            elif (copy := self._behind.pop(op_id, None)) is not None:
-                self._overlapped_copied(copy, well=True)
         for op_id in report.failed:
             if (store := stores.pop(op_id, None)) is not None:
                 self._drop(store, Outcome.COPY_FAILED, is_lost=op_id in report.lost)
             elif (load := self._loads.pop(op_id, None)) is not None:
+                self.tiers.metrics.missed(Outcome.COPY_FAILED, len(load.op))
+                load.lease.release()
+                if load.copied is not None:
+                    load.copied(False)
+                    self.released += load.op.device_blocks
+                    continue
                 failed.append((load.op.request_id, load.first_block))
                 if (known := self.requests.get(load.op.request_id)) is not None:
                     known.recompute = True  # final, or it would be retried for ever
-                self.tiers.metrics.missed(Outcome.COPY_FAILED, len(load.op))
-                load.lease.release()
-            elif (copy := self._behind.pop(op_id, None)) is not None:
-                self._overlapped_copied(copy, well=False)
         if filled:
             self.tiers.seal_each(filled)
             if (region := self.tiers.region) is not None:
@@ -373,17 +377,17 @@ class SchedulerSide:
     @property
     def idle(self) -> bool:
         """Whether no copy is planned or under way."""
-        return not (self._loads or self._stores or self._wanted or self.late or self._behind)
+        return not (self._loads or self._stores or self._wanted or self.late)
 
     def close(self) -> None:
         """Release every promise and every copy that was never reported. Idempotent."""
         for request_id in list(self.requests):
             self.finished(request_id)
-        for lease in [each.lease for copies in (self._loads, self._behind) for each in copies.values()]:
-            lease.release()
+        for load in self._loads.values():
+            load.lease.release()
         for store in (*self._stores.values(), *self._wanted.values(), *self.late.values()):
             self._drop(store, Outcome.CLOSED)
-        for left in (self._loads, self._stores, self._wanted, self.late, self._behind):
+        for left in (self._loads, self._stores, self._wanted, self.late):
             left.clear()
 
     def _report_finished(self) -> None:
@@ -503,19 +507,10 @@ class SchedulerSide:
                     continue
                 slots, generations = tuple(lease.slots), tuple(lease.generations)
                 op = CopyOp(next(self._op_ids), request_id, tuple(blocks), slots, generations)
-                self._behind[op.op_id] = GroupCopy(op, back, group, lease, self._clock())
+                about = group.first, lease, len(op) * region.slot_bytes, self._clock(), partial(back.copied, group)
+                self._loads[op.op_id] = LoadingOp(op, *about)
                 self._planned.append(op)
                 self.writing += blocks
-
-    def _overlapped_copied(self, copy: GroupCopy, *, well: bool) -> None:
-        copy.back.copied(copy.group, well=well)
-        copy.lease.release()
-        self.released += copy.op.device_blocks
-        if not well:
-            self.tiers.metrics.missed(Outcome.COPY_FAILED, len(copy.op))
-        elif (region := self.tiers.region) is not None:
-            num_bytes = len(copy.op) * region.slot_bytes
-            self.tiers.metrics.moved(L2, "load", num_bytes, self._clock() - copy.planned_at)
 
     def _cancel_overlapped(self, known: ConnectedRequest) -> None:
         """Copies under way continue."""

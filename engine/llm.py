@@ -18,7 +18,7 @@ from kvtier.connector.segments import Repair, Segment, WantedReuse
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.model import Model
 from kvtier.engine.model_runner import runner_of, scheduler_of
-from kvtier.engine.offload import EngineConnector, NoOffload, start_copies
+from kvtier.engine.offload import NoOffload, start_copies
 from kvtier.engine.requests import NamedPrompt, Output, PromptNames, SamplingParams, checked_tokens, is_text
 from kvtier.engine.segments import SegmentRequests, wanted_by_each, wanted_reuse
 from kvtier.engine.sequence import Completion, Sequence, SequenceState
@@ -48,7 +48,7 @@ _OF_CACHE: Final = (
     "segment_min_tokens", "segments", "store_generated",
 )  # fmt: skip
 
-Connect = Callable[[ModelIdentity, BlockPool, KVProbe], EngineConnector]
+Connect = Callable[[ModelIdentity, BlockPool, KVProbe], LocalConnector]
 """Makes the connector from the model's identity, the pool and the model's probe."""
 
 
@@ -80,7 +80,7 @@ class Engine:
         self.fits_l1 = model.room(self.pool.num_blocks, self.config.block_size)  # tokens of a request
         if self.fits_l1 < self.max_model_len:
             _warn_of_l1(self.fits_l1, self.max_model_len, -(-self.max_model_len // self.config.block_size), self.shape)
-        self.connector: EngineConnector = NoOffload()
+        self.connector: LocalConnector | NoOffload = NoOffload()
         if connect is not None:
             self.connector = connect(self.identity, self.pool, model.probe)
             self.identity = self.connector.identity or self.identity

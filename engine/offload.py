@@ -1,51 +1,28 @@
-"""The engine's interface to kvtier: a connector's two halves, and `NoOffload`, which stores nothing."""
+"""`NoOffload`, the connector of an engine that stores nothing, and the start of copies outside a step."""
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.connector import Answered, ConnectorUpdate, Request, StepPlan, WorkerReport, WorkerSide
 from kvtier.tiers import BlockRecord, tracing
 from kvtier.tiers.hierarchy import Pending
-from kvtier.tiers.naming import ModelIdentity
 
 if TYPE_CHECKING:
-    from kvtier.connector import ConnectedRequest, OverlappedLoad, SchedulerSide
+    from kvtier.connector import ConnectedRequest, OverlappedLoad
 
 
 _log = logging.getLogger(__name__)
-
-
-class EngineConnector(Protocol):
-    """Both halves and their shutdown; implemented by `LocalConnector`."""
-
-    @property
-    def scheduler(self) -> "SchedulerSide | NoOffload":
-        """The scheduler's half. Only `wait` waits."""
-
-    @property
-    def worker(self) -> WorkerSide:
-        """The copying half. Copies are only enqueued."""
-
-    @property
-    def identity(self) -> ModelIdentity | None:
-        """The identity in its blocks' names, if it differs from the requested one: KV of that name differed."""
-
-    def reset(self) -> None:
-        """Drop every block from every tier below L1."""
-
-    def close(self) -> None:
-        """Release everything, after the worker's last report was applied. Idempotent."""
-
 
 _NO_PLAN: Final = StepPlan(0, 0)
 
 
 class NoOffload:
-    """The connector of an engine without one: finds nothing, stores nothing."""
+    """A connector and its scheduler side in one, that finds nothing and stores nothing."""
 
     def __init__(self) -> None:
         self.worker = WorkerSide(lambda region: None, 1, 1, 0.0)  # never used
+        self.scheduler = self
         self.computes_alone = False
         self.identity = None
         self.writing: list[int] = []  # always empty, as the next three
@@ -54,12 +31,10 @@ class NoOffload:
         self.requests: dict[str, ConnectedRequest] = {}
         self.traces: dict[str, tracing.Trace] = {}
 
-    @property
-    def scheduler(self) -> "NoOffload":
-        return self
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """Does nothing, and returns at once."""
 
-    def admit(self, request: Request) -> None:
-        """Does nothing."""
+    admit = computed = drop_late = wait = reset = close = _nothing
 
     def lookup(self, request: Request, num_computed_tokens: int, in_part: int = 0, *, spares: int = 0) -> int | Pending:
         return 0
@@ -81,9 +56,6 @@ class NoOffload:
     def build_plan(self) -> StepPlan:
         return _NO_PLAN
 
-    def drop_late(self, *, short_only: bool = False) -> None:
-        pass
-
     def update(self, report: WorkerReport) -> ConnectorUpdate:
         return ConnectorUpdate()
 
@@ -92,18 +64,6 @@ class NoOffload:
 
     def end_overlapped(self, request_id: str) -> int:
         return 0
-
-    def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
-        """Does nothing."""
-
-    def wait(self, timeout: float) -> None:
-        """Returns at once."""
-
-    def reset(self) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
 
 
 def start_copies(worker: WorkerSide, plan: StepPlan) -> None:

@@ -239,7 +239,7 @@ class StateBorders:
         self._pool.free(blocks)
 
     def _pieces(self, sequence: Sequence, border: int) -> StatePieces:
-        return StatePieces(sequence.chain, border, self.traits.num_pieces)
+        return StatePieces(sequence.chain, border, range(self.traits.num_pieces))
 
     def _is_in_l1(self, sequence: Sequence, border: int) -> bool:
         pieces = self._pieces(sequence, border)

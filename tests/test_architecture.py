@@ -160,7 +160,6 @@ EXPLAINED: Final = {
     "connector/transformers/config_form.py:form_of_config:except": "transformers and its hub raise what they like",
     "tiers/copies/copy_probe.py:_run:except": "top of a thread: drivers and compilers raise what they like",
     "tiers/objects/bucket.py:_request:except": "the client's panics are no Exception; what is not expected goes on",
-    "engine/offload.py:NoOffload": "what a scheduler calls, and none of it does anything",
     "tiers/copies/transfer.py:_enqueue:except": "a caller gets no exception",
     "tiers/copies/transfer.py:_run:except": "a failed copy is reported: no thread ends, no caller gets it",
     "tiers/hierarchy/lower_tier.py:_keep_probing:except": "a thread that ended would leave the tier off for good",

@@ -15,37 +15,8 @@ from typing import Final
 
 from msgspec import Raw
 
+from kvtier.connector.daemon import wire
 from kvtier.connector.daemon.link import Attachment, Link, RemoteClaim
-from kvtier.connector.daemon.wire import (
-    MAX_HASHES,
-    MAX_ITEMS,
-    Abandon,
-    Ask,
-    Cancel,
-    Check,
-    Computed,
-    Drain,
-    Found,
-    Granted,
-    Hello,
-    Holds,
-    Lookup,
-    News,
-    Offer,
-    Offered,
-    Operation,
-    Release,
-    Renew,
-    RequestEnded,
-    Reserve,
-    ReserveAt,
-    Reset,
-    Seal,
-    Take,
-    unpack_answer,
-    unpack_found,
-    unpack_grants,
-)
 from kvtier.tiers import L2, BlockRecord, ChainHash, ChildBlock, FormatError, Metrics, Outcome, tracing
 from kvtier.tiers.hierarchy import PENDING, Attribution, Claim, Filled, Overlap, Pending, Wanted
 from kvtier.tiers.host import HostRegion
@@ -82,7 +53,7 @@ class RemoteTiers:
     def __init__(
         self,
         path: Path,
-        hello: Hello,
+        hello: wire.Hello,
         patience: float,
         clock: Callable[[], float] = time.monotonic,
         *,
@@ -178,7 +149,7 @@ class RemoteTiers:
             now = self._clock()
             if not claim.answered:
                 if claim.polled and link.unsent:
-                    if any(type(each) is Ask and each.claim == claim.number for each in link.unsent):
+                    if any(type(each) is wire.Ask and each.claim == claim.number for each in link.unsent):
                         claim.asked_at = claim.renewed_at = now  # it was not sent before
                     link.send()
                 claim.polled = True
@@ -188,7 +159,7 @@ class RemoteTiers:
             since, deadline = now - claim.renewed_at, link.welcome.lease_deadline
             if since >= deadline / 2:
                 return self._lost(claim, link, Outcome.TIMEOUT)
-            if since >= deadline / 8 and link.send([Renew([claim.number])]):
+            if since >= deadline / 8 and link.send([wire.Renew([claim.number])]):
                 claim.renewed_at = now
             claim.is_reported = True
             return len(claim.slots)
@@ -207,10 +178,10 @@ class RemoteTiers:
             elif link is None or claim.link is not link:
                 self._given_up(claim, Outcome.BREAKER_OPEN)
             elif (
-                not link.send([Take([claim.number])])
+                not link.send([wire.Take([claim.number])])
                 or self._clock() - claim.renewed_at >= link.welcome.lease_deadline / 2
             ):
-                link.put(Release([claim.number]))
+                link.put(wire.Release([claim.number]))
                 self._given_up(claim, Outcome.TIMEOUT)
             else:
                 names = claim.hashes[claim.num_l1 : claim.num_l1 + len(slots)]
@@ -248,8 +219,8 @@ class RemoteTiers:
         most, are_single = max(lengths), lengths.count(1) == len(lengths)
         if are_single and (made := self._reserved_at_once(wanted)) is not None:
             return made
-        if most > MAX_ITEMS or len(wanted) > MAX_ITEMS or most * len(wanted) > MAX_HASHES:
-            heads = _heads(wanted[:MAX_ITEMS])
+        if most > wire.MAX_ITEMS or len(wanted) > wire.MAX_ITEMS or most * len(wanted) > wire.MAX_HASHES:
+            heads = _heads(wanted[: wire.MAX_ITEMS])
         with self._lock:
             first, *_ = [next(self._numbers) for _ in heads]
             link = self._attachment.link
@@ -258,8 +229,8 @@ class RemoteTiers:
                 self.is_late = link is not None and (bool(link.overdue) or link.is_silent(now, self._deadline))
                 if self.is_late:
                     return self._refused(wanted, None if may_retry else Outcome.TIMEOUT)
-            is_offer, keeps = may_retry and self._attachment.takes_offers, self.offers_again and self.has_lower
-            operation = Offer.of(first, heads, keeps=keeps) if is_offer else Reserve.of(first, heads)
+            is_offer, keeps = may_retry and self._attachment.is_current, self.offers_again and self.has_lower
+            operation = wire.Offer.of(first, heads, keeps=keeps) if is_offer else wire.Reserve.of(first, heads)
             if link is not None:
                 self._trace(link, first, heads)
         self.is_late = False
@@ -267,14 +238,14 @@ class RemoteTiers:
         with self._lock:
             if answers is None and link is not None and link is self._attachment.link:
                 # It may still answer: release the slots it grants.
-                link.put(Abandon(Outcome.TIMEOUT, list(range(first, first + len(heads)))))
-            grants: list[Granted | None] | None = None
+                link.put(wire.Abandon(Outcome.TIMEOUT, list(range(first, first + len(heads)))))
+            grants: list[wire.Granted | None] | None = None
             if link is not None and answers is not None and link is self._attachment.link:
                 try:
                     (answer,), is_short = answers, False
                     if is_offer:
-                        answer, is_short = unpack_answer(answer, Offered)
-                    grants = unpack_grants(answer, [len(each.hashes) for each in heads], link.welcome.num_slots)
+                        answer, is_short = wire.unpack_answer(answer, wire.Offered)
+                    grants = wire.unpack_grants(answer, [len(each.hashes) for each in heads], link.welcome.num_slots)
                     self.is_short = is_short
                 except (ValueError, FormatError) as error:  # not one answer, or not one of this client's
                     self._attachment.cut(error)
@@ -309,7 +280,7 @@ class RemoteTiers:
                 reason = Outcome.CLOSED if link is not now else Outcome.EPOCH
                 self.metrics.dropped(L2, reason, len(reservation))
                 if link is now:
-                    link.put(Abandon(reason, [reservation.number]))
+                    link.put(wire.Abandon(reason, [reservation.number]))
             if now is not None:
                 for seal in seals_of(filled):
                     now.put(seal)
@@ -332,24 +303,24 @@ class RemoteTiers:
     def computed(self, num_tokens: int, seconds: float, position: float = 0.0) -> None:
         with self._lock:
             if (link := self._attachment.link) is not None:
-                link.put(Computed(num_tokens, seconds, int(position)))
+                link.put(wire.Computed(num_tokens, seconds, int(position)))
 
     def ended(self, end: RequestEnd) -> None:
         """Sent with the next message."""
         with self._lock:
             if (link := self._attachment.link) is not None:
-                link.put(RequestEnded.of(end))
+                link.put(wire.RequestEnded.of(end))
 
     # the rest
 
     def locate(self, hashes: Sequence[ChainHash], timeout: float) -> Attribution:
         """Waits for the daemon, which has `timeout` seconds for shared tiers."""
-        names = hashes[:MAX_HASHES]
-        answers = self._call_waiting(Lookup(b"".join(names), timeout), timeout)
+        names = hashes[: wire.MAX_HASHES]
+        answers = self._call_waiting(wire.Lookup(b"".join(names), timeout), timeout)
         found = Attribution(len(names), miss=len(names))
         if answers:
             try:
-                found = unpack_found(unpack_answer(answers[0], Found))
+                found = wire.unpack_found(wire.unpack_answer(answers[0], wire.Found))
             except FormatError as error:
                 with self._lock:
                     self._attachment.cut(error)
@@ -357,11 +328,11 @@ class RemoteTiers:
 
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
         """A round trip."""
-        _, answers = self._call(Holds(b"".join(hashes[:MAX_HASHES])), self._deadline)
+        _, answers = self._call(wire.Holds(b"".join(hashes[: wire.MAX_HASHES])), self._deadline)
         flags = b""
         if answers:
             with suppress(FormatError):
-                flags = unpack_answer(answers[0], bytes)
+                flags = wire.unpack_answer(answers[0], bytes)
         return [bool(each) for each in flags[: len(hashes)]] + [False] * (len(hashes) - len(flags))
 
     def wait_progress(self, timeout: float) -> None:
@@ -396,7 +367,7 @@ class RemoteTiers:
         with self._lock:
             self._attachment.reset_owed(True)
             link, self.epoch = self._attachment.link, self._attachment.epoch
-        is_done = self._call_waiting(Reset(), _RESET) == [_TRUE]
+        is_done = self._call_waiting(wire.Reset(), _RESET) == [_TRUE]
         with self._lock:
             if is_done:
                 self._attachment.reset_owed(False)
@@ -405,7 +376,7 @@ class RemoteTiers:
 
     def drain(self, timeout: float, *, below: bool = True) -> bool:
         """The daemon waits for the stores of all its clients; False if it is unavailable."""
-        return self._call_waiting(Drain(timeout, below), timeout) == [_TRUE]
+        return self._call_waiting(wire.Drain(timeout, below), timeout) == [_TRUE]
 
     def stats(self) -> dict[str, float]:
         """This client's counters; the daemon serves its own over HTTP."""
@@ -413,7 +384,7 @@ class RemoteTiers:
 
     def check(self) -> None:
         """Have the daemon check the laws of this model's tiers; does nothing if it is unavailable."""
-        answers = self._call_waiting(Check(), _CHECK)
+        answers = self._call_waiting(wire.Check(), _CHECK)
         if answers and answers[0] != _WHOLE:
             raise AssertionError(str(bytes(answers[0]), errors="replace"))
 
@@ -469,25 +440,25 @@ class RemoteTiers:
         claim.number, claim.link = next(self._numbers), link
         claim.asked_at = claim.renewed_at = self._clock()
         link.claims[claim.number] = claim
-        if claim.trace is not None and self._attachment.takes_traces:
+        if claim.trace is not None and self._attachment.is_current:
             link.traces.append((claim.number, claim.trace.traceparent))
-        names, overlap = claim.hashes[:MAX_HASHES], claim.overlap
-        if overlap is Overlap.WHOLE and not self._attachment.takes_whole:
+        names, overlap = claim.hashes[: wire.MAX_HASHES], claim.overlap
+        if overlap is Overlap.WHOLE and not self._attachment.is_current:
             overlap = Overlap.NONE
-        link.put(Ask(claim.number, claim.parent, claim.num_l1, claim.block_size, b"".join(names), overlap))
+        link.put(wire.Ask(claim.number, claim.parent, claim.num_l1, claim.block_size, b"".join(names), overlap))
         if len(names) >= _ALONE_FROM:
             link.send()
         return True
 
-    def _apply(self, news: News) -> None:
+    def _apply(self, news: wire.News) -> None:
         """Apply the answer to a claim; one of a cancelled claim is ignored."""
         link = self._attachment.link
         claim = link.claims.get(news.claim) if link is not None else None
         if link is None or claim is None:
             return
-        num_asked = min(len(claim.hashes), MAX_HASHES)
+        num_asked = min(len(claim.hashes), wire.MAX_HASHES)
         try:
-            found = unpack_found(news.found)
+            found = wire.unpack_found(news.found)
             slots, generations = news.check(found)
             if found.blocks != num_asked or len(slots) > num_asked - claim.num_l1 or claim.answered:
                 raise FormatError("news of other blocks than the claim's")
@@ -543,7 +514,7 @@ class RemoteTiers:
         link = claim.link
         was_open = link is not None and link.claims.pop(claim.number, None) is not None
         if link is self._attachment.link and link is not None and was_open and (claim.slots or not claim.answered):
-            link.put(Cancel([claim.number]))  # else the daemon has no such claim
+            link.put(wire.Cancel([claim.number]))  # else the daemon has no such claim
 
     def _cancel(self, claim: RemoteClaim) -> None:
         """Withdraw the claim and mark it as answered with nothing."""
@@ -568,7 +539,7 @@ class RemoteTiers:
             first, *_ = [next(self._numbers) for _ in wanted]
             self._trace(link, first, wanted)
             slots = array("q", [slot for slot, _ in taken]).tobytes()
-            is_sent = link.send([ReserveAt(slots, Reserve.of(first, wanted)), *link.preallocate(num, now)])
+            is_sent = link.send([wire.ReserveAt(slots, wire.Reserve.of(first, wanted)), *link.preallocate(num, now)])
             granted = [([0], [slot], [generation]) for slot, generation in taken]
             made = self._reserved(link, first, wanted, granted)
             if is_sent and link.is_fresh(self._clock()):
@@ -578,11 +549,11 @@ class RemoteTiers:
                 assert isinstance(each, RemoteReservation)
                 each.num_open = 0  # no copy was planned
                 link.held.discard(each.number)
-            link.put(Abandon(Outcome.TIMEOUT, list(range(first, first + num))))
+            link.put(wire.Abandon(Outcome.TIMEOUT, list(range(first, first + num))))
             return None
 
     def _trace(self, link: Link, first: int, wanted: Sequence[Wanted]) -> None:
-        if tracing.ON and self._attachment.takes_traces:
+        if tracing.ON and self._attachment.is_current:
             traced = [(number, each.trace) for number, each in enumerate(wanted, first)]
             link.traces += [(number, trace.traceparent) for number, trace in traced if trace is not None]
 
@@ -595,7 +566,7 @@ class RemoteTiers:
         return [None] * len(wanted)
 
     def _reserved(
-        self, link: Link, first: int, wanted: Sequence[Wanted], granted: Sequence[Granted | None]
+        self, link: Link, first: int, wanted: Sequence[Wanted], granted: Sequence[wire.Granted | None]
     ) -> list[Reservation | None]:
         """The granted slots as reservations, numbered from `first` on."""
         made: list[Reservation | None] = []
@@ -622,9 +593,9 @@ class RemoteTiers:
         if reservation.num_open and reservation.link is not None:
             reservation.num_open = 0
             self.metrics.dropped(L2, reason, len(reservation))
-            self._give_back(reservation.link, reservation.number, Abandon(reason, [reservation.number]))
+            self._give_back(reservation.link, reservation.number, wire.Abandon(reason, [reservation.number]))
 
-    def _give_back(self, link: Link, number: int, operation: Operation) -> None:
+    def _give_back(self, link: Link, number: int, operation: wire.Operation) -> None:
         """Sent with the next message; at once if nothing else is open, since the next may be hours away."""
         link.held.discard(number)
         if link is self._attachment.link:
@@ -635,7 +606,7 @@ class RemoteTiers:
     # calls, without the lock
 
     def _call(
-        self, operation: Operation, timeout: float, *, alone: bool = False, num_single: int = 0
+        self, operation: wire.Operation, timeout: float, *, alone: bool = False, num_single: int = 0
     ) -> tuple[Link | None, list[Raw] | None]:
         """Send, and wait for the answer: (the link it was sent on, the answers). None: no answer in time.
 
@@ -650,7 +621,7 @@ class RemoteTiers:
             number = next(self._numbers)
             if alone:
                 link.send()
-            ahead = num_single and self._attachment.preallocates
+            ahead = num_single and self._attachment.is_current
             link.send([operation, *(link.preallocate(num_single, self._clock()) if ahead else ())], number)
         while True:
             left = end - self._clock()  # a last check when none is left: this process may have slept, not the daemon
@@ -664,7 +635,7 @@ class RemoteTiers:
                     self._attachment.give_up(link, number, aside=alone)
                     return link, None
 
-    def _call_waiting(self, operation: Operation, timeout: float) -> list[Raw]:
+    def _call_waiting(self, operation: wire.Operation, timeout: float) -> list[Raw]:
         """An operation that waits in the daemon, for at most `timeout` seconds."""
         end = self._clock() + timeout + _LATE
         if not self._waiting_call.acquire(timeout=timeout + _LATE):
@@ -683,12 +654,12 @@ class RemoteTiers:
     def _released(self, link: Link, number: int, lease: Lease, leaked: bool) -> None:
         if leaked:
             lease.on_release = None
-            self._dropped.append(partial(self._give_back, link, number, Release([number])))
+            self._dropped.append(partial(self._give_back, link, number, wire.Release([number])))
             return
         with self._lock:
             if lease.on_release is not None:
                 lease.on_release = None
-                self._give_back(link, number, Release([number]))
+                self._give_back(link, number, wire.Release([number]))
 
     def _unfinished(self, reservation: Reservation, dropped: bool) -> None:
         assert isinstance(reservation, RemoteReservation)
@@ -699,13 +670,13 @@ class RemoteTiers:
             self._abandon(reservation, Outcome.ABORTED)
 
 
-def seals_of(filled: Sequence[tuple[RemoteReservation, Sequence[bytes], int]]) -> list[Seal]:
+def seals_of(filled: Sequence[tuple[RemoteReservation, Sequence[bytes], int]]) -> list[wire.Seal]:
     """The messages for filled reservations with their tokens and epochs: usually one for all."""
-    seals = [Seal(0, [], [], [])]
+    seals = [wire.Seal(0, [], [], [])]
     for reservation, tokens, epoch in filled:
         seal = seals[-1]
-        if epoch != seal.epoch or max(len(seal.reservations) + 1, len(seal.tokens) + len(tokens)) > MAX_ITEMS:
-            seals.append(seal := Seal(epoch, [], [], []))
+        if epoch != seal.epoch or max(len(seal.reservations) + 1, len(seal.tokens) + len(tokens)) > wire.MAX_ITEMS:
+            seals.append(seal := wire.Seal(epoch, [], [], []))
         seal.reservations.append(reservation.number)
         seal.counts.append(len(tokens))
         seal.tokens.extend(tokens)
@@ -714,9 +685,9 @@ def seals_of(filled: Sequence[tuple[RemoteReservation, Sequence[bytes], int]]) -
 
 def _heads(wanted: Sequence[Wanted]) -> list[Wanted]:
     """As much of each as fits into one message."""
-    heads, room = [], MAX_HASHES
+    heads, room = [], wire.MAX_HASHES
     for each in wanted:
-        if (most := min(MAX_ITEMS, room)) < len(each.hashes):
+        if (most := min(wire.MAX_ITEMS, room)) < len(each.hashes):
             each = replace(each, hashes=each.hashes[:most], is_partial=False)
         room -= len(each.hashes)
         heads.append(each)

@@ -15,42 +15,7 @@ from typing import Any, Final, NamedTuple
 from msgspec import Raw
 from msgspec.structs import replace
 
-from kvtier.connector.daemon.wire import (
-    CLIENT_SHARE,
-    LOSSY_SINCE,
-    MAX_FRAME,
-    MAX_ITEMS,
-    MAX_PREALLOCATED,
-    OFFERS_SINCE,
-    PREALLOCATES_SINCE,
-    RELEASES,
-    REPLIES,
-    SHARES_SINCE,
-    TRACES_SINCE,
-    VERSION,
-    WHOLE_SINCE,
-    Ask,
-    Bye,
-    Ended,
-    FrameReader,
-    HandshakeReply,
-    Hello,
-    Join,
-    Operation,
-    Preallocate,
-    Preallocated,
-    Refused,
-    Reply,
-    Traces,
-    UnspokenVersion,
-    Welcome,
-    coalesce,
-    pack_handshake,
-    pack_request,
-    unpack_handshake_reply,
-    unpack_preallocated,
-    version_of,
-)
+from kvtier.connector.daemon import wire
 from kvtier.tiers import ConfigError, FormatError, KVMismatch, TierUnavailable, forget_descriptor, hide_from_children
 from kvtier.tiers.config import HostConfig
 from kvtier.tiers.hierarchy import Claim
@@ -61,7 +26,7 @@ _log = logging.getLogger(__name__)
 _PEER: Final = struct.Struct("3i")
 _SO_PEERPIDFD: Final = 77  # Linux 6.5, asm-generic/socket.h; not in Python's socket module
 _RECEIVE: Final = 256 << 10  # bytes read at once
-_MAX_OUTPUT: Final = 2 * MAX_FRAME  # bytes the daemon may leave unread
+_MAX_OUTPUT: Final = 2 * wire.MAX_FRAME  # bytes the daemon may leave unread
 _WELCOME: Final = 30.0  # seconds for the daemon to open a slab; waited for only at start
 _MAX_UNSENT: Final = 512  # buffered operations
 _STEPS_AHEAD: Final = 4  # slots are preallocated for so many steps like the last
@@ -70,7 +35,7 @@ _LAST_RETRY: Final = 5.0
 _JOINED: Final = 5.0  # seconds a worker waits for the answer to `Join`
 _SILENT: Final = 5.0  # seconds an overdue answer may still take before the link is cut
 _READ: Final = (1 << 63) - 1  # the request number of lookups: the daemon confirms that it read them
-_NOTHING: Final[list[Reply]] = []  # never mutated
+_NOTHING: Final[list[wire.Reply]] = []  # never mutated
 
 
 class Peer(NamedTuple):
@@ -125,7 +90,7 @@ class Link:
     `wait`.
     """
 
-    welcome: Welcome
+    welcome: wire.Welcome
     region: HostRegion
     epoch_base: int  # the client's epoch minus the daemon's
 
@@ -133,7 +98,7 @@ class Link:
         """Raises OSError if no process listens, ConfigError if another user's does."""
         self.claims: dict[int, RemoteClaim] = {}  # open: neither taken nor cancelled
         self.held: set[int] = set()  # leases and reservations whose copies may be under way
-        self.unsent: list[Operation] = []
+        self.unsent: list[wire.Operation] = []
         self.num_unsent = 0  # operations, counted before coalescing
         self.answers: dict[int, list[Raw]] = {}  # request → its answers
         self.overdue: dict[int, float] = {}  # requests that timed out → when, oldest first; their answers are ignored
@@ -142,15 +107,15 @@ class Link:
         self.error: Exception | None = None  # why the link cannot send any more
         self.output = bytearray()  # bytes that the socket did not accept yet; `send` retries
         self.files: list[int] = []  # received with the frames read so far; the code that removes one closes it
-        self.early: list[Reply] = []  # received with the welcome
-        self.traces: Traces = []  # of what is sent next
+        self.early: list[wire.Reply] = []  # received with the welcome
+        self.traces: wire.Traces = []  # of what is sent next
         self.preallocated: list[tuple[int, int]] = []  # slots for stores without a round trip; with their generations
         self.preallocated_at = 0.0  # no later than the daemon last renewed them
         self.preallocation_round = 0  # counts how often it gave all of them up, or let them lapse
         self.num_wanted = 0  # slots that the next steps may store
         self._has_question = False  # whether `unsent` has a lookup
         self._clock = clock
-        self._reader = FrameReader[Any](MAX_FRAME)
+        self._reader = wire.FrameReader[Any](wire.MAX_FRAME)
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         hide_from_children(self.socket.fileno())
         try:
@@ -170,16 +135,16 @@ class Link:
         late, unheard = next(iter(self.overdue.values()), None), self.unheard_since
         return (late is not None and now - late >= seconds) or (unheard is not None and now - unheard >= seconds)
 
-    def put(self, operation: Operation) -> None:
+    def put(self, operation: wire.Operation) -> None:
         """Send it with the next message."""
         self.num_unsent += 1
-        if not (self.unsent and coalesce(self.unsent[-1], operation, MAX_ITEMS)):
+        if not (self.unsent and wire.coalesce(self.unsent[-1], operation, wire.MAX_ITEMS)):
             self.unsent.append(operation)
-            self._has_question |= type(operation) is Ask
+            self._has_question |= type(operation) is wire.Ask
         if self.num_unsent >= _MAX_UNSENT:
             self.send()
 
-    def send(self, operations: Sequence[Operation] = (), request: int = 0) -> bool:
+    def send(self, operations: Sequence[wire.Operation] = (), request: int = 0) -> bool:
         """Send everything unsent and then `operations`, in one frame; True if all of it was accepted.
 
         Bytes that the socket does not accept are kept for the next call. `error` is set if the daemon is gone, or has
@@ -191,11 +156,13 @@ class Link:
                 request = _READ
                 self.unheard_since = self._clock() if self.unheard_since is None else self.unheard_since
             self._has_question = False
-            traces, self.traces = self.traces[:MAX_ITEMS], []
+            traces, self.traces = self.traces[: wire.MAX_ITEMS], []
             try:
-                for first in range(0, len(everything) - MAX_ITEMS, MAX_ITEMS):
-                    self.output += pack_request(0, everything[first : first + MAX_ITEMS], traces)
-                self.output += pack_request(request, everything[-((len(everything) - 1) % MAX_ITEMS + 1) :], traces)
+                for first in range(0, len(everything) - wire.MAX_ITEMS, wire.MAX_ITEMS):
+                    self.output += wire.pack_request(0, everything[first : first + wire.MAX_ITEMS], traces)
+                self.output += wire.pack_request(
+                    request, everything[-((len(everything) - 1) % wire.MAX_ITEMS + 1) :], traces
+                )
             except ValueError as error:  # too large for a frame
                 self.error = error
         if self.output and self.error is None:
@@ -209,34 +176,34 @@ class Link:
                 self.error = OSError("the daemon does not read")
         return not self.output and self.error is None
 
-    def preallocate(self, num_stores: int, now: float) -> list[Operation]:
+    def preallocate(self, num_stores: int, now: float) -> list[wire.Operation]:
         """What a step with so many stores of one block requests for those after it; `now` as `is_fresh`."""
         if not self.is_fresh(now):
             self._begin_round()
-        most = min(MAX_PREALLOCATED, self.welcome.num_slots // CLIENT_SHARE)
+        most = min(wire.MAX_PREALLOCATED, self.welcome.num_slots // wire.CLIENT_SHARE)
         self.num_wanted = min(most, max(_STEPS_AHEAD * num_stores, self.num_wanted - self.num_wanted // 8))
         # A step that stores more could never use them.
-        return [] if num_stores > most else [Preallocate(self.preallocation_round, now, self.num_wanted)]
+        return [] if num_stores > most else [wire.Preallocate(self.preallocation_round, now, self.num_wanted)]
 
     def give_up_preallocated(self, now: float) -> None:
         """The daemon may free what this client has not used."""
         self._begin_round()
-        self.put(Preallocate(self.preallocation_round, now, 0))
+        self.put(wire.Preallocate(self.preallocation_round, now, 0))
 
     def _begin_round(self) -> None:
         """What is left of the last round, here or on its way, is not used any more."""
         self.preallocation_round += 1
         self.preallocated = []
 
-    def add_preallocated(self, columns: Preallocated) -> None:
+    def add_preallocated(self, columns: wire.Preallocated) -> None:
         """Slots from the daemon. FormatError."""
         counted, at, *_ = columns
-        slots = unpack_preallocated(columns, self.welcome.num_slots)
+        slots = wire.unpack_preallocated(columns, self.welcome.num_slots)
         if counted == self.preallocation_round:
             self.preallocated += slots
             self.preallocated_at = at
-            if len(self.preallocated) > MAX_PREALLOCATED:
-                raise FormatError(f"more than {MAX_PREALLOCATED} preallocated slots")
+            if len(self.preallocated) > wire.MAX_PREALLOCATED:
+                raise FormatError(f"more than {wire.MAX_PREALLOCATED} preallocated slots")
 
     def is_fresh(self, now: float) -> bool:
         """Whether preallocated slots may be used at `now`, this client's clock before it sends something.
@@ -246,9 +213,9 @@ class Link:
         """
         return now - self.preallocated_at < self.welcome.lease_deadline / 2
 
-    def read(self, data: bytes) -> list[Reply]:
+    def read(self, data: bytes) -> list[wire.Reply]:
         """The replies in these bytes and in what follows in the socket. OSError if the daemon is gone, FormatError."""
-        replies = list[Reply]()
+        replies = list[wire.Reply]()
         if not data:
             raise ConnectionResetError("the daemon has hung up")
         while data:
@@ -272,9 +239,11 @@ class Link:
                     raise ConnectionResetError("the daemon has hung up")
                 bodies: list[memoryview] = self._reader.feed(data)
                 if bodies:
-                    self._reader.decoder = REPLIES
+                    self._reader.decoder = wire.REPLIES
                     for body in bodies[1:]:  # a reply with an epoch may follow at once
-                        self.early += FrameReader(MAX_FRAME, REPLIES).feed(len(body).to_bytes(4, "little") + body)
+                        self.early += wire.FrameReader(wire.MAX_FRAME, wire.REPLIES).feed(
+                            len(body).to_bytes(4, "little") + body
+                        )
                     return bodies[0]
             except BlockingIOError:
                 if not self.wait(max(0.0, end - time.monotonic())):
@@ -304,7 +273,7 @@ class Attachment:
     The region stays mapped while copies use it; a restarted daemon has a new one, and room for it once the old is gone.
     """
 
-    def __init__(self, path: Path, hello: Hello, clock: Callable[[], float]) -> None:
+    def __init__(self, path: Path, hello: wire.Hello, clock: Callable[[], float]) -> None:
         self.link: Link | None = None
         self.region: HostRegion | None = None  # the last one
         self.epoch = 0  # counts resets and new links: what happened in between is unknown
@@ -312,9 +281,9 @@ class Attachment:
         self.path = path
         self.away: str | None = None  # why there is no link, after a failed attempt; read by any thread
         self.hello = hello
-        self.connecting: tuple[Link, Hello, float] | None = None  # no welcome yet; its deadline
+        self.connecting: tuple[Link, wire.Hello, float] | None = None  # no welcome yet; its deadline
         self._clock = clock
-        self._version = VERSION  # lowered if a daemon answers in a lower one
+        self._version = wire.VERSION  # lowered if a daemon answers in a lower one
         self._former: list[Link] = []  # lost; their copies' end is not reported to the daemon yet
         self._instance = b""
         self._retry, self._retry_at = _FIRST_RETRY, 0.0
@@ -345,7 +314,7 @@ class Attachment:
             if body is None:
                 raise TimeoutError(f"no welcome within {_WELCOME:g} s")
             if not self._is_of_before(body):
-                self._welcomed(link, unpack_handshake_reply(body))
+                self._welcomed(link, wire.unpack_handshake_reply(body))
                 return
         except KVMismatch:
             link.close()
@@ -357,7 +326,7 @@ class Attachment:
         link.close()
         self.start()  # again, in its version
 
-    def receive(self) -> list[Reply]:
+    def receive(self) -> list[wire.Reply]:
         """Read what has arrived; if there is no link and a retry is due, connect. Never waits or raises."""
         link = self.link
         if link is None:
@@ -418,7 +387,7 @@ class Attachment:
             self.link.unsent.clear()
             self._former.append(self.link)
             self.link = None
-        self._version = VERSION  # the next daemon may be of a later release
+        self._version = wire.VERSION  # the next daemon may be of a later release
         self._failed(why)
 
     def reset_owed(self, owed: bool) -> None:
@@ -439,7 +408,7 @@ class Attachment:
             self.connecting = None
         if self.link is not None:
             link, self.link = self.link, None
-            sent = link.send([] if self.goes_silently else [Bye()])
+            sent = link.send([] if self.goes_silently else [wire.Bye()])
             while not sent and link.error is None and (left := deadline - self._clock()) > 0:
                 link.wait(left)
                 sent = link.send()
@@ -471,7 +440,7 @@ class Attachment:
                 if self._is_of_before(body):
                     link.close()
                     return
-                self._welcomed(link, unpack_handshake_reply(body))
+                self._welcomed(link, wire.unpack_handshake_reply(body))
             except BaseException:
                 link.close()
                 raise
@@ -483,49 +452,35 @@ class Attachment:
             self._unmap_unused()
 
     @property
-    def takes_whole(self) -> bool:
-        """Whether the daemon knows `Overlap.WHOLE`."""
-        return self._version >= WHOLE_SINCE
-
-    @property
-    def takes_traces(self) -> bool:
-        return self._version >= TRACES_SINCE
-
-    @property
-    def preallocates(self) -> bool:
-        return self._version >= PREALLOCATES_SINCE
-
-    @property
-    def takes_offers(self) -> bool:
-        return self._version >= OFFERS_SINCE
+    def is_current(self) -> bool:
+        """Whether the daemon knows `Overlap.WHOLE`, traces, offers and preallocated slots: that of 0.1 does not."""
+        return self._version == wire.VERSION
 
     def _say_hello(self) -> Link:
         self.hello = replace(self.hello, reset=self._owes_reset)
         hello, version = self.hello, self._version
-        if not hello.size and version < SHARES_SINCE:  # it has no shares, and allocates the requested size
+        if not hello.size and version < wire.VERSION:  # it has no shares, and allocates the requested size
             hello = replace(hello, size=HostConfig().size)
-        return _opened(self.path, pack_handshake(hello, version), self._clock)
+        return _opened(self.path, wire.pack_handshake(hello, version), self._clock)
 
     def _is_of_before(self, body: memoryview) -> bool:
         """Whether the daemon answered in a lower version than the hello's: that one is used from now on.
 
         UnspokenVersion if it is too low, or if this client needs a later one.
         """
-        spoken, self._version = self._version, version_of(body)
-        if self._version < LOSSY_SINCE and self.hello.lossy is not None:
-            release = RELEASES[LOSSY_SINCE]
-            raise UnspokenVersion(
-                f"[cache] lossy: a daemon before kvtier {release} does not know it; upgrade the daemon"
-            )
+        spoken, self._version = self._version, wire.version_of(body)
+        if not self.is_current and self.hello.lossy is not None:
+            problem = f"a daemon before kvtier {wire.RELEASES[wire.VERSION]} does not know it"
+            raise wire.UnspokenVersion(f"[cache] lossy: {problem}; upgrade the daemon")
         if self._version < spoken:
-            release = RELEASES[self._version]
+            release = wire.RELEASES[self._version]
             _log.warning('[service] socket "%s": a daemon of kvtier %s; upgrade it when you can', self.path, release)
         return self._version < spoken
 
-    def _welcomed(self, link: Link, reply: HandshakeReply) -> None:
-        if isinstance(reply, Refused):
+    def _welcomed(self, link: Link, reply: wire.HandshakeReply) -> None:
+        if isinstance(reply, wire.Refused):
             raise KVMismatch(reply.why) if reply.is_other_kv else TierUnavailable(reply.why)
-        if not isinstance(reply, Welcome) or not link.files:
+        if not isinstance(reply, wire.Welcome) or not link.files:
             raise FormatError("a welcome without its region")
         fd = link.files.pop()
         try:
@@ -550,7 +505,7 @@ class Attachment:
     def _say_ended(self, link: Link) -> None:
         """Report lost links whose copies have all ended, and unmap regions that no copy uses."""
         for former in [former for former in self._former if not former.held]:
-            link.put(Ended(former.welcome.client))
+            link.put(wire.Ended(former.welcome.client))
             self._former.remove(former)
             if former.region is not self.region and all(former.region is not other.region for other in self._former):
                 former.region.close()
@@ -579,25 +534,25 @@ def join(path: Path, client: bytes) -> None:
     Called before the worker maps the client's region. TierUnavailable if the daemon does not watch the process.
     """
     try:
-        reply, version = _joined(path, client, VERSION)
-        if version < VERSION:  # an older daemon answers in its own version
+        reply, version = _joined(path, client, wire.VERSION)
+        if version < wire.VERSION:  # an older daemon answers in its own version
             reply, _ = _joined(path, client, version)
-        if isinstance(reply, Refused):
+        if isinstance(reply, wire.Refused):
             raise TierUnavailable(reply.why)
     except (OSError, FormatError, TierUnavailable) as error:
         raise TierUnavailable(f'[service] socket "{path}": {error}') from None
 
 
-def _joined(path: Path, client: bytes, version: int) -> tuple[HandshakeReply, int]:
+def _joined(path: Path, client: bytes, version: int) -> tuple[wire.HandshakeReply, int]:
     """The daemon's answer to a `Join` of this version, and the answer's version."""
-    link = _opened(path, pack_handshake(Join(client), version))
+    link = _opened(path, wire.pack_handshake(wire.Join(client), version))
     try:
         body = link.receive_handshake(_JOINED)
     finally:
         link.close()
     if body is None:
         raise TierUnavailable(f"no answer within {_JOINED:g} s")
-    return unpack_handshake_reply(body), version_of(body)
+    return wire.unpack_handshake_reply(body), wire.version_of(body)
 
 
 def _opened(path: Path, handshake: bytes, clock: Callable[[], float] = time.monotonic) -> Link:

@@ -34,14 +34,8 @@ T = TypeVar("T")
 
 VERSION: Final = 10
 OLDEST: Final = 6
-RELEASES: Final = {6: "0.1", 7: "0.2", 8: "0.2", 9: "0.2", 10: "0.2"}
-"""The first release of kvtier with each version."""
-LOSSY_SINCE: Final = 7  # `Hello.lossy`
-SHARES_SINCE: Final = 7  # `Hello.size` 0
-WHOLE_SINCE: Final = 8  # `Overlap.WHOLE`
-TRACES_SINCE: Final = 9  # `Request.traces`
-PREALLOCATES_SINCE: Final = 10  # `Preallocate`, `ReserveAt`, `Reply.preallocated`
-OFFERS_SINCE: Final = 10  # `Offer`
+RELEASES: Final = {OLDEST: "0.1", VERSION: "0.2"}
+"""The release of kvtier that speaks each version."""
 
 MAX_HELLO: Final = 8 << 10  # bytes of a frame before the handshake
 MAX_FRAME: Final = 16 << 20  # bytes of any other
@@ -61,8 +55,8 @@ _LENGTH: Final = struct.Struct("<I")
 _HASH_BYTES: Final = 32
 _MAX_SLOTS: Final = 1 << 32
 _MAX_FOUND: Final = 1024  # decoded answers that are cached: most requests of a client have equal ones
-_FIELDS: Final[dict[int, dict[str, int]]] = {6: {"Hello": 6, "Refused": 1}, 7: {"Hello": 8}}  # where fewer
-_TIERS: Final[dict[int, tuple[str, ...]]] = {6: (L1, L2, "file", "redis")}  # of versions with fewer tiers
+_FIELDS: Final[dict[int, dict[str, int]]] = {OLDEST: {"Hello": 6, "Refused": 1}}  # where fewer
+_TIERS: Final[dict[int, tuple[str, ...]]] = {OLDEST: (L1, L2, "file", "redis")}  # of versions with fewer tiers
 
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Numbers: TypeAlias = Annotated[list[Number], Meta(max_length=MAX_ITEMS)]
@@ -603,7 +597,7 @@ def _parts(body: bytes | memoryview) -> tuple[int, str, list[Raw]]:
         if _TEXTS.decode(magic) != _MAGIC:
             raise FormatError("not a handshake of kvtier")
         spoken = _VERSIONS.decode(version)
-        if not OLDEST <= spoken <= VERSION:
+        if spoken not in RELEASES:
             ours = f"this side speaks {OLDEST} to {VERSION} (kvtier {RELEASES[OLDEST]} to {RELEASES[VERSION]})"
             which = "this side" if spoken > VERSION else "the other side"
             raise UnspokenVersion(f"protocol version {spoken}, {ours}: upgrade {which}; daemons before their engines")

@@ -13,16 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.nn.modules import module as _torch_modules
 
-from kvtier.connector.models.model_watch import (
-    OF_TORCH,
-    PASSES,
-    TORCH,
-    ModelWatch,
-    cast_to,
-    code_files,
-    configs_of,
-    interfaces,
-)
+from kvtier.connector.models import model_watch
 from kvtier.connector.models.ordinary import OrdinaryModel, bytes_of
 from kvtier.tiers import ConfigError
 
@@ -148,7 +139,7 @@ class LiveModel:
         self._look(parts)
 
     def _look(self, parts: list[ModelPart]) -> None:
-        self.watch = ModelWatch(self.model, base_tensors(parts))
+        self.watch = model_watch.ModelWatch(self.model, base_tensors(parts))
         self.refusal = self.variant = None
         try:
             if self._label is None:
@@ -358,7 +349,7 @@ def _require_known_tuner(part: ModelPart) -> None:
 
 def _require_alike(device: torch.device, parts: Iterable[ModelPart]) -> None:
     """UnnamedModelError if two passes over one text may differ: in dtype, or by dropout."""
-    if (cast := cast_to(device.type)) is not None:
+    if (cast := model_watch.cast_to(device.type)) is not None:
         problem = f"torch.autocast computes in {cast} what the model has in another dtype"
         raise UnnamedModelError(f"{problem}; leave it off, or load the model in the dtype that you want")
     for part in parts:
@@ -408,7 +399,7 @@ def require_known_code(model: torch.nn.Module, parts: Iterable[ModelPart]) -> No
         if _package(kind) not in _KNOWN:
             raise _unnamed(place, "a class", kind)
         own = {name: value for name, value in vars(kind).items() if name != "generate"}
-        for name, value in {**own, **{name: getattr(kind, name) for name in PASSES}}.items():
+        for name, value in {**own, **{name: getattr(kind, name) for name in model_watch.PASSES}}.items():
             if callable(value) and not is_known(value):
                 raise _unnamed(place, f"another {name} in class {kind.__name__}", value)
     _require_known_functions(model, kinds)
@@ -426,17 +417,17 @@ def _require_own_methods(place: str, module: torch.nn.Module) -> None:
 
 def _require_known_functions(model: torch.nn.Module, kinds: Iterable[type]) -> None:
     """Check functions that the modules' code finds by name: in its file, in torch, in transformers' interfaces."""
-    names = code_files(kinds)
+    names = model_watch.code_files(kinds)
     for name in names:
         for label, value in vars(sys.modules[name]).items():
             if callable(value) and not is_known(value):
                 raise _unnamed(name, f"a {label} that was put there", value)
-    for label, value in zip(TORCH, OF_TORCH(torch), strict=True):
+    for label, value in zip(model_watch.TORCH, model_watch.OF_TORCH(torch), strict=True):
         if not is_known(value):
             raise _unnamed("torch", f"a {label} that was put there", value)
     kinds_of_way = ("_attn_implementation", "_experts_implementation")
-    ways = {getattr(each, kind, None) for each in configs_of(model) for kind in kinds_of_way} - {None}
-    for table in interfaces(names):
+    ways = {getattr(each, kind, None) for each in model_watch.configs_of(model) for kind in kinds_of_way} - {None}
+    for table in model_watch.interfaces(names):
         for way in ways & set(table):
             if not is_known(table[way]):
                 raise _unnamed("every layer", f"a way {way!r} to compute", table[way])

@@ -30,20 +30,9 @@ except ModuleNotFoundError:
 from kvtier.connector import Answered, ChatPrefix, Turns, open_apart
 from kvtier.connector.models import identity_of, live_model, name_of, rope_limit, weights_of, without_adapters
 from kvtier.connector.segments import Repair, WantedReuse
+from kvtier.connector.transformers import calls
 from kvtier.connector.transformers.blocks import BlendedCache, Blocks, blocks_of, fill, is_whole
 from kvtier.connector.transformers.cache_form import CacheForm, empty_cache, probe_of, require_causal
-from kvtier.connector.transformers.calls import (
-    Call,
-    UnheldCallError,
-    generating,
-    going_on_from,
-    other_tokens,
-    quantized_cache,
-    read_call,
-    require_plain_rows,
-    require_rows,
-    require_text,
-)
 from kvtier.connector.transformers.going_on import GoingOn, how_it_goes_on
 from kvtier.connector.transformers.padding import move_behind_padding, why_padding_shows
 from kvtier.connector.transformers.segments import SegmentCalls, SegmentLists, lists_of, require_blendable
@@ -280,12 +269,12 @@ class KVTier:
         self._blocks.watch(cache)
         if call.num_copies > 1:
             cache.batch_repeat_interleave(call.num_copies)
-        given = quantized_cache(self.model, cache, call.quantization) if call.is_quantized else cache
+        given = calls.quantized_cache(self.model, cache, call.quantization) if call.is_quantized else cache
         num_assisted = cache.get_seq_length() if call.is_assisted else 0
         try:
-            with generating(self._live), going_on_from(self._live, self._generates, num_assisted):
+            with calls.generating(self._live), calls.going_on_from(self._live, self._generates, num_assisted):
                 result = self.model.generate(input_ids, **call.options(self.model, options, given))
-        except UnheldCallError as error:
+        except calls.UnheldCallError as error:
             self._forget_last_call()
             self._refuse(input_ids, error)
             return self.model.generate(input_ids, **options)
@@ -352,7 +341,7 @@ class KVTier:
             rows = self._rows(input_ids)
             if (shown := self._carried.shown) is not None:
                 way = "call load() for this text before its passes"
-                return self._refuse(input_ids, UnheldCallError(f"the model has {shown} of another call; {way}"))
+                return self._refuse(input_ids, calls.UnheldCallError(f"the model has {shown} of another call; {way}"))
             if self._states is not None:
                 if not self._states.store(rows, input_ids, cache):
                     why = "nothing is kept of a cache with other tokens than these, or without K and V"
@@ -451,9 +440,11 @@ class KVTier:
     def _require_named(self) -> None:
         """`_follow`; UnheldCallError if it has no name, or has state of another call that the name does not cover."""
         if not self._follow():
-            raise UnheldCallError(self._live.refusal)
+            raise calls.UnheldCallError(self._live.refusal)
         if (unknown := self._carried.unknown) is not None:
-            raise UnheldCallError(f"the model has {unknown} of another call; set it to None, as it was at the start")
+            raise calls.UnheldCallError(
+                f"the model has {unknown} of another call; set it to None, as it was at the start"
+            )
 
     def _my_turn(self) -> AbstractContextManager[object]:
         """Inside the context no other thread uses the model, or makes a `KVTier` over it."""
@@ -465,7 +456,13 @@ class KVTier:
         return nullcontext()
 
     def _report_finished(
-        self, call: Call, rows: list[PromptRow], result: Any, input_ids: torch.Tensor, hint: Hint | None, began: float
+        self,
+        call: calls.Call,
+        rows: list[PromptRow],
+        result: Any,
+        input_ids: torch.Tensor,
+        hint: Hint | None,
+        began: float,
     ) -> None:
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         num_columns, num_returned = input_ids.shape[1], len(sequences) // len(rows)
@@ -480,19 +477,19 @@ class KVTier:
         self.num_cached_tokens = num_tokens
         self.cached_tokens_by_row = [num_tokens] * num_rows
 
-    def _held_call(self, input_ids: torch.Tensor, options: dict[str, Any]) -> Call | None:
+    def _held_call(self, input_ids: torch.Tensor, options: dict[str, Any]) -> calls.Call | None:
         """The call as blocks see it. None if they cannot hold its KV, which is logged once, and counted."""
         if self._opened is None:
             return None
         try:
             self._require_named()
-            call = read_call(self.model, input_ids, options, self._limit)
+            call = calls.read_call(self.model, input_ids, options, self._limit)
             if self._states is not None:
-                require_plain_rows(call, in_pieces=self._states.in_pieces)
+                calls.require_plain_rows(call, in_pieces=self._states.in_pieces)
             if any(call.pads) and (trait := self._why_padding_shows):
                 kind = self.model.config.model_type
-                raise UnheldCallError(f"model kind {kind!r} has {trait}; pass rows of one length together")
-        except UnheldCallError as error:
+                raise calls.UnheldCallError(f"model kind {kind!r} has {trait}; pass rows of one length together")
+        except calls.UnheldCallError as error:
             self._refuse(input_ids, error)
             return None
         self._carried.forget()
@@ -500,7 +497,7 @@ class KVTier:
 
     @cached_property
     def _other_tokens(self) -> Mapping[int, str] | None:
-        return other_tokens(self.model.config)
+        return calls.other_tokens(self.model.config)
 
     @cached_property
     def _why_padding_shows(self) -> str | None:
@@ -512,14 +509,14 @@ class KVTier:
             return False
         try:
             self._require_named()
-            require_rows(self.model, input_ids, self._limit)
-            require_text(self._other_tokens, input_ids)
-        except UnheldCallError as error:
+            calls.require_rows(self.model, input_ids, self._limit)
+            calls.require_text(self._other_tokens, input_ids)
+        except calls.UnheldCallError as error:
             self._refuse(input_ids, error)
             return False
         return True
 
-    def _refuse(self, input_ids: torch.Tensor, error: UnheldCallError) -> None:
+    def _refuse(self, input_ids: torch.Tensor, error: calls.UnheldCallError) -> None:
         self._say_once(f"nothing is loaded or kept of such a call: {error}")
         self._tiers.metrics.missed(Outcome.UNSUPPORTED, input_ids.numel() // self._form.block_size)
 

@@ -80,7 +80,7 @@ class StateRecords:
         self._blocks.store_chain(pieces, range(len(slots)), records, row.epoch)
 
     def _pieces(self, row: PromptRow, border: int) -> StatePieces:
-        return StatePieces(row.chain, border, self.num_slots)
+        return StatePieces(row.chain, border, range(self.num_slots))
 
     def _bring(self, row: PromptRow, border: int, deadline: float) -> Blocks | None:
         """A row's blocks up to a border, if there are any, and its states there; None if any is lost."""

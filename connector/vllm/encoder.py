@@ -10,6 +10,7 @@ import hashlib
 import logging
 import struct
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -95,15 +96,11 @@ class EncoderStep:
 class EncoderReport:
     """A worker's answer, summed over ranks: who has mapped the region, and who has made which load."""
 
-    mapped: dict[int, int] = field(default_factory=dict)  # region → ranks
-    loaded: dict[int, int] = field(default_factory=dict)  # op → ranks
+    mapped: Counter[int] = field(default_factory=Counter)  # region → ranks
+    loaded: Counter[int] = field(default_factory=Counter)  # op → ranks
 
     def plus(self, other: "EncoderReport") -> "EncoderReport":
-        return EncoderReport(_sum(self.mapped, other.mapped), _sum(self.loaded, other.loaded))
-
-
-def _sum(ours: dict[int, int], theirs: dict[int, int]) -> dict[int, int]:
-    return {key: ours.get(key, 0) + theirs.get(key, 0) for key in ours | theirs}
+        return EncoderReport(self.mapped + other.mapped, self.loaded + other.loaded)
 
 
 class EncoderScheduler:

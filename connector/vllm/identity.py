@@ -17,17 +17,8 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_blo
 from vllm.version import __version__ as vllm_version
 
 from kvtier.connector.models import config_digest_of, name_of, revision_of
+from kvtier.connector.vllm import slot_plan
 from kvtier.connector.vllm.keys import NameInstead, has_kv
-from kvtier.connector.vllm.slot_plan import (
-    is_mla,
-    is_packed,
-    is_state,
-    is_uneven,
-    layer_index,
-    layer_specs,
-    require_named,
-    specs_of_group,
-)
 from kvtier.connector.vllm.slots import SlotPlan
 from kvtier.tiers import ConfigError
 from kvtier.tiers.config import CacheConfig, engine_variables
@@ -82,7 +73,7 @@ def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: Cach
     model = vllm_config.model_config
     path = checkpoint_path(model)
     digest = _config_digest(model, path)
-    specs = layer_specs(kv_cache_config)
+    specs = slot_plan.layer_specs(kv_cache_config)
     spec = specs[plan.layers[0]] if plan.layers else None
     dtype = str(model.dtype).removeprefix("torch.")
     draft = _draft_layout(vllm_config, plan)
@@ -100,7 +91,7 @@ def identity(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan, cache: Cach
         head_dim=1 if spec is None else spec.head_size,
         block_size=plan.block_size,
         layers=_layers(vllm_config, plan),
-        kind="state" if plan.states else "mla" if is_mla(spec) else "full",
+        kind="state" if plan.states else "mla" if slot_plan.is_mla(spec) else "full",
         tp_ranks=(0, num_ranks),
         tp_size=num_ranks,
         layout="block-first"
@@ -159,18 +150,18 @@ def _inputs(model: Any) -> str:
 
 def _unlike(vllm_config: Any, plan: SlotPlan, spec: Any) -> str | None:
     """Why a slot has other values than numbers of the first layer's dtype; None if it has not."""
-    if spec is not None and is_packed(spec):
+    if spec is not None and slot_plan.is_packed(spec):
         return "this attention backend packs its blocks in its own way"
     if has_kv(vllm_config.speculative_config):
         return "a draft model's KV is in the same blocks"
-    return "layers differ in what they keep of a block" if is_uneven(plan) else None
+    return "layers differ in what they keep of a block" if slot_plan.is_uneven(plan) else None
 
 
 def _layers(vllm_config: Any, plan: SlotPlan) -> tuple[int, ...]:
     """The indices of a slot's layers, of all pipeline stages."""
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         return tuple(range(vllm_config.model_config.get_total_num_hidden_layers()))
-    return tuple(sorted({layer_index(name) for name in _kept_layers(plan)}))
+    return tuple(sorted({slot_plan.layer_index(name) for name in _kept_layers(plan)}))
 
 
 def _draft_layout(vllm_config: Any, plan: SlotPlan) -> str:
@@ -195,13 +186,13 @@ def _kept_layers(plan: SlotPlan) -> Iterable[str]:
 def _layout(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan) -> str:
     """The layout of a slot in vLLM's own form: its order, and what distinguishes kernels and models that differ."""
     layout = f"vllm-layer-{plan.order}" + ("" if plan.content == "plain" else f"/{plan.content}")
-    specs = layer_specs(kv_cache_config)
-    packed = [spec for spec in (specs[name] for name in plan.layers) if is_packed(spec)]
+    specs = slot_plan.layer_specs(kv_cache_config)
+    packed = [spec for spec in (specs[name] for name in plan.layers) if slot_plan.is_packed(spec)]
     if packed:
         spec, backend = packed[0], getattr(vllm_config.attention_config, "backend", None)
         platform = f"{current_platform.device_type}:{getattr(backend, 'name', backend)}"
         layout += f"/{spec.num_head_slots}x{spec.state_content_bytes}/{platform}"
-    if is_uneven(plan):
+    if slot_plan.is_uneven(plan):
         layout += _uneven_layout(vllm_config, kv_cache_config, plan)
     for state in plan.states:
         if len({*state.layer_bytes}) > 1 or state.block_size != plan.block_size:
@@ -217,11 +208,12 @@ def _uneven_layout(vllm_config: Any, kv_cache_config: Any, plan: SlotPlan) -> st
     kinds = []
     for number, names in enumerate(plan.groups):
         count = next((lane.count for lane in plan.lanes if lane.group == number), 0)
-        spec = specs_of_group(kv_cache_config.kv_cache_groups[number])[names[0]]
-        if count and not is_state(spec):
+        spec = slot_plan.specs_of_group(kv_cache_config.kv_cache_groups[number])[names[0]]
+        if count and not slot_plan.is_state(spec):
             shown = f"{type(spec).__name__}:{spec.num_kv_heads}:{spec.head_size}:{spec.head_size_v}:{spec.dtype}"
             kinds.append(f"/{number}:{count}x{plan.group_sizes[number]}:{shown}")
-    layers = ",".join(f"{layer_index(name)}:{size}" for name, size in zip(plan.layers, plan.layer_bytes, strict=True))
+    indices = map(slot_plan.layer_index, plan.layers)
+    layers = ",".join(f"{index}:{size}" for index, size in zip(indices, plan.layer_bytes, strict=True))
     platform = f"{current_platform.device_type}:{current_platform.fp8_dtype()}:{vllm_config.cache_config.cache_dtype}"
     return "".join(kinds) + f"/{layers}/{platform}"
 
@@ -267,7 +259,7 @@ def _computes(model: Any) -> str:
 
 def _weights(model: Any, load: Any) -> str:
     """The name of the weights that vLLM loads. ConfigError if those are not files of the checkpoint."""
-    require_named(load.load_format)
+    slot_plan.require_named(load.load_format)
     return revision_of(checkpoint_path(model, load.download_dir), load.load_format)
 
 
@@ -300,9 +292,9 @@ def _state_layout(kv_cache_config: Any) -> str:
     """The layout of states, for the identity: each group's layers, and shape and dtype of all their parts."""
     kinds = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
-        for name, spec in specs_of_group(group).items():
-            if is_state(spec):
-                kinds.append(f"/{number}:{layer_index(name)}:{spec.mamba_type}:{spec.shapes}:{spec.dtypes}")
+        for name, spec in slot_plan.specs_of_group(group).items():
+            if slot_plan.is_state(spec):
+                kinds.append(f"/{number}:{slot_plan.layer_index(name)}:{spec.mamba_type}:{spec.shapes}:{spec.dtypes}")
     return "".join(kinds)
 
 

@@ -58,16 +58,6 @@ class WatchedOp:
     lost: bool = False  # some rank's copy may still run
 
 
-@dataclass(slots=True)
-class EndedOps:
-    """The result of reports: ops that ended, and the requests of the loads among them."""
-
-    finished: list[int]
-    failed: list[int]
-    loaded: list[str]
-    lost: list[int]  # a subset of `failed`
-
-
 class WatchedOps:
     """Every rank's reports of every copy. Called from the scheduler's thread.
 
@@ -111,9 +101,9 @@ class WatchedOps:
         for op in self._ops.values():
             op.failed |= bool(op.blocks) and op.request_id not in sound
 
-    def apply(self, reports: CopyReports) -> EndedOps:
-        """Count the ranks' reports; an op has ended when the last rank has reported it."""
-        ended = EndedOps([], [], [], [])
+    def apply(self, reports: CopyReports) -> tuple[WorkerReport, list[str]]:
+        """Count the ranks' reports. Returns the ops that every rank has reported, and the requests of their loads."""
+        finished, failed, lost, loaded = list[int](), list[int](), list[int](), list[str]()
         for op_id, (well, badly) in reports.ops.items():
             op = self._ops.get(op_id)
             if op is None:
@@ -125,17 +115,14 @@ class WatchedOps:
                 self.spoil(())
             if op.left <= 0:
                 del self._ops[op_id]
-                (ended.failed if op.failed else ended.finished).append(op_id)
+                (failed if op.failed else finished).append(op_id)
                 if op.lost:
-                    ended.lost.append(op_id)
-                self._forget_readers(op_id, op.blocks)
+                    lost.append(op_id)
                 if not op.blocks:
-                    ended.loaded.append(op.request_id)
-        return ended
-
-    def _forget_readers(self, op_id: int, blocks: tuple[int, ...]) -> None:
-        for block in self.physical(blocks):
-            if readers := self._readers.get(block):
-                readers.discard(op_id)
-                if not readers:
-                    del self._readers[block]
+                    loaded.append(op.request_id)
+                for block in self.physical(op.blocks):
+                    if readers := self._readers.get(block):
+                        readers.discard(op_id)
+                        if not readers:
+                            del self._readers[block]
+        return WorkerReport(tuple(finished), tuple(failed), tuple(lost)), loaded

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, overload
+from typing import TYPE_CHECKING, Any, Final
 
 from huggingface_hub import try_to_load_from_cache
 
-from kvtier.connector import Answered, BlockChain, ClosedRequest, hint_in, prefill_of
+from kvtier.connector import Answered, BlockChain, ClosedRequest, StatePieces, hint_in, prefill_of
 from kvtier.connector.daemon import RemoteTiers
 from kvtier.connector.models import ToolCalls, load_tokenizer
 from kvtier.connector.vllm.keys import AheadChain, OwnChain, VllmChain
@@ -41,67 +41,18 @@ def owner(request_id: str) -> str:
     return request_id.partition(_MARK)[0]
 
 
-def closed_id(request_id: str, border: int) -> str:
-    """The id of the lookup of this request's blocks and states up to a border."""
-    return f"{request_id}{_MARK}{border}"
+def part_id(request_id: str, part: object) -> str:
+    """The id of a part of this request: of the lookup up to a border, or of its states."""
+    return f"{request_id}{_MARK}{part}"
 
 
-class StateChain:
-    """A request's state records as one `BlockChain`: all groups' after its first block, then after its second."""
+class GroupStates(StatePieces):
+    """The states after a block, one for each of vLLM's groups. Each follows the block: others may be missing."""
 
-    __slots__ = ("_blocks", "_groups", "block_size")
-
-    def __init__(self, blocks: BlockChain, groups: Sequence[int]) -> None:
-        """`groups` are vLLM's numbers of the groups that have a state."""
-        self._blocks = blocks
-        self._groups = groups
-        self.block_size = blocks.block_size
-
-    def index(self, block: int, group: int) -> int:
-        """The index in this chain of the state after `block`."""
-        return block * len(self._groups) + self._groups.index(group)
-
-    @property
-    def hashes(self) -> Sequence[ChainHash]:
-        return _StateNames(self._blocks.hashes, self._groups)
-
-    @property
-    def tenant(self) -> ChainHash:
-        return self._blocks.tenant
-
-    @property
-    def root(self) -> ChainHash:
-        return self._blocks.root
+    __slots__ = ()
 
     def parent(self, block: int) -> ChainHash:
-        """The name of the block that the state follows."""
-        return self._blocks.hashes[block // len(self._groups)]
-
-    def block_tokens(self, block: int) -> bytes:
-        return self._blocks.block_tokens(block // len(self._groups))
-
-
-class _StateNames(Sequence[ChainHash]):
-    """Hashed on access: most borders have no state."""
-
-    def __init__(self, names: Sequence[ChainHash], groups: Sequence[int]) -> None:
-        self._names = names
-        self._groups = groups
-
-    def __len__(self) -> int:
-        return len(self._names) * len(self._groups)
-
-    @overload
-    def __getitem__(self, index: int) -> ChainHash: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[ChainHash]: ...
-
-    def __getitem__(self, index: int | slice) -> ChainHash | list[ChainHash]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        block, group = divmod(index, len(self._groups))
-        return state_name(self._names[block], self._groups[group])
+        return self.root
 
 
 class PrefillClock:
@@ -150,12 +101,8 @@ class StateRequest:
     """Stores a request's states: a `Request` for the scheduler side."""
 
     request_id: str
-    chain: StateChain
+    chain: BlockChain
     num_tokens: int = 0  # nothing is looked up by it
-
-    @classmethod
-    def of(cls, request_id: str, blocks: BlockChain, groups: Sequence[int]) -> "StateRequest":
-        return cls(f"{request_id}{_MARK}states", StateChain(blocks, groups))
 
 
 def last_border(

@@ -3,29 +3,16 @@
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any, Final
 
-from kvtier.connector import Answered, CopyOp, SchedulerSide, StepPlan, WorkerReport
+from msgspec.structs import replace
+
+from kvtier.connector import Answered, CopyOp, SchedulerSide, StepPlan
+from kvtier.connector.vllm import requests
 from kvtier.connector.vllm.events import VllmEvents
 from kvtier.connector.vllm.keys import RequestNames, ServedAdapters
 from kvtier.connector.vllm.messages import CopyReports, StepMessage, WatchedOps
-from kvtier.connector.vllm.requests import (
-    NULL,
-    AnswerReader,
-    Handovers,
-    NextStep,
-    PrefillClock,
-    Tables,
-    TrackedRequest,
-    answered_of,
-    handed_out,
-    owner,
-    prefilled_by,
-    touched,
-    whole_runs,
-)
 from kvtier.connector.vllm.slots import SlotPlan
 from kvtier.connector.vllm.states import StateSide, exactly
 from kvtier.connector.vllm.worker import RegionHandle, handle_of, with_blocks
@@ -84,17 +71,19 @@ class SchedulerHalf:
         self._was_idle = True
         self._awaits = False  # some request's lookup is pending
         self._events: VllmEvents | None = None  # None unless vLLM publishes events
-        self.reads_answers = AnswerReader(None)
-        self._rows: dict[str, TrackedRequest] = {}
+        self.reads_answers = requests.AnswerReader(None)
+        self._rows: dict[str, requests.TrackedRequest] = {}
         self._ops = WatchedOps(num_blocks, num_ranks)
         self._arriving: dict[str, set[ChainHash]] = {}  # request → blocks being loaded into L1 for it
-        self._next = NextStep()
-        self._final: dict[int, Tables] = {}  # stores, not planned yet, of blocks that may be reused → their tables
-        self._late: dict[int, Tables] = {}  # likewise, retried: the daemon was too late to grant slots
+        self._next = requests.NextStep()
+        self._final: dict[
+            int, requests.Tables
+        ] = {}  # stores, not planned yet, of blocks that may be reused → their tables
+        self._late: dict[int, requests.Tables] = {}  # likewise, retried: the daemon was too late to grant slots
         self._reported_at = 0.0
         self.names = RequestNames(plan, cache, root, adapters)
-        self._prefill = PrefillClock()
-        self._handovers = Handovers(tiers, plan, root, cache, self._prefill)
+        self._prefill = requests.PrefillClock()
+        self._handovers = requests.Handovers(tiers, plan, root, cache, self._prefill)
 
     def configure(self, *, layerwise: bool, waits: bool, keeps: bool, shares: bool, stores: bool) -> None:
         """Set how requests are served.
@@ -157,7 +146,7 @@ class SchedulerHalf:
         row.answer, row.good_until = (found, bool(found) and not row.synchronous), now + _ASK_AGAIN
         return row.answer
 
-    def allocated(self, request: Any, tables: Tables, num_external_tokens: int) -> None:
+    def allocated(self, request: Any, tables: requests.Tables, num_external_tokens: int) -> None:
         """vLLM's `update_state_after_alloc`: load what was promised, or drop the promise."""
         row = self._rows.get(request.request_id)
         if row is None:
@@ -208,11 +197,11 @@ class SchedulerHalf:
                     of_last_step = self._states.offer(row, num_scheduled, output)
                     self._final.update(dict.fromkeys(of_last_step, ()))
         final_stores, plan = self._planned()
-        self._prefill.began(*((0, 0.0) if plan.loads else prefilled_by(output)))
+        self._prefill.began(*((0, 0.0) if plan.loads else requests.prefilled_by(output)))
         self._expect(final_stores)
-        step, self._next = self._next, NextStep()
+        step, self._next = self._next, requests.NextStep()
         is_read = self._ops.reads or self._late
-        written = handed_out(output, self._plan.group_sizes) | step.targets if is_read else set()
+        written = requests.handed_out(output, self._plan.group_sizes) | step.targets if is_read else set()
         self._keep_late(written)
         fences = self._ops.readers(written)
         self._expect(plan)
@@ -225,7 +214,7 @@ class SchedulerHalf:
             fences=fences,
             lost=step.lost,
             late=frozenset(step.late),
-            touches=not step.targets.isdisjoint(touched(output)),
+            touches=not step.targets.isdisjoint(requests.touched(output)),
         )
 
     def spoiled(self, blocks: set[int]) -> None:
@@ -243,16 +232,15 @@ class SchedulerHalf:
         if reports is None:
             return
         self._reported_at = time.monotonic()
-        ended = self._ops.apply(reports)
-        for request_id in ended.loaded:
+        report, loaded = self._ops.apply(reports)
+        for request_id in loaded:
             self._arriving.pop(request_id, None)
-        update = self.side.update(WorkerReport(*map(tuple, (ended.finished, ended.failed, ended.lost))))
-        for request_id, first_block in update.failed:
-            if (row := self._rows.get(owner(request_id))) is not None:
+        for request_id, first_block in self.side.update(report).failed:
+            if (row := self._rows.get(requests.owner(request_id))) is not None:
                 row.stored = min(row.stored or 0, first_block)
                 row.gives_up = True
 
-    def finished(self, request: Any, tables: Tables) -> dict[str, Any] | None:
+    def finished(self, request: Any, tables: requests.Tables) -> dict[str, Any] | None:
         """vLLM's `request_finished`: store the rest of its blocks, which may be reused at once.
 
         Returns the `kv_transfer_params` for a decode node, if a proxy requested them.
@@ -265,7 +253,7 @@ class SchedulerHalf:
         if row.stored is not None and request.num_computed_tokens:
             ops = self._store(row, request.num_computed_tokens - request.num_in_flight_tokens, tables)
             self._final.update(dict.fromkeys(ops, row.tables))
-        self._forget(row, answered_of(request, self.reads_answers, self.side.tiers.metrics.hint_ignored))
+        self._forget(row, requests.answered_of(request, self.reads_answers, self.side.tiers.metrics.hint_ignored))
         return self._handovers.offer(row)
 
     def found_in(self, request: Any, num_tokens: int) -> tuple[int, int]:
@@ -319,7 +307,7 @@ class SchedulerHalf:
         self.side.close()
         self.side.tiers.close()
 
-    def _forget(self, row: TrackedRequest, answered: Answered | None = None) -> None:
+    def _forget(self, row: requests.TrackedRequest, answered: Answered | None = None) -> None:
         """Stop loading and storing for this request."""
         if self.side.traces and (trace := self.side.traces.get(row.request_id)) is not None:
             self._end_trace(row, trace)
@@ -328,7 +316,7 @@ class SchedulerHalf:
             if known is not None:
                 self.side.finished(known.request_id, answered if known is row else None)
 
-    def _is_of_its_adapter(self, row: TrackedRequest, num_computed_tokens: int) -> bool:
+    def _is_of_its_adapter(self, row: requests.TrackedRequest, num_computed_tokens: int) -> bool:
         """Whether its adapter still has the weights it is named by, and vLLM's own hits are of these weights."""
         adapters, lora = self.names.adapters, row.request.lora_request
         return adapters.digest(lora) == row.adapter and not (num_computed_tokens and adapters.is_mixed(lora))
@@ -348,7 +336,7 @@ class SchedulerHalf:
                 adapters.computed(lora)
         adapters.confirm({lora.lora_int_id for _, lora in rows if lora.load_inplace})
 
-    def _lookup(self, row: TrackedRequest) -> int | Pending:
+    def _lookup(self, row: requests.TrackedRequest) -> int | Pending:
         return self.side.lookup(row, row.num_l1_tokens) if self._states is None else self._states.lookup(row)
 
     def _is_synchronous(self, num_tokens: int) -> bool:
@@ -364,7 +352,7 @@ class SchedulerHalf:
         num_bytes = -(-num_tokens // self._plan.block_size) * self._plan.block_bytes
         return self._layerwise or num_bytes <= (_SHORT if alone else _TINY)
 
-    def _is_stored_soon(self, row: TrackedRequest, now: float) -> bool:
+    def _is_stored_soon(self, row: requests.TrackedRequest, now: float) -> bool:
         """Whether to delay the first lookup, since another request has just computed these blocks and stores them now.
 
         Mostly for engines without prefix caching, which cannot share these blocks in L1.
@@ -377,7 +365,7 @@ class SchedulerHalf:
         row.patient_until = 0.0
         return False
 
-    def _is_arriving(self, row: TrackedRequest) -> bool:
+    def _is_arriving(self, row: requests.TrackedRequest) -> bool:
         """Whether the first block wanted is being loaded into L1 for another request, which vLLM will share."""
         if not (self._shares and self._arriving):
             return False
@@ -385,11 +373,11 @@ class SchedulerHalf:
         wanted = row.chain.hashes[first : first + 1]  # none for a prompt's partial last block
         return bool(wanted) and any(wanted[0] in hashes for hashes in self._arriving.values())
 
-    def _row(self, request: Any) -> TrackedRequest | None:
+    def _row(self, request: Any) -> requests.TrackedRequest | None:
         """The state of a request; None if its KV has no name."""
         row = self._rows.get(request.request_id)
         if row is None and self._keeps and (keys := self.names.of(request)) is not None:
-            row = self._rows[request.request_id] = TrackedRequest(request, request.request_id, keys)
+            row = self._rows[request.request_id] = requests.TrackedRequest(request, request.request_id, keys)
             if request.lora_request is not None:
                 row.adapter = self.names.adapters.current(request.lora_request.lora_int_id)
             self.side.admit(row)
@@ -400,14 +388,14 @@ class SchedulerHalf:
                 self._states.admit(row)
         return row
 
-    def _begin_trace(self, row: TrackedRequest) -> None:
+    def _begin_trace(self, row: requests.TrackedRequest) -> None:
         """A span of its own, beside vLLM's: vLLM makes that one when the request has ended."""
         under = (row.request.trace_headers or {}).get("traceparent")
         trace = tracing.begin("kv cache", under, "internal", {"request_id": row.request_id})
         if trace is not None and trace.is_recorded:
             self.side.traces[row.request_id] = trace
 
-    def _end_trace(self, row: TrackedRequest, trace: tracing.Trace) -> None:
+    def _end_trace(self, row: requests.TrackedRequest, trace: tracing.Trace) -> None:
         known, request = self.side.requests[row.request_id], row.request
         loaded = known.loaded_by_tier(row.loaded)
         loaded[L1] += row.num_l1_tokens
@@ -416,7 +404,7 @@ class SchedulerHalf:
         usage = {f"gen_ai.usage.{name}": count for name, count in counts.items()}
         trace.end({**usage, **hits, **tracing.missed(known.missed)})
 
-    def _offer(self, row: TrackedRequest, num_scheduled: int, state: Any) -> None:
+    def _offer(self, row: requests.TrackedRequest, num_scheduled: int, state: Any) -> None:
         """Plan stores of the blocks that a step fills."""
         request, size = row.request, self._plan.block_size
         if row.stored is None:  # blocks of vLLM's own hits are offered too; tiers that have them copy nothing
@@ -425,7 +413,7 @@ class SchedulerHalf:
         if computed // size > row.stored:
             self._store(row, computed, lambda: state.get_block_ids(row.request_id))
 
-    def _store(self, row: TrackedRequest, num_computed: int, tables: Any) -> list[int]:
+    def _store(self, row: requests.TrackedRequest, num_computed: int, tables: Any) -> list[int]:
         """Plan stores of blocks that are full, named, and not planned yet. Returns the ids of the ops."""
         if not self._stores:
             return []
@@ -443,9 +431,11 @@ class SchedulerHalf:
             return []
         row.tables = tables() if callable(tables) else tables
         row.stored, row.refused = last, None
-        return [self._store_run(row, run) for run in whole_runs(self._lanes, row.tables, range(first, last), size)]
+        return [
+            self._store_run(row, run) for run in requests.whole_runs(self._lanes, row.tables, range(first, last), size)
+        ]
 
-    def _store_run(self, row: TrackedRequest, run: Sequence[int]) -> int:
+    def _store_run(self, row: requests.TrackedRequest, run: Sequence[int]) -> int:
         op_id = self.side.store(row.request_id, run[0], run)
         if self._events is not None:
             self._events.record(row.request, row.chain, range(run[0], run[-1] + 1))
@@ -461,7 +451,7 @@ class SchedulerHalf:
             self._final |= self._late
         plan, late = self.side.build_plan(), self.side.late
         for request_id, first in self.side.refused:
-            if (row := self._rows.get(owner(request_id))) is not None:
+            if (row := self._rows.get(request_id)) is not None:  # states are not retried
                 row.refused = first if row.refused is None else min(first, row.refused)
         final, self._final = self._final, {}
         self._late = {op_id: tables for op_id, tables in final.items() if tables and op_id in late}
@@ -469,7 +459,11 @@ class SchedulerHalf:
             del late[op_id]  # its request retries these blocks
         of_ended = [self._translate(op, final[op.op_id]) for op in plan.stores if op.op_id in final]
         loads, stores = (
-            tuple(self._translate(op, self._rows[owner(op.request_id)].tables) for op in ops if op.op_id not in final)
+            tuple(
+                self._translate(op, self._rows[requests.owner(op.request_id)].tables)
+                for op in ops
+                if op.op_id not in final
+            )
             for ops in (plan.loads, plan.stores)
         )
         return StepPlan(plan.step, plan.region, (), tuple(of_ended)), StepPlan(plan.step, plan.region, loads, stores)
@@ -483,10 +477,14 @@ class SchedulerHalf:
         if self._late:
             self._awaits, self._reported_at = True, time.monotonic()
 
-    def _translate(self, op: CopyOp, tables: Tables) -> CopyOp:
-        return with_blocks(replace(op, request_id=owner(op.request_id)), *self._worker_blocks(tables, op.device_blocks))
+    def _translate(self, op: CopyOp, tables: requests.Tables) -> CopyOp:
+        return with_blocks(
+            replace(op, request_id=requests.owner(op.request_id)), *self._worker_blocks(tables, op.device_blocks)
+        )
 
-    def _worker_blocks(self, tables: Tables, positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _worker_blocks(
+        self, tables: requests.Tables, positions: Sequence[int]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """vLLM's blocks for these of kvtier's, in every lane of K and V, without those not kept; and each one's
         position.
 
@@ -497,7 +495,9 @@ class SchedulerHalf:
         for number, lane in self._lanes if of_blocks else ():  # states alone have no tables
             base, table, count, place = number * self._num_blocks, tables[lane.group], lane.count, lane.place
             pairs += [
-                (base + block, at) for at, position in of_blocks if (block := table[position * count + place]) != NULL
+                (base + block, at)
+                for at, position in of_blocks
+                if (block := table[position * count + place]) != requests.NULL
             ]
         pairs += [(exactly(position), at) for at, position in enumerate(positions) if position < 0]
         return tuple(block for block, _ in pairs), tuple(at for _, at in pairs)

@@ -8,15 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtier.connector import ClosedChain, ClosedRequest, SchedulerSide
-from kvtier.connector.vllm.requests import (
-    NULL,
-    StateRequest,
-    Tables,
-    TrackedRequest,
-    UnnamedStates,
-    closed_id,
-    last_border,
-)
+from kvtier.connector.vllm import requests
 from kvtier.tiers.hierarchy import Attribution, Pending
 
 if TYPE_CHECKING:
@@ -41,15 +33,15 @@ class StateSide:
         self._num_blocks = num_blocks
         self._size = plan.block_size
         self._keeps_answers = keeps_answers
-        self._unnamed: dict[str, UnnamedStates] = {}  # this step's unnamed states, by request
-        self._of_last_step: dict[str, UnnamedStates] = {}  # the previous step's
+        self._unnamed: dict[str, requests.UnnamedStates] = {}  # this step's unnamed states, by request
+        self._of_last_step: dict[str, requests.UnnamedStates] = {}  # the previous step's
 
-    def admit(self, row: TrackedRequest) -> None:
+    def admit(self, row: requests.TrackedRequest) -> None:
         """Register a request's states at admission: a reset drops them together with its blocks."""
-        row.states = StateRequest.of(row.request_id, row.chain, self._groups)
+        row.states = requests.StateRequest(requests.part_id(row.request_id, "states"), row.chain)
         self._side.admit(row.states)
 
-    def lookup(self, row: TrackedRequest) -> int | Pending:
+    def lookup(self, row: requests.TrackedRequest) -> int | Pending:
         """How many tokens beyond the `row.num_l1_tokens` in L1 can be loaded with the states after them, or PENDING."""
         first = row.num_l1_tokens // self._size
         if row.gives_up:
@@ -58,7 +50,9 @@ class StateSide:
             self.release(row)
             usable = min(len(row.chain.hashes), (row.num_tokens - 1) // self._size)
             among = range(first + 1, usable + 1)
-            border = last_border(self._side.tiers, row.chain, among, self._groups, keeps_blocks=self._keeps_blocks)
+            border = requests.last_border(
+                self._side.tiers, row.chain, among, self._groups, keeps_blocks=self._keeps_blocks
+            )
             if not border and usable > first and not row.has_guessed and self._side.tiers.has_lower:
                 row.has_guessed = row.is_counted = True  # a shared tier may have this very prompt
                 border = usable
@@ -66,7 +60,7 @@ class StateSide:
                 self._count_misses(row, usable)
                 return 0
             chain = ClosedChain(row.chain, border, self._groups, keeps_blocks=self._keeps_blocks)
-            row.closed = ClosedRequest(closed_id(row.request_id, border), chain)
+            row.closed = ClosedRequest(requests.part_id(row.request_id, border), chain)
         closed = row.closed
         promised = self._side.lookup(closed, row.num_l1_tokens if self._keeps_blocks else 0, spares=closed.chain.spares)
         if isinstance(promised, Pending):
@@ -78,7 +72,7 @@ class StateSide:
         self.release(row)
         return 0
 
-    def load(self, row: TrackedRequest, num_tokens: int) -> int:
+    def load(self, row: requests.TrackedRequest, num_tokens: int) -> int:
         """The request got its blocks: load what was promised. Returns `num_tokens`, or 0 if the promise is gone."""
         closed = row.closed
         if closed is None:
@@ -86,7 +80,7 @@ class StateSide:
             return 0
         at = self._at(row.tables, closed.chain.border)
         in_all = len(at) * self._size + (num_tokens if self._keeps_blocks else 0)
-        is_whole = row.num_l1_tokens + num_tokens == closed.chain.border * self._size and NULL not in at
+        is_whole = row.num_l1_tokens + num_tokens == closed.chain.border * self._size and requests.NULL not in at
         blocks = [*range(closed.chain.border if self._keeps_blocks else 0), *self._exact(at)]
         loading = self._side.allocated(closed.request_id, blocks, in_all if is_whole else 0)
         row.gives_up = loading != in_all
@@ -96,7 +90,7 @@ class StateSide:
         """A step was scheduled: `offer` comes next for each of its requests."""
         self._of_last_step, self._unnamed = self._unnamed, {}
 
-    def offer(self, row: TrackedRequest, num_scheduled: int, output: Any) -> list[int]:
+    def offer(self, row: requests.TrackedRequest, num_scheduled: int, output: Any) -> list[int]:
         """Plan stores of the states after a step, if it ends at the end of a block.
 
         vLLM itself keeps the states of few such ends. Its table says where each is now; a later step may reuse the
@@ -111,16 +105,16 @@ class StateSide:
             return of_last_step
         tables = output.kv_connector_block_state.get_block_ids(row.request_id)
         at = self._at(tables, border) if tables is not None else ()
-        left = tuple((group, block) for group, block in zip(self._groups, at, strict=False) if block != NULL)
+        left = tuple((group, block) for group, block in zip(self._groups, at, strict=False) if block != requests.NULL)
         if border > len(row.chain.hashes):
-            self._unnamed[row.request_id] = UnnamedStates(border, left)
+            self._unnamed[row.request_id] = requests.UnnamedStates(border, left)
             return of_last_step
         self._store(row, border, left)
         if len(left) == len(self._groups) and border * self._size < row.request.num_prompt_tokens:
             row.border = border
         return of_last_step
 
-    def _name(self, row: TrackedRequest, output: Any) -> list[int]:
+    def _name(self, row: requests.TrackedRequest, output: Any) -> list[int]:
         """Store the previous step's states, if the token before them is known and still the request's."""
         unnamed = self._of_last_step.pop(row.request_id, None)
         if unnamed is None or unnamed.border > len(row.chain.hashes):
@@ -130,36 +124,33 @@ class StateSide:
             return []
         return self._store(row, unnamed.border, unnamed.blocks)
 
-    def _store(self, row: TrackedRequest, border: int, blocks: Sequence[tuple[int, int]]) -> list[int]:
+    def _store(self, row: requests.TrackedRequest, border: int, blocks: Sequence[tuple[int, int]]) -> list[int]:
         assert row.states is not None
-        states, lanes = row.states, dict(zip(self._groups, self._lanes, strict=True))
+        states, request_id = requests.GroupStates(row.chain, border, self._groups), row.states.request_id
+        stores = [(self._groups.index(group), block) for group, block in blocks]
         return [
-            self._side.store(
-                states.request_id,
-                states.chain.index(border - 1, group),
-                [exactly(lanes[group] * self._num_blocks + block)],
-            )
-            for group, block in blocks
+            self._side.store(request_id, at, [exactly(self._lanes[at] * self._num_blocks + block)], states)
+            for at, block in stores
         ]
 
-    def _at(self, tables: Tables, border: int) -> list[int]:
+    def _at(self, tables: requests.Tables, border: int) -> list[int]:
         """vLLM's block of each group's state at a border; NULL if its table is too short."""
         positions = [border * per_block - 1 for per_block in self._per_block]
         return [
-            tables[group][position] if position < len(tables[group]) else NULL
+            tables[group][position] if position < len(tables[group]) else requests.NULL
             for group, position in zip(self._groups, positions, strict=True)
         ]
 
-    def _most(self, row: TrackedRequest, computed: int) -> int:
+    def _most(self, row: requests.TrackedRequest, computed: int) -> int:
         """How many borders of the request are kept."""
         kept = computed if self._keeps_answers else int(row.request.num_prompt_tokens)
         return kept // self._size
 
-    def targets(self, row: TrackedRequest) -> list[int]:
+    def targets(self, row: requests.TrackedRequest) -> list[int]:
         """The workers' blocks that the request's states are loaded to, encoded by `exactly`."""
         return self._exact(self._at(row.tables, row.closed.chain.border)) if row.closed is not None else []
 
-    def release(self, row: TrackedRequest) -> None:
+    def release(self, row: requests.TrackedRequest) -> None:
         """Cancel the request's promise."""
         if row.closed is not None:
             self._side.finished(row.closed.request_id)
@@ -168,7 +159,7 @@ class StateSide:
     def _exact(self, blocks: Sequence[int]) -> list[int]:
         return [exactly(lane * self._num_blocks + block) for lane, block in zip(self._lanes, blocks, strict=True)]
 
-    def _count_misses(self, row: TrackedRequest, num_blocks: int) -> None:
+    def _count_misses(self, row: requests.TrackedRequest, num_blocks: int) -> None:
         if not row.is_counted:
             row.is_counted = True
             self._side.tiers.count(Attribution(num_blocks, miss=num_blocks))

@@ -6,11 +6,12 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import torch
+from msgspec.structs import replace
 
 from kvtier.connector import CopyOp, StepPlan, WorkerReport, WorkerSide
 from kvtier.connector.daemon import RemoteTiers, join

@@ -10,19 +10,16 @@ import pytest
 import torch
 from document_prompts import DOCUMENTS, PROMPT, QUESTION, REUSED, SEGMENTS, asked
 from extent import brief
-from small_engines import KEEP, Make, end, settled
-from tiny_models import config_of, plain, plain_logits, prompt
+from small_engines import KEEP, Make, end, off_full_prefill, over_slab, settled
+from tiny_models import plain, plain_logits, prompt
 
-from kvtier.connector.local import LocalConnector
 from kvtier.connector.segments import REPAIR_RULES, BlendRequest, Repair, ReusedPart
 from kvtier.connector.segments.blend import Blender
 from kvtier.connector.segments.progress import Blend, Work
-from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.requests import FinishReason, Output, SamplingParams
 from kvtier.engine.segments import SegmentReuse
 from kvtier.engine.sequence import ALL, Batch, Completion
-from kvtier.tiers.config.config import Config
 from kvtier.tiers.hierarchy.cache_tiers import PENDING
 
 ON: dict[str, Any] = {"segments": "on", "segment_min_tokens": 16, "num_blocks": 128, "block_size": 16}
@@ -149,14 +146,6 @@ def _add(beside: list[int], batch: Batch, run: Any) -> torch.Tensor:
     return logits
 
 
-def test_a_blend_that_falls_back_takes_more_steps_and_is_a_full_prefill(make: Make) -> None:
-    engine = make(**ON, max_num_batched_tokens=16)
-    found = answer(engine, Repair(share=0.1, max_deviation=0.0))
-    full = plain_logits(plain("llama"), PROMPT + found.token_ids[:-1])[len(PROMPT) - 1 :]
-    assert np.abs(np.stack(found.logits) - full.numpy()).max() <= 1e-5 * float(full.abs().max())
-    assert engine.stats["blends_in_full"] == 1
-
-
 def test_tokens_before_the_segments_are_computed_and_named_first(make: Make) -> None:
     engine = make(**ON, max_num_batched_tokens=16)
     engine.precompute(DOCUMENTS)
@@ -263,12 +252,11 @@ class GatedSlab:
     """An engine over a slab that holds the documents; before `opened` it reads only what is in `readable`."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, documents: list[list[int]], **options: Any):
-        self._directory, self._options = directory, options
-        writer = self._engine()
+        writer = over_slab(directory, **ON | options)
         writer.precompute(documents)
         settled(writer)
         end(writer)
-        self.engine = self._engine()
+        self.engine = over_slab(directory, **ON | options)
         self.opened = threading.Event()
         self.readable: set[bytes] = set()
         (port,) = self.engine.connector.hierarchy.ports  # type: ignore[attr-defined]
@@ -280,15 +268,6 @@ class GatedSlab:
             return read(hashes, into)
 
         monkeypatch.setattr(port.tier, "read", gated)
-
-    def _engine(self) -> Engine:
-        config = Config.load(
-            host={"size": "4MiB"},
-            file={"path": str(self._directory), "size": "64MiB", "deadline": "60s"},
-            cache={"block_size": 16, "load_or_recompute": "load", "prefetch_deadline": "60s"},
-        )
-        settings = EngineConfig(**ON | {"max_num_batched_tokens": 64, "max_num_seqs": 8} | self._options)
-        return Engine.from_config(config_of("llama"), settings, LocalConnector.connect(config))
 
     def wait(self, *names: str) -> list[Blend]:
         """Until these requests have done all that needs no segment."""
@@ -372,8 +351,7 @@ def test_a_segment_that_comes_and_goes_before_the_others_is_computed(
     assert request.reuse is None or request.reuse.num_reused == 0
     assert engine.stats["segments_lost"] == 3
     assert request.num_exact == ALL
-    full = plain_logits(plain("llama"), request.token_ids[:-1])[len(PROMPT) - 1 :]
-    assert np.abs(np.stack(logits) - full.numpy()).max() <= 1e-5 * float(full.abs().max())
+    assert off_full_prefill(logits, request.token_ids, len(PROMPT)) <= 1e-5
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["the earlier one's come first", "the later one's come first"])

@@ -143,14 +143,3 @@ def test_where_l2_has_little_room_groups_are_asked_for_bit_by_bit() -> None:
     seconds = engine.run()
     assert live.num_external_tokens > TOKENS // 4
     assert seconds <= 0.8 * 4.0
-
-
-def test_a_reset_forgets_what_was_promised() -> None:
-    engine = ScriptedEngine("auto", TOKENS, 4.0, linear(4.0))
-    live = engine.add()
-    for _ in range(2):
-        engine.step()
-    engine.side.forget_promises()
-    assert engine.tiers.num_open == 0
-    engine.run()
-    assert live.num_generated == 1

@@ -105,7 +105,7 @@ def pieces_of(engine: Engine, tokens: Sequence[int], border: int) -> list[bytes]
     chain = engine.prompt(list(tokens)).chain
     assert chain is not None
     assert isinstance(engine.scheduler, StateScheduler)
-    return list(StatePieces(chain, border, engine.scheduler._states.traits.num_pieces).hashes)
+    return list(StatePieces(chain, border, range(engine.scheduler._states.traits.num_pieces)).hashes)
 
 
 def hierarchy(engine: Engine) -> Any:
@@ -208,7 +208,7 @@ class OneBorderOff(ClosedChain):
     def __init__(self, blocks: Any, border: int, groups: Sequence[int], *, keeps_blocks: bool) -> None:
         super().__init__(blocks, border, groups, keeps_blocks=keeps_blocks)
         own = len(self.hashes) - len(groups)
-        self.hashes = [*self.hashes[:own], *StatePieces(blocks, border - 1, len(groups)).hashes]
+        self.hashes = [*self.hashes[:own], *StatePieces(blocks, border - 1, range(len(groups))).hashes]
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "qwen3.5"])
@@ -236,7 +236,7 @@ def test_logits_tell_a_state_from_that_of_the_border_before(
         right = distance(found)
         assert right < 1e-5
         with monkeypatch.context() as patch:
-            patch.setattr(states, "StatePieces", lambda chain, border, count: StatePieces(chain, border - 1, count))
+            patch.setattr(states, "StatePieces", lambda chain, border, groups: StatePieces(chain, border - 1, groups))
             patch.setattr(states, "ClosedChain", OneBorderOff)
             if found[1]:
                 engine.pool.reset()

@@ -11,10 +11,9 @@ import pytest
 import torch
 from document_prompts import DOCUMENTS, PROMPT, QUESTION, REUSED, SEGMENTS, asked
 from extent import brief
-from small_engines import GREEDY, KEEP, Make, end, settled
-from tiny_models import config_of, plain, plain_logits
+from small_engines import GREEDY, KEEP, Make, end, names_of, off_full_prefill, over_slab, settled
+from tiny_models import plain, plain_logits
 
-from kvtier.connector.local import LocalConnector
 from kvtier.connector.segments import REPAIR_RULES, Repair, Segment
 from kvtier.connector.segments.blend import Blender
 from kvtier.connector.segments.progress import Blend
@@ -23,9 +22,7 @@ from kvtier.engine.llm import Engine
 from kvtier.engine.requests import FinishReason, SamplingParams
 from kvtier.engine.sequence import Completion
 from kvtier.tiers import RequestError
-from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.naming.chain import TokenChain, root_hash
 
 ON: dict[str, Any] = {"segments": "on", "segment_min_tokens": 16, "num_blocks": 128}
 
@@ -38,12 +35,6 @@ def answer(engine: Engine, repair: Repair | None = None, params: SamplingParams 
     return engine.generate([PROMPT], params, segments=[SEGMENTS], repair=repair or UNBOUND)[0]
 
 
-def names_of(engine: Engine, tokens: list[int], salt: str | None = None) -> list[bytes]:
-    chain = TokenChain(root_hash(engine.identity.fingerprint(), cache_salt=salt), engine.config.block_size)
-    chain.extend(tokens)
-    return chain.hashes
-
-
 # what is computed
 
 
@@ -52,16 +43,14 @@ def names_of(engine: Engine, tokens: list[int], salt: str | None = None) -> list
 def test_repairing_everything_is_a_full_prefill(make: Make, family: str, rule: str) -> None:
     engine = make(family, **ON)
     found = answer(engine, Repair(rule, share=1.0))
-    full = plain_logits(plain(family), PROMPT + found.token_ids[:-1])[len(PROMPT) - 1 :]
     assert (found.num_segment_tokens, found.num_repaired_tokens) == (REUSED, REUSED)
-    assert np.abs(np.stack(found.logits) - full.numpy()).max() <= 1e-5 * float(full.abs().max())
+    assert off_full_prefill(found.logits, PROMPT + found.token_ids, len(PROMPT), family) <= 1e-5
 
 
 def test_above_its_bound_a_deviation_means_a_full_prefill(make: Make) -> None:
     engine = make(**ON)
     found = answer(engine, Repair(share=0.1, max_deviation=0.0))
-    full = plain_logits(plain("llama"), PROMPT + found.token_ids[:-1])[len(PROMPT) - 1 :]
-    assert np.abs(np.stack(found.logits) - full.numpy()).max() <= 1e-5 * float(full.abs().max())
+    assert off_full_prefill(found.logits, PROMPT + found.token_ids, len(PROMPT)) <= 1e-5
     assert engine.stats["blends_in_full"] == 1
     assert found.num_repaired_tokens == found.num_segment_tokens == REUSED
 
@@ -160,8 +149,7 @@ def test_nothing_behind_the_exact_prefix_is_named_or_stored(make: Make) -> None:
         assert all(held.holds(own))
     [again] = engine.generate([tokens], KEEP)
     assert (again.num_l1_tokens, again.num_segment_tokens) == (32, 0)
-    full = plain_logits(plain("llama"), tokens + again.token_ids[:-1])[len(tokens) - 1 :]
-    assert np.allclose(np.stack(again.logits), full.numpy(), atol=1e-4)
+    assert off_full_prefill(again.logits, tokens + again.token_ids, len(tokens)) <= 1e-4
 
 
 def test_preemption_by_offload_puts_nothing_approximate_away(make: Make) -> None:
@@ -221,21 +209,12 @@ def test_an_absent_segment_is_computed_alone_and_held_from_then_on(make: Make) -
     assert engine.stats["repaired_tokens"] == 2 * round(0.15 * REUSED)
 
 
-def over_slab(directory: Path, **cache: Any) -> Engine:
-    section = {"load_or_recompute": "load", "prefetch_deadline": "60s", **cache}
-    config = Config.load(
-        host={"size": "4MiB"}, file={"path": str(directory), "size": "64MiB", "deadline": "60s"}, cache=section
-    )
-    settings = EngineConfig(block_size=16, max_num_batched_tokens=64, max_num_seqs=8, **ON)
-    return Engine.from_config(config_of("llama"), settings, LocalConnector.connect(config))
-
-
 def test_segments_come_back_from_the_slab_after_a_restart(disk_dir: Path) -> None:
-    engine = over_slab(disk_dir)
+    engine = over_slab(disk_dir, **ON)
     first = answer(engine)
     settled(engine)
     end(engine)
-    engine = over_slab(disk_dir)
+    engine = over_slab(disk_dir, **ON)
     second = answer(engine)
     assert engine.stats["segments_loaded"] == 3
     assert first.token_ids == second.token_ids
@@ -243,7 +222,7 @@ def test_segments_come_back_from_the_slab_after_a_restart(disk_dir: Path) -> Non
 
 
 def test_a_corrupt_segment_is_computed(disk_dir: Path) -> None:
-    engine = over_slab(disk_dir)
+    engine = over_slab(disk_dir, **ON)
     first = answer(engine)
     settled(engine)
     end(engine)
@@ -251,7 +230,7 @@ def test_a_corrupt_segment_is_computed(disk_dir: Path) -> None:
     data = bytearray(slab.read_bytes())
     data[len(data) // 8 :: 64] = bytes(byte ^ 1 for byte in data[len(data) // 8 :: 64])
     slab.write_bytes(data)
-    engine = over_slab(disk_dir)
+    engine = over_slab(disk_dir, **ON)
     second = answer(engine)
     assert engine.stats["segments_loaded"] + engine.stats["segments_computed"] == 3
     assert engine.stats["segments_computed"] > 0
@@ -260,11 +239,11 @@ def test_a_corrupt_segment_is_computed(disk_dir: Path) -> None:
 
 
 def test_a_late_segment_is_computed(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = over_slab(disk_dir)
+    engine = over_slab(disk_dir, **ON)
     first = answer(engine)
     settled(engine)
     end(engine)
-    engine = over_slab(disk_dir, prefetch_deadline="0.2s")
+    engine = over_slab(disk_dir, {"prefetch_deadline": "0.2s"}, **ON)
     (port,) = engine.connector.hierarchy.ports  # type: ignore[attr-defined]
     goes_on = threading.Event()
     read = port.tier.read
@@ -290,9 +269,8 @@ def test_without_room_for_segments_their_tokens_are_computed(make: Make) -> None
     engine = make(**{**ON, "num_blocks": 12})
     found = answer(engine, Repair("first"))
     assert engine.stats["segments_lost"] > 0
-    full = plain_logits(plain("llama"), PROMPT + found.token_ids[:-1])[len(PROMPT) - 1 :]
     if not found.num_segment_tokens:
-        assert np.allclose(np.stack(found.logits), full.numpy(), atol=1e-4)
+        assert off_full_prefill(found.logits, PROMPT + found.token_ids, len(PROMPT)) <= 1e-4
     assert found.num_segment_tokens < REUSED
 
 

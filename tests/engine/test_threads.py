@@ -8,28 +8,17 @@ from typing import Any
 import pytest
 import torch
 from at_once import at_once
-from small_engines import GREEDY, end, settled, small_engine
-from tiny_models import config_of, prompt
+from small_engines import GREEDY, end, over_slab, settled, small_engine
+from tiny_models import prompt
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from kvtier.connector.local import LocalConnector
-from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.requests import SamplingParams
 from kvtier.tiers import RequestError
-from kvtier.tiers.config.config import Config
 
+SMALL: dict[str, Any] = {"num_blocks": 64, "partial_blocks": False}
 PROMPTS = [prompt(seed, 60 + 7 * seed) for seed in range(6)]
-
-
-def over_slab(directory: Path, **options: Any) -> Engine:
-    config = Config.load(
-        host={"size": "8MiB"},
-        file={"path": str(directory), "size": "64MiB"},
-        cache={"block_size": 16, "load_or_recompute": "load", "prefetch_deadline": "60s"},
-    )
-    settings = EngineConfig(block_size=16, num_blocks=64, max_num_batched_tokens=64, partial_blocks=False, **options)
-    return Engine.from_config(config_of("llama"), settings, LocalConnector.connect(config))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +33,7 @@ def texts() -> list[list[int]]:
 def test_threads_generate_and_stream_at_once_and_all_of_it_is_found_again(
     tmp_path: Path, texts: list[list[int]]
 ) -> None:
-    engine, wrong = over_slab(tmp_path), []
+    engine, wrong = over_slab(tmp_path, **SMALL), []
 
     def generate(first: int) -> None:
         for turn in range(4):
@@ -75,7 +64,7 @@ def test_threads_generate_and_stream_at_once_and_all_of_it_is_found_again(
         ends |= {output.finish_reason for output in engine.step()}
     assert ends - {None} == {"abort"}  # of the streams left: one that went behind a step is told a token more
     end(engine)
-    again = over_slab(tmp_path)
+    again = over_slab(tmp_path, **SMALL)
     answers = again.generate(PROMPTS, GREEDY)
     assert [answer.token_ids for answer in answers] == texts
     assert all(answer.num_external_tokens for answer in answers)
@@ -127,7 +116,7 @@ def fail(engine: Engine, place: str) -> Callable[[], None]:
 def test_of_a_step_that_fails_nothing_is_stored_and_the_engine_goes_on(
     tmp_path: Path, texts: list[list[int]], place: str
 ) -> None:
-    engine = over_slab(tmp_path)
+    engine = over_slab(tmp_path, **SMALL)
     heal = fail(engine, place)
     with pytest.raises(Interrupt):
         engine.generate([PROMPTS[0]], GREEDY)
@@ -144,7 +133,7 @@ def test_of_a_step_that_fails_nothing_is_stored_and_the_engine_goes_on(
 def test_an_engine_interrupted_in_its_books_refuses_all_and_stores_nothing_more(
     tmp_path: Path, texts: list[list[int]], place: str
 ) -> None:
-    engine = over_slab(tmp_path)
+    engine = over_slab(tmp_path, **SMALL)
     assert engine.generate([PROMPTS[0]], GREEDY)[0].token_ids == texts[0]
     assert engine.drain(30)
     settled(engine)
@@ -171,7 +160,7 @@ def test_an_engine_interrupted_in_its_books_refuses_all_and_stores_nothing_more(
     assert pool.counts().ready == num_stored
     engine.close()
     # what was stored before is there, and nothing of the step that was interrupted
-    again = over_slab(tmp_path)
+    again = over_slab(tmp_path, **SMALL)
     answers = again.generate(PROMPTS, GREEDY)
     assert [answer.token_ids for answer in answers] == texts
     assert [bool(answer.num_external_tokens) for answer in answers] == [True, *[False] * 5]
@@ -190,7 +179,7 @@ def test_after_close_threads_get_an_error(texts: list[list[int]]) -> None:
 def test_a_step_under_other_weights_is_refused_and_nothing_of_it_is_kept(
     tmp_path: Path, texts: list[list[int]]
 ) -> None:
-    engine = over_slab(tmp_path)
+    engine = over_slab(tmp_path, **SMALL)
     model: Any = engine.model.module
     weight, told = model.model.layers[1].mlp.up_proj.weight, list[int]()
 
@@ -209,7 +198,7 @@ def test_a_step_under_other_weights_is_refused_and_nothing_of_it_is_kept(
     assert answer.token_ids == texts[0]
     engine.drain(30)
     end(engine)
-    engine = over_slab(tmp_path)
+    engine = over_slab(tmp_path, **SMALL)
     asked = [*PROMPTS[0], *told, *PROMPTS[1]]
     [answer] = engine.generate([asked], GREEDY)
     assert answer.num_external_tokens == (len(PROMPTS[0]) + 19) // 16 * 16
@@ -222,7 +211,7 @@ def test_a_step_under_other_weights_is_refused_and_nothing_of_it_is_kept(
 def test_code_that_no_name_covers_is_found_by_what_it_computes(
     tmp_path: Path, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = over_slab(tmp_path)
+    engine = over_slab(tmp_path, **SMALL)
     assert engine.generate([PROMPTS[0]], GREEDY)[0].token_ids == texts[0]
     other = "it computes other KV than when it was named"
     with monkeypatch.context() as swapped:

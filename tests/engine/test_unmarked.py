@@ -3,21 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from small_engines import GREEDY, KEEP, Make, end, settled
-from tiny_models import config_of, plain, plain_logits, prompt
+from small_engines import GREEDY, KEEP, Make, end, names_of, off_full_prefill, over_slab, settled
+from tiny_models import prompt
 
-from kvtier.connector.local import LocalConnector
 from kvtier.connector.segments import Repair, Segment
 from kvtier.engine.config import EngineConfig
 from kvtier.engine.llm import Engine
 from kvtier.engine.requests import SamplingParams
 from kvtier.engine.sequence import Completion
 from kvtier.tiers import RequestError
-from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
-from kvtier.tiers.naming.chain import TokenChain, root_hash
 
 AUTO: dict[str, Any] = {"segments": "auto", "segment_min_tokens": 16, "num_blocks": 200}
 UNBOUND = Repair(max_deviation=9)  # K and V of random weights depend much on what stands before
@@ -37,14 +33,7 @@ def answers(engine: Engine, *prompts: list[int], params: SamplingParams = KEEP, 
 
 
 def is_full_prefill(found: Completion, tokens: list[int]) -> bool:
-    full = plain_logits(plain("llama"), tokens + found.token_ids[:-1])[len(tokens) - 1 :]
-    return bool(np.abs(np.stack(found.logits) - full.numpy()).max() <= 1e-4 * float(full.abs().max()))
-
-
-def names_of(engine: Engine, tokens: list[int]) -> list[bytes]:
-    chain = TokenChain(root_hash(engine.identity.fingerprint()), engine.config.block_size)
-    chain.extend(tokens)
-    return chain.hashes
+    return off_full_prefill(found.logits, tokens + found.token_ids, len(tokens)) <= 1e-4
 
 
 def test_a_document_is_reused_from_its_second_prompt_on(make: Make) -> None:
@@ -76,15 +65,6 @@ def test_a_document_is_reused_from_its_second_prompt_on(make: Make) -> None:
     assert engine.segments.unmarked is not None
     for piece in engine.segments.unmarked.texts(DOCUMENT)[:-1]:
         assert engine.pool.lookup(names_of(engine, piece)) == len(piece) // 16
-    end(engine)
-
-
-def test_repairing_everything_is_a_full_prefill(make: Make) -> None:
-    engine = make(**AUTO)
-    engine.precompute([DOCUMENT])
-    [found] = answers(engine, behind(1), repair=Repair(share=1.0))
-    assert found.num_segment_tokens == found.num_repaired_tokens >= LEAST
-    assert is_full_prefill(found, behind(1))
     end(engine)
 
 
@@ -158,23 +138,13 @@ def test_salts_separate_what_was_seen(make: Make) -> None:
     end(engine)
 
 
-def over_slab(directory: Path, **options: Any) -> Engine:
-    config = Config.load(
-        host={"size": "4MiB"},
-        file={"path": str(directory), "size": "64MiB", "deadline": "60s"},
-        cache={"load_or_recompute": "load", "prefetch_deadline": "60s"},
-    )
-    settings = EngineConfig(block_size=16, max_num_batched_tokens=64, max_num_seqs=8, **{**AUTO, **options})
-    return Engine.from_config(config_of("llama"), settings, LocalConnector.connect(config))
-
-
 def test_after_a_restart_the_slab_has_them_at_first_sight(disk_dir: Path) -> None:
-    engine = over_slab(disk_dir)
+    engine = over_slab(disk_dir, **AUTO)
     engine.precompute([DOCUMENT])
     [first] = answers(engine, behind(1))
     settled(engine)
     end(engine)
-    engine = over_slab(disk_dir)
+    engine = over_slab(disk_dir, **AUTO)
     [second] = answers(engine, behind(1))
     assert engine.stats["segments_loaded"] > 0
     assert engine.stats["segments_computed"] == 0  # what no tier has is not computed alone

@@ -123,9 +123,8 @@ def make() -> Iterator[Make]:
 
     def build(kind: type[Witness] = Witness, host: str = "2MiB", **options: Any) -> tuple[Engine, ManualConnector]:
         settings = EngineConfig(**EXACT | {"num_blocks": 24} | options)
-        engine = Engine.from_config(
-            config_of("llama"), settings, lambda identity, pool, _: ManualConnector(identity, pool, kind, host)
-        )
+        connect: Any = lambda identity, pool, _: ManualConnector(identity, pool, kind, host)  # noqa: E731
+        engine = Engine.from_config(config_of("llama"), settings, connect)
         engines.append(engine)
         assert isinstance(engine.connector, ManualConnector)
         return engine, engine.connector

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Final
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+from pulling_connector import WholeLoads
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm_rig import BLOCK
 
 SWITCH: Final[dict[str, Any]] = {"on": False, "failed": 0}
@@ -14,7 +15,7 @@ class _Promised(KVConnectorMetadata):
     blocks: set[int]
 
 
-class FailingConnector(KVConnectorBase_V1, SupportsHMA):
+class FailingConnector(WholeLoads):
     """Loads synchronously: the blocks are computed on in the very step whose end says that they hold nothing."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -42,15 +43,6 @@ class FailingConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _Promised)
         self._blocks = metadata.blocks
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        pass
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_for_save(self) -> None:
-        pass
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         lost, self._blocks = self._blocks, set()

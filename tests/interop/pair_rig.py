@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import httpx
-from node_rig import free_port
-from test_vllm_processes import ROOT, variables
+from node_rig import ROOT, free_port
 from vllm_rig import BLOCK
 
 SECTION: Final = "## Prefill and decode on different nodes"
@@ -31,6 +30,13 @@ ASKED: Final = {
 """What vLLM's own proxies send to the prefill server as `kv_transfer_params`."""
 
 _START: Final = 400.0  # seconds: processes that import torch and vLLM, beside other tests
+
+
+def variables(**more: str) -> dict[str, str]:
+    """The environment of vLLM's own processes. They log to stderr."""
+    path = os.pathsep.join([str(ROOT / "tests" / "interop"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+    return {**os.environ, "PYTHONPATH": path, **settings, **more}
 
 
 class Answer(NamedTuple):
@@ -48,9 +54,9 @@ class Server:
         self.port = int(arguments[arguments.index("--port") + 1])
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        small = {"--max-model-len": "1024", "--num-gpu-blocks-override": "128"}  # unless the command has its own
-        arguments += chain.from_iterable(each for each in small.items() if each[0] not in arguments)
-        arguments += ["--host", "127.0.0.1", "--enforce-eager", "--dtype", "float32", "--served-model-name", "m"]
+        usual = {"--max-model-len": "1024", "--num-gpu-blocks-override": "128", "--served-model-name": "m"}
+        arguments += chain.from_iterable(each for each in usual.items() if each[0] not in arguments)
+        arguments += ["--host", "127.0.0.1", "--enforce-eager", "--dtype", "float32"]
         arguments += ["--block-size", str(BLOCK), "--enable-prompt-tokens-details"]
         with log.open("wb") as out:
             self._process = subprocess.Popen(
@@ -134,6 +140,17 @@ def printed_commands(over_daemon: bool) -> list[list[str]]:
             config = json.loads(command[-1])
             command[-1] = json.dumps({**config, "kv_connector_extra_config": json.loads(extra)})
     return commands
+
+
+@contextlib.contextmanager
+def serving(command: Sequence[str], log: Path) -> Iterator[Server]:
+    """One server for a `with` block, ready to be asked."""
+    server = Server(command, log)
+    try:
+        server.until_ready()
+        yield server
+    finally:
+        server.close()
 
 
 def pair(over_daemon: bool, changes: Mapping[str, str], logs: Path) -> contextlib.AbstractContextManager[Pair]:

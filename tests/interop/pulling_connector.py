@@ -25,7 +25,20 @@ class _Moves(KVConnectorMetadata):
     pulls: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
 
 
-class PullingConnector(KVConnectorBase_V1, SupportsHMA):
+class WholeLoads(KVConnectorBase_V1, SupportsHMA):
+    """A connector that loads and stores no layer by itself."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        pass
+
+
+class PullingConnector(WholeLoads):
     """Asynchronous both ways: a request's blocks stay until they were sent, and a pull ends a step later."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -94,12 +107,3 @@ class PullingConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         invalid, self._invalid = self._invalid, set()
         return invalid
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        pass
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_for_save(self) -> None:
-        pass

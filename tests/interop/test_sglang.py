@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("sglang", reason="needs SGLang; run `make test-sglang`")
 
-from sglang_rig import PAGE_SIZE, Died, Sglang, Slab, names_of, needs, settle, wait_until, wait_written
+from sglang_rig import PAGE_SIZE, Sglang, Slab, names_of, needs, settle, wait_until, wait_written
 from tiny_models import SIZES, prompt
 from transformers import AutoModelForCausalLM, DeepseekV2Config, Lfm2Config, LlamaConfig, MellumConfig
 
@@ -216,18 +216,6 @@ def test_the_engine_outlives_its_store(stored: Stored, tmp_path: Path) -> None:
         assert tokens_of(engine.generate(PROMPTS)) == stored.answers
 
 
-def test_delays_and_failures_of_the_storage_change_no_answer(stored: Stored, tmp_path: Path) -> None:
-    trouble = {"SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.05", "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.3"}
-    found = 0
-    with Sglang(stored.model, stored.copy(tmp_path / "slabs"), environment=trouble) as engine:
-        for _ in range(8):
-            answers = engine.generate(PROMPTS)
-            assert tokens_of(answers) == stored.answers
-            found += sum(cached(answers))
-            engine.flush()
-    assert found > 0
-
-
 def test_pages_of_a_latent_cache(tmp_path: Path) -> None:
     """MLA: one joint latent a token and layer."""
     sizes = SIZES | {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 16}
@@ -308,11 +296,3 @@ def test_a_chat_goes_on_from_its_recurrent_state(tmp_path: Path) -> None:
         assert tokens_of(again) == tokens_of(computed)
         counters = engine.detach()
     assert "kvtier_corruption_total" not in " ".join(counters)
-
-
-def test_an_option_kvtier_does_not_know_is_refused(stored: Stored, tmp_path: Path) -> None:
-    with (
-        pytest.raises(Died, match=r"\[file\] sizes \"1GiB\": unknown option; did you mean size"),
-        Sglang(stored.model, tmp_path / "slabs", extra={"file": {"sizes": "1GiB"}}),
-    ):
-        pass

@@ -102,26 +102,6 @@ def test_it_stands_beside_the_kv_connector(
     assert len(loads) <= 2  # KV of a whole block is loaded as well, and may spare an image's output
 
 
-def test_images_that_vllm_names_by_their_request_are_not_kept(
-    model: Path, plain: Texts, loads: list[str], slab: dict[str, Any]
-) -> None:
-    """Request "0" of the next process has another image."""
-    bare = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
-    for number in (0, 1):
-        with image_engine(model, kvtier(slab), **bare) as started:
-            assert started.text([IMAGES[number]]) == [plain[number]]
-    assert loads == []
-
-
-def test_a_clients_own_name_of_an_image_is_not_kept(
-    model: Path, plain: Texts, loads: list[str], slab: dict[str, Any]
-) -> None:
-    for number in (0, 1):
-        with image_engine(model, kvtier(slab), mm_processor_cache_gb=0) as started:
-            assert started.text([IMAGES[number]], ["my-image"]) == [plain[number]]
-    assert loads == []
-
-
 def kv(path: Path) -> KVTransferConfig:
     ours = {"kv_connector_extra_config": tiers(path), "kv_load_failure_policy": "recompute"}
     return KVTransferConfig(kv_connector="KVTierConnector", kv_role="kv_both", **ours)

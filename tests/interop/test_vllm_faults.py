@@ -6,23 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from extent import brief
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
-from vllm_rig import BLOCK, Engine, FailingLoads, engine, greedy, make_checkpoint, prompt, tiers
+from vllm_rig import BLOCK, Engine, FailingLoads, before_copies, engine, greedy, make_checkpoint, prompt, said, tiers
 
 from kvtier.connector.plan import StepPlan, WorkerReport
 from kvtier.connector.vllm.worker import RegionHandle
 from kvtier.connector.worker import WorkerSide
-from kvtier.tiers.copies.transfer import PartCopier
 from kvtier.tiers.errors import TierUnavailable
 
 pytestmark = pytest.mark.timeout(300)
 
 PROMPTS = [prompt(1, 200), prompt(2, 96), prompt(3, 170)]
 BLOCKS = 6 + 2 + 5  # that can be loaded
-CACHED = 192 + 95 + 160  # tokens: the second prompt's third block is of use but for its last token
+CACHED = [192, 95, 160]  # tokens: the second prompt's third block is of use but for its last token
 
 
 def fill(vllm: Engine) -> None:
@@ -56,60 +54,20 @@ def test_a_block_damaged_on_disk_is_not_served(model: Path, expected: list[list[
         assert vllm.stats()['kvtier_corruption_total{tier="file"}'] > 0
 
 
-@pytest.mark.parametrize(
-    ("family", "kind", "caching"),
-    [
-        *brief([], [("llama", kind, True) for kind in ("asynchronous", "synchronous", "layerwise")]),
-        *brief([], [("llama", "synchronous", False)]),
-        ("gemma3", "asynchronous", True),  # several KV groups: always asynchronous
-    ],
-)
-def test_a_failed_load_is_computed_again(
-    family: str, kind: str, caching: bool, failing_loads: FailingLoads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if kind == "asynchronous":
-        monkeypatch.setattr("kvtier.connector.vllm.scheduler._TINY", 0)
-    path = make_checkpoint(family, tmp_path / "model")
-    with engine(path, enable_prefix_caching=caching) as plain:
+def test_a_failed_load_is_computed_again(failing_loads: FailingLoads, tmp_path: Path) -> None:
+    """Of several KV groups. test_vllm_peer.py and test_vllm_partial.py have models with one."""
+    path = make_checkpoint("gemma3", tmp_path / "model")
+    with engine(path) as plain:
         right = plain.text(PROMPTS)
-    with engine(path, tiers(layerwise=kind == "layerwise"), enable_prefix_caching=caching) as vllm:
+    with engine(path, tiers()) as vllm:
         fill(vllm)
         failing_loads.on = True
         assert vllm.text(PROMPTS) == right
-        assert failing_loads.num_failed > 0
-        in_part = len(vllm.half._plan.groups) == 1  # then the second prompt's third block is loaded, too
-        assert vllm.stats()['kvtier_miss_total{reason="copy_failed"}'] == BLOCKS + in_part
+        assert vllm.stats()['kvtier_miss_total{reason="copy_failed"}'] == BLOCKS
         failing_loads.on = False
         vllm.forget_l1()
-        outputs = vllm.run(PROMPTS)  # and what was computed on top of a failed load was not kept
-        assert [list(output.outputs[0].token_ids) for output in outputs] == right
-        assert sum(output.num_cached_tokens for output in outputs) == (CACHED if in_part else BLOCKS * BLOCK)
-
-
-def test_by_the_policy_fail_the_request_ends_with_an_error(
-    model: Path, failing_loads: FailingLoads, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtier.connector.vllm.scheduler._TINY", 0)
-    with engine(model, tiers(), policy="fail") as vllm:
-        assert 'kv_load_failure_policy "fail": a request whose KV cannot be loaded' in caplog.text
-        fill(vllm)
-        failing_loads.on = True
-        [output] = vllm.run([PROMPTS[0]])
-        assert output.outputs[0].finish_reason == "error"
-        failing_loads.on = False
-        vllm.forget_l1()
-        assert vllm.run([PROMPTS[0]])[0].outputs[0].finish_reason == "length"
-
-
-def test_an_l1_too_small_for_all_preempts_and_loads_again(model: Path) -> None:
-    batch = [prompt(20 + i, 100) for i in range(8)]
-    with engine(model) as plain:
-        right = plain.text(batch, 64)
-    with engine(model, tiers(), num_gpu_blocks_override=24, max_model_len=256) as vllm:
-        for _ in range(3):
-            outputs = vllm.run(batch, 64)
-            assert [list(output.outputs[0].token_ids) for output in outputs] == right
-        assert vllm.found_in("l2") > 0
+        text, cached = said(vllm.run(PROMPTS))  # and what was computed on top of a failed load was not kept
+        assert (text, sum(cached)) == (right, BLOCKS * BLOCK)
 
 
 def test_groups_that_share_memory_wait_for_each_others_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,22 +77,14 @@ def test_groups_that_share_memory_wait_for_each_others_stores(tmp_path: Path, mo
     small: dict[str, Any] = {"num_gpu_blocks_override": 10, "max_model_len": 64, "max_num_seqs": 1}
     with engine(path, max_model_len=64) as plain:
         right = [plain.text([tokens], 2)[0] for tokens in prompts]
-    copy = PartCopier.copy
-
-    def slow(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
-        if direction == "store":
-            time.sleep(0.2)
-        return copy(self, direction, copies, cancelled)
-
-    monkeypatch.setattr(PartCopier, "copy", slow)
     with engine(path, tiers(), **small) as vllm:
-        for tokens in prompts:
-            vllm.text([tokens], 2)
-        vllm.forget_l1()
-        monkeypatch.setattr(PartCopier, "copy", copy)
-        outputs = [vllm.run([tokens], 2)[0] for tokens in prompts]
-        assert [list(output.outputs[0].token_ids) for output in outputs] == right
-        assert sum(output.num_cached_tokens for output in outputs) == 16 * BLOCK
+        with monkeypatch.context() as slow:
+            before_copies(slow, lambda direction: time.sleep(0.2 * (direction == "store")))
+            for tokens in prompts:
+                vllm.text([tokens], 2)
+            vllm.forget_l1()
+        text, cached = said([vllm.run([tokens], 2)[0] for tokens in prompts])
+        assert (text, sum(cached)) == (right, 16 * BLOCK)
 
 
 def test_what_was_promised_before_a_reset_is_not_loaded_after_it(model: Path) -> None:
@@ -155,23 +105,16 @@ def test_resetting_the_connector_forgets_every_tier(model: Path, expected: list[
     with engine(model, tiers(tmp_path)) as vllm:
         fill(vllm)
         assert vllm.llm.llm_engine.reset_prefix_cache(reset_connector=True)
-        outputs = vllm.run(PROMPTS)
-        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-        assert not any(output.num_cached_tokens for output in outputs)
+        assert said(vllm.run(PROMPTS)) == (expected, [0, 0, 0])
         vllm.forget_l1()
-        assert sum(output.num_cached_tokens for output in vllm.run(PROMPTS)) == CACHED
+        assert said(vllm.run(PROMPTS)) == (expected, CACHED)
 
 
 def test_a_shutdown_with_copies_in_flight_ends_them_and_keeps_what_they_stored(
     model: Path, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy, ends = PartCopier.copy, threading.Event()
-
-    def slow(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
-        ends.wait(20)  # each copy outlives the requests, however slow their steps are
-        return copy(self, direction, copies, cancelled)
-
-    monkeypatch.setattr(PartCopier, "copy", slow)
+    ends = threading.Event()
+    before_copies(monkeypatch, lambda _: ends.wait(20))  # each outlives the requests, however slow their steps are
     vllm = Engine(model, tiers(tmp_path))
     assert vllm.text(PROMPTS) == expected
     assert vllm.half.pending
@@ -181,11 +124,8 @@ def test_a_shutdown_with_copies_in_flight_ends_them_and_keeps_what_they_stored(
     vllm.core.shutdown()
     assert time.monotonic() - begun < 20
     hierarchy.check()
-    monkeypatch.setattr(PartCopier, "copy", copy)
     with engine(model, tiers(tmp_path)) as again:
-        outputs = again.run(PROMPTS)
-        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-        assert sum(output.num_cached_tokens for output in outputs) == CACHED
+        assert said(again.run(PROMPTS)) == (expected, CACHED)
 
 
 def test_a_worker_that_cannot_map_the_schedulers_memory_goes_on_without(
@@ -220,20 +160,13 @@ def test_a_worker_tries_to_map_again(model: Path, expected: list[list[int]], mon
         vllm.text(PROMPTS[:1])  # its step stores nothing
         vllm.forget_l1()
         fill(vllm)
-        outputs = vllm.run(PROMPTS)
-        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-        assert sum(output.num_cached_tokens for output in outputs) == CACHED
+        assert said(vllm.run(PROMPTS)) == (expected, CACHED)
         assert len(tries) == 2
 
 
 def test_a_load_too_late_is_recomputed(model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that was stopped for a while: the deadline passes, the step computes, and then the load ends well."""
-    computed = threading.Event()
-    copy, start_load, poll = PartCopier.copy, WorkerSide.start_load, WorkerSide.poll
-
-    def held(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
-        assert direction == "store" or computed.wait(60)
-        return copy(self, direction, copies, cancelled)
+    computed, start_load, poll = threading.Event(), WorkerSide.start_load, WorkerSide.poll
 
     def late(self: WorkerSide, plan: StepPlan) -> None:
         start_load(self, plan)
@@ -247,7 +180,7 @@ def test_a_load_too_late_is_recomputed(model: Path, expected: list[list[int]], m
 
     with engine(model, tiers()) as vllm:
         fill(vllm)
-        monkeypatch.setattr(PartCopier, "copy", held)
+        before_copies(monkeypatch, lambda direction: direction == "store" or computed.wait(60))
         monkeypatch.setattr(WorkerSide, "start_load", late)
         monkeypatch.setattr(WorkerSide, "poll", looked)
         assert vllm.text(PROMPTS) == expected

@@ -9,7 +9,7 @@ from extent import brief
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 import torch
-from vllm_rig import BLOCK, FAMILIES, Engine, engine, greedy, make_checkpoint, prompt, said, tiers
+from vllm_rig import BLOCK, FAMILIES, Engine, engine, greedy, make_checkpoint, prompt, tiers
 
 from kvtier.tiers.errors import ConfigError
 
@@ -88,20 +88,6 @@ def test_models_without_prefixes_stay(
             assert not any(output.num_cached_tokens for output in outputs)
 
 
-def test_groups_of_layers_with_tables_of_their_own_share_a_slot(models: dict[str, Path], tmp_path: Path) -> None:
-    """Gemma 3 under vLLM's hybrid memory: what slid out of the window is no block at all, and need not be loaded."""
-    long = [prompt(6, 600)]
-    with engine(models["gemma3"], tiers(tmp_path)) as vllm:
-        assert len(vllm.half._plan.groups) > 1
-        expected = vllm.text(long)
-        vllm.forget_l1()
-        output = vllm.run(long)[0]
-        assert output.num_cached_tokens == 18 * BLOCK
-        assert list(output.outputs[0].token_ids) == expected[0]
-        loaded = vllm.stats()['kvtier_bytes_total{tier="l2",direction="load"}']
-        assert loaded == 18 * vllm.half._plan.block_bytes
-
-
 @pytest.mark.parametrize("waits", [True, False])
 def test_no_step_waits_for_a_load_vllm_cannot_take_back(models: dict[str, Path], tmp_path: Path, waits: bool) -> None:
     """`waits` is False under asynchronous scheduling, which vLLM does not run on a CPU: here it is set by hand."""
@@ -116,26 +102,6 @@ def test_no_step_waits_for_a_load_vllm_cannot_take_back(models: dict[str, Path],
         [output] = [output for _ in range(60) for output in llm.step() if output.finished]
         assert [list(output.outputs[0].token_ids)] == expected
         assert output.num_cached_tokens == 6 * BLOCK
-
-
-def test_vllm_is_told_which_tier_a_hit_came_from(models: dict[str, Path], tmp_path: Path) -> None:
-    with engine(models["llama"], tiers(tmp_path)) as vllm:
-        vllm.text(PROMPTS)
-    told: list[dict[str, int]] = []
-    with engine(models["llama"], tiers(tmp_path)) as vllm:
-        connector = vllm.scheduler.connector
-        ask = connector.get_external_cache_hit_sources
-
-        def listen(request: Any, num_tokens: int) -> Any:
-            sources = ask(request, num_tokens)
-            told.append({source.value: count for source, count in sources.items()})
-            return sources
-
-        connector.get_external_cache_hit_sources = listen
-        for _ in range(2):
-            vllm.text([PROMPTS[0]])
-            vllm.forget_l1()
-    assert told == [{"disk": 6 * BLOCK}, {"host": 6 * BLOCK}]
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -189,17 +155,6 @@ def test_loaded_kv_is_the_computed_bit_by_bit(dtype: str, keys: str, models: dic
             assert torch.equal(before, after)
 
 
-def test_a_shared_prefix_is_loaded_by_a_whole_batch(models: dict[str, Path], tmp_path: Path) -> None:
-    shared = prompt(9, 160)
-    batch = [shared + prompt(10 + i, 20 + 7 * i) for i in range(8)]
-    with engine(models["llama"], tiers(tmp_path)) as vllm:
-        expected = vllm.text(batch)
-        vllm.forget_l1()
-        assert vllm.text(batch) == expected
-        assert vllm.text([shared + prompt(99, 40)])  # a new tail on the old prefix
-        assert vllm.found_in("l2") + vllm.found_in("l1") >= 8 * 5
-
-
 def test_answers_are_kept_for_the_next_turn_and_need_not_be(models: dict[str, Path], tmp_path: Path) -> None:
     first = prompt(5, 64)
     for store_generated, found in ((True, 4), (False, 2)):
@@ -208,13 +163,6 @@ def test_answers_are_kept_for_the_next_turn_and_need_not_be(models: dict[str, Pa
             turn = first + vllm.text([first], 70)[0]
             vllm.forget_l1()
             assert vllm.run([turn], 1)[0].num_cached_tokens == found * BLOCK
-
-
-def test_layers_are_loaded_under_the_compute_of_those_before(models: dict[str, Path], tmp_path: Path) -> None:
-    with engine(models["llama"], tiers(tmp_path, layerwise=True)) as vllm:
-        expected = vllm.text(PROMPTS)
-        vllm.forget_l1()
-        assert said(vllm.run(PROMPTS)) == (expected, CACHED)
 
 
 def test_tenants_with_different_salts_never_meet(models: dict[str, Path], tmp_path: Path) -> None:

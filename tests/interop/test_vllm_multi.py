@@ -1,8 +1,5 @@
 """kvtier as a child of vLLM's MultiConnector, as prefill/decode set-ups have it, and its name in vLLM's factory."""
 
-import json
-import logging
-import os
 import subprocess
 import sys
 import threading
@@ -16,10 +13,9 @@ from extent import brief
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 from failing_connector import SWITCH
+from test_vllm_processes import CACHED, PROMPTS, run
 from vllm.config import VllmConfig
-from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm_rig import Engine, engine, multi, prompt, said, tiers
+from vllm_rig import Engine, engine, multi, said, tiers
 
 from kvtier.connector.scheduler import SchedulerSide
 from kvtier.connector.vllm import plugin as vllm_plugin
@@ -27,35 +23,12 @@ from kvtier.tiers.copies.transfer import PartCopier
 
 pytestmark = pytest.mark.timeout(300)
 
-HERE: Final = Path(__file__).resolve().parent
-PROMPTS = [prompt(1, 200), prompt(2, 96), prompt(3, 170)]
-CACHED = [192, 95, 160]  # tokens: all but the last one of the second prompt's three blocks
 WARNING: Final = 'kv_load_failure_policy "fail": a request whose KV cannot be loaded'
 FAILING: Final = {
     "kv_connector": "FailingConnector",
     "kv_connector_module_path": "failing_connector",
     "kv_role": "kv_both",
 }
-
-
-def run(model: Path, transfer: dict[str, Any], **variables: str) -> tuple[dict[str, Any], str]:
-    """What a vLLM with its engine core in a process of its own answers at INFO, and what it and its core log."""
-    options = {"transfer": transfer}
-    asked = {"model": str(model), "kvtier": None, "options": options, "prompts": PROMPTS, "num_tokens": 16}
-    path = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "vllm_child.py")],
-        input=json.dumps({**asked, "stay": False}),
-        env={**os.environ, **settings, **variables},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    line = next((line for line in done.stdout.splitlines() if line.startswith("{")), "")
-    assert line, done.stdout[-4000:] + done.stderr[-4000:]
-    reply: dict[str, Any] = json.loads(line)
-    return reply, done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -66,11 +39,12 @@ def test_at_info_metrics_find_the_connector(named: str, model: Path, expected: l
         assert vllm.text(PROMPTS) == expected
     by_path = named != "by name"
     child = {"kv_connector_module_path": "kvtier.connector.vllm"} if by_path else {}
-    reply, log = run(model, multi(tiers(tmp_path), **child), **({"VLLM_PLUGINS": ""} if by_path else {}))
-    assert (reply["text"], reply["cached"]) == (expected, CACHED), reply["counted"]
-    assert "Creating v1 connector with name: MultiConnector" in log  # it is INFO that is logged
-    assert "is not registered" not in log
-    assert WARNING not in log  # the child's policy is "fail", as vLLM's default is; the outer one counts
+    env = {"VLLM_LOGGING_LEVEL": "INFO", **({"VLLM_PLUGINS": ""} if by_path else {})}
+    told = run(model, None, env=env, transfer=multi(tiers(tmp_path), **child))
+    assert (told.text, told.cached) == (expected, CACHED), told.told
+    assert "Creating v1 connector with name: MultiConnector" in told.log  # it is INFO that is logged
+    assert "is not registered" not in told.log
+    assert WARNING not in told.log  # the child's policy is "fail", as vLLM's default is; the outer one counts
 
 
 @pytest.mark.parametrize(
@@ -156,19 +130,6 @@ def test_two_kvtiers_of_one_engine_keep_their_last_reports_apart(
 def test_the_installed_package_names_its_entry_point() -> None:
     [point] = entry_points(group="vllm.general_plugins", name="kvtier")
     assert point.load() is vllm_plugin.register
-
-
-def test_a_foreign_connector_stays_in_place(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    for factory in (KVConnectorFactory, ECConnectorFactory):
-        monkeypatch.setattr(factory, "_registry", {})
-    monkeypatch.setattr(vllm_plugin, "_registered", set())
-    KVConnectorFactory.register_connector("KVTierConnector", "failing_connector", "FailingConnector")
-    with caplog.at_level(logging.WARNING):
-        vllm_plugin.register()
-        vllm_plugin.register()
-    assert KVConnectorFactory.get_connector_class_by_name("KVTierConnector").__name__ == "FailingConnector"
-    [record] = [record for record in caplog.records if record.name == "kvtier.connector.vllm.plugin"]
-    assert 'set kv_connector_module_path to "kvtier.connector.vllm"' in record.getMessage()
 
 
 def test_registering_imports_nothing_that_vllm_had_not() -> None:

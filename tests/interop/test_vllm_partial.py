@@ -11,10 +11,9 @@ from extent import brief
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 from node_rig import Node
-from vllm_rig import BLOCK, Engine, FailingLoads, engine, greedy, make_checkpoint, prompt, tiers
+from vllm_rig import BLOCK, Engine, FailingLoads, before_copies, engine, greedy, make_checkpoint, prompt, tiers
 
 from kvtier.connector.scheduler import SchedulerSide
-from kvtier.tiers.copies.transfer import PartCopier
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -50,11 +49,13 @@ def ask(vllm: Engine, prompts: list[list[int]], salt: str | None = None) -> tupl
     return texts, cached
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "synchronous": {},
-    "asynchronous": {"_TINY": 0, "_SHORT": 0},
-    "layerwise": {"layerwise": True},
-}
+WAYS = ["synchronous", "asynchronous", "layerwise"]
+
+
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No load is waited for in its step, however short."""
+    for name in ("_TINY", "_SHORT"):
+        monkeypatch.setattr(f"kvtier.connector.vllm.scheduler.{name}", 0)
 
 
 @pytest.mark.parametrize("keys", brief(["kvtier"], ["vllm", "kvtier"]))
@@ -62,11 +63,9 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_a_prompt_that_parts_inside_a_block_computes_only_what_is_its_own(
     model: Path, expected: list[list[int]], way: str, keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = dict(WAYS[way])
-    layerwise = sizes.pop("layerwise", False)
-    for name, size in sizes.items():
-        monkeypatch.setattr(f"kvtier.connector.vllm.scheduler.{name}", size)
-    with engine(model, tiers(layerwise=layerwise, keys=keys)) as vllm:
+    if way == "asynchronous":
+        at_once(monkeypatch)
+    with engine(model, tiers(layerwise=way == "layerwise", keys=keys)) as vllm:
         assert ask(vllm, [BASE]) == (expected[:1], [0])
         assert ask(vllm, PROMPTS) == (expected[1:], list(SHARED))
         # What a prompt had a part of is its own block now: filled by it, and named by its tokens. Where its answer
@@ -145,11 +144,9 @@ def test_a_load_that_fails_is_computed_again(
     failing_loads: FailingLoads,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sizes = dict(WAYS[way])
-    layerwise = sizes.pop("layerwise", False)
-    for name, size in sizes.items():
-        monkeypatch.setattr(f"kvtier.connector.vllm.scheduler.{name}", size)
-    with engine(model, tiers(layerwise=layerwise), enable_prefix_caching=caching) as vllm:
+    if way == "asynchronous":
+        at_once(monkeypatch)
+    with engine(model, tiers(layerwise=way == "layerwise"), enable_prefix_caching=caching) as vllm:
         assert ask(vllm, [BASE]) == (expected[:1], [0])
         failing_loads.on = True
         assert ask(vllm, PROMPTS[:1])[0] == expected[1:2]
@@ -186,18 +183,12 @@ def test_who_shares_a_part_and_comes_at_once_is_served_right(model: Path, expect
 def test_a_request_that_is_aborted_while_its_part_is_loaded_leaves_nothing(
     model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.connector.vllm.scheduler._TINY", 0)
-    monkeypatch.setattr("kvtier.connector.vllm.scheduler._SHORT", 0)
-    copy, goes_on = PartCopier.copy, threading.Event()
-
-    def held(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
-        assert direction == "store" or goes_on.wait(60)
-        return copy(self, direction, copies, cancelled)
-
+    at_once(monkeypatch)
+    goes_on = threading.Event()
     with engine(model, tiers()) as vllm:
         assert ask(vllm, [BASE]) == (expected[:1], [0])
         vllm.forget_l1()
-        monkeypatch.setattr(PartCopier, "copy", held)
+        before_copies(monkeypatch, lambda direction: direction == "store" or goes_on.wait(60))
         llm = vllm.llm.llm_engine
         llm.add_request("guest", {"prompt_token_ids": PROMPTS[0]}, greedy())
         while not vllm.half._ops:
@@ -212,14 +203,7 @@ def test_no_load_overwrites_computed_kv(
     model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM writes a layer's KV and then waits for it to be loaded: too late for a block that is loaded in part."""
-    copy = PartCopier.copy
-
-    def slow(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
-        if direction == "load":
-            time.sleep(0.05)
-        return copy(self, direction, copies, cancelled)
-
-    monkeypatch.setattr(PartCopier, "copy", slow)
+    before_copies(monkeypatch, lambda direction: time.sleep(0.05 * (direction == "load")))
     with engine(model, tiers(layerwise=True)) as vllm:
         assert ask(vllm, [BASE]) == (expected[:1], [0])
         assert ask(vllm, PROMPTS) == (expected[1:], list(SHARED))

@@ -25,7 +25,6 @@ from vllm_rig import BLOCK, Engine, FailingLoads, engine, multi, prompt, said, t
 
 from kvtier.connector.vllm import slot_plan as vllm_slot_plan
 from kvtier.connector.vllm.worker import WorkerHalf
-from kvtier.tiers.copies.transfer import PartCopier
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -33,32 +32,6 @@ STEMS: Final = [prompt(200 + i, 400) for i in range(3)]
 PROMPTS: Final = [STEMS[i % 3][: 32 * (i % 5 + 1)] + prompt(300 + i, 11 + 17 * i) for i in range(6)] + [
     prompt(400 + i, 100 + 30 * i) for i in range(3)
 ]
-
-
-class SomeLoadsFail:
-    """Copies from host memory fail by lot while it is `on`; `reported` are the blocks that vLLM learns of."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
-        self.on, self.num_failed, self.num_well = False, 0, 0
-        self.reported: set[int] = set()
-        lot, copy, take = random.Random(5), PartCopier.copy, WorkerHalf.take_invalid
-
-        def some(copier: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
-            if direction != "load" or not self.on:
-                return copy(copier, direction, copies, cancelled)
-            if lot.random() < share:
-                self.num_failed += 1
-                return "the test failed this load"
-            self.num_well += 1
-            return copy(copier, direction, copies, cancelled)
-
-        def taken(half: WorkerHalf) -> set[int]:
-            blocks = take(half)
-            self.reported |= blocks
-            return blocks
-
-        monkeypatch.setattr(PartCopier, "copy", some)
-        monkeypatch.setattr(WorkerHalf, "take_invalid", taken)
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -69,7 +42,15 @@ def test_a_load_that_fails_costs_only_the_requests_that_need_its_blocks(
     """Nine requests at once, some with one beginning. Some loads fail, of blocks that several requests may share."""
     if kind == "asynchronous":
         monkeypatch.setattr("kvtier.connector.vllm.scheduler._TINY", 0)
-    loads = SomeLoadsFail(monkeypatch, 0.4 if kind != "layerwise" else 0.1)
+    loads = FailingLoads(monkeypatch, 0.4 if kind != "layerwise" else 0.1)
+    reported, take = set[int](), WorkerHalf.take_invalid
+
+    def taken(half: WorkerHalf) -> set[int]:
+        blocks = take(half)
+        reported.update(blocks)
+        return blocks
+
+    monkeypatch.setattr(WorkerHalf, "take_invalid", taken)
     with engine(model, tiers(layerwise=kind == "layerwise"), policy=policy) as vllm:
         assert vllm.text(PROMPTS) == expected
         loads.on, ends = True, set[str]()
@@ -81,7 +62,7 @@ def test_a_load_that_fails_costs_only_the_requests_that_need_its_blocks(
                 ends.add(end)
         assert loads.num_failed
         assert loads.num_well
-        assert loads.reported
+        assert reported
         assert ends == ({"length"} if policy == "recompute" else {"error", "length"})
         # Nothing of what was computed on lost blocks is found later, in L1 or in the tiers.
         loads.on = False

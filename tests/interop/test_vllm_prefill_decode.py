@@ -5,7 +5,6 @@ waits. test_vllm_two_servers.py has two servers at once.
 """
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -229,16 +228,6 @@ def test_without_a_hand_over_nobody_waits(model: Path, expected: list[list[int]]
         assert (texts(outputs), cached(outputs)) == (expected, [0, 0, 0])
 
 
-def test_what_never_comes_is_computed_in_the_end(model: Path, expected: list[list[int]], redis: RedisServer) -> None:
-    handed = prefill(model, told(redis), PROMPTS)
-    with engine(model, transfer=of_role("kv_consumer", told(redis, "300ms"))) as decode:
-        assert rename(redis, hide=True) == sum(BLOCKS)
-        begun = time.monotonic()
-        outputs = ask(decode, PROMPTS, handed)
-        assert time.monotonic() - begun >= 0.3  # it did wait
-        assert (texts(outputs), cached(outputs)) == (expected, [0, 0, 0])
-
-
 def test_a_part_that_came_in_time_is_loaded(model: Path, expected: list[list[int]], redis: RedisServer) -> None:
     """The prefill node died while it stored: of the first prompt's six blocks the first two are there."""
     with engine(model, transfer=of_role("kv_producer", told(redis))) as node:
@@ -260,31 +249,3 @@ def test_redis_that_died_between_is_not_awaited(model: Path, expected: list[list
         redis.kill()
         outputs = ask(decode, PROMPTS, handed)  # the breaker opens, long before the deadline of the hand-over
         assert (texts(outputs), cached(outputs)) == (expected, [0, 0, 0])
-
-
-def test_a_prefill_node_with_other_names_is_named_once_and_not_waited_for(
-    model: Path, expected: list[list[int]], redis: RedisServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    other = told(redis) | {"cache": {"epoch": 7}}
-    handed = prefill(model, other, PROMPTS)
-    with engine(model, transfer=of_role("kv_consumer", told(redis, "600s"))) as decode:
-        outputs = ask(decode, PROMPTS, handed)
-        assert (texts(outputs), cached(outputs)) == (expected, [0, 0, 0])
-    said = [record.getMessage() for record in caplog.records if record.name == "kvtier.connector.vllm.requests"]
-    assert len(said) == 1
-    assert "the model differs: give both nodes one checkpoint, dtype, --block-size" in said[0]
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"blocks": 10**9},
-        *brief([], [7, {"blocks": "6"}, {"blocks": -1}, {"blocks": 3, "store": 5, "last": None}]),
-        *brief([], [{"blocks": True, "store": "", "last": ""}]),
-        {"blocks": 6, "store": "x" * 100_000, "last": "00"},
-    ],
-)
-def test_made_up_hand_overs_are_ignored(said: Any, model: Path, expected: list[list[int]], redis: RedisServer) -> None:
-    with engine(model, transfer=of_role("kv_consumer", told(redis, "600s"))) as decode:
-        outputs = ask(decode, PROMPTS[:1], [{"kvtier": said}])
-        assert (texts(outputs), cached(outputs)) == (expected[:1], [0])

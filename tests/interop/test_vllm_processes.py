@@ -5,12 +5,11 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE
 from threading import Timer
@@ -23,6 +22,8 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 import httpx
 import openai
+from node_rig import ROOT, free_port
+from pair_rig import serving, variables
 from slab_rig import num_on_disk
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -31,17 +32,10 @@ from vllm_rig import BLOCK, VOCAB, make_checkpoint, prompt, tiers
 pytestmark = pytest.mark.timeout(300)
 
 HERE: Final = Path(__file__).resolve().parent
-ROOT: Final = HERE.parents[1]
 PROMPTS = [prompt(1, 200), prompt(2, 96), prompt(3, 170)]
 CACHED = [192, 95, 160]  # tokens: all but the last one of the second prompt's three blocks
 NUM_BLOCKS = sum(len(tokens) // BLOCK for tokens in PROMPTS)  # all are stored; the last token is always computed
 TWO_RANKS = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.3}
-
-
-def variables(**more: str) -> dict[str, str]:
-    """The environment of vLLM's own processes."""
-    path = os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **more}
 
 
 class Answers(NamedTuple):
@@ -59,7 +53,12 @@ class Answers(NamedTuple):
 
 
 def run(
-    model: Path, kvtier: dict[str, Any] | None, *, killed: Callable[[], object] | None = None, **options: Any
+    model: Path,
+    kvtier: dict[str, Any] | None,
+    *,
+    killed: Callable[[], object] | None = None,
+    env: dict[str, str] | None = None,
+    **options: Any,
 ) -> Answers:
     """Ask an engine in processes of its own; where `killed` is given, they get kill -9 once it holds."""
     asked = {
@@ -70,7 +69,8 @@ def run(
         "num_tokens": 16,
         "stay": killed is not None,
     }
-    env = variables(**({"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if "tensor_parallel_size" in options else {}))
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if "tensor_parallel_size" in options else {}
+    env = variables(**bound, **(env or {}))
     command = [sys.executable, str(HERE / "vllm_child.py")]
     with (
         tempfile.TemporaryFile("w+") as log,
@@ -150,44 +150,7 @@ def readme_command(model: Path, store: Path) -> list[str]:
     for printed, here in changes.items():
         assert any(printed in word for word in command)
         command = [word.replace(f'"{printed}"', f'"{here}"') if word != printed else here for word in command]
-    return command
-
-
-@contextlib.contextmanager
-def serving(model: Path, store: Path) -> Iterator[str]:
-    """`vllm serve` as in the README, and its address."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    _, _, path, *arguments = readme_command(model, store)
-    arguments += ["--port", str(port), "--host", "127.0.0.1", "--enforce-eager", "--dtype", "float32"]
-    arguments += ["--max-model-len", "1024", "--block-size", str(BLOCK), "--num-gpu-blocks-override", "64"]
-    arguments += ["--served-model-name", "m", "--enable-prompt-tokens-details"]
-    server = subprocess.Popen(
-        # what `vllm serve` runs; the CPU build's command wants a package by the name of the GPU build's
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path, *arguments],
-        env=variables(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        address = f"http://127.0.0.1:{port}"
-        for _ in range(600):
-            assert server.poll() is None, server.stdout.read() if server.stdout else ""
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{address}/health", timeout=1).status_code == 200:
-                    break
-            time.sleep(0.2)
-        yield address
-    finally:
-        server.send_signal(signal.SIGINT)
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait(10)
+    return [*command, "--port", str(free_port()), "--num-gpu-blocks-override", "64"]
 
 
 def series(address: str, name: str) -> float:
@@ -211,14 +174,15 @@ def test_a_chat_over_http_finds_its_first_turn(chat_model: Path, tmp_path: Path)
         return str(answer.choices[0].message.content), cached
 
     first: list[Any] = [{"role": "user", "content": question}]
-    with serving(chat_model, tmp_path / "kv") as address:
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60)
+    with serving(readme_command(chat_model, tmp_path / "kv"), tmp_path / "log") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60)
         text, cached = ask(client, first)
         assert cached == 0
         time.sleep(1.5)  # an idle engine ends its stores by itself
     turn = [*first, {"role": "assistant", "content": text}, {"role": "user", "content": again}]
-    with serving(chat_model, tmp_path / "kv") as address:  # a new server: only the slab is left
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60)
+    # a new server: only the slab is left
+    with serving(readme_command(chat_model, tmp_path / "kv"), tmp_path / "log") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60)
         _, cached = ask(client, turn)
         assert cached >= 4 * BLOCK  # the question and most of the answer
         _, short = ask(client, [{"role": "user", "content": again}])
@@ -226,7 +190,8 @@ def test_a_chat_over_http_finds_its_first_turn(chat_model: Path, tmp_path: Path)
         _, short_again = ask(client, [{"role": "user", "content": again}])
         assert short_again > short  # its answer filled the block that it ends in
         assert (
-            series(address, 'vllm:kvtier_lookup_blocks_total{engine="0",model_name="m",tier="file"}') == cached // BLOCK
+            series(server.url, 'vllm:kvtier_lookup_blocks_total{engine="0",model_name="m",tier="file"}')
+            == cached // BLOCK
         )
-        assert series(address, "vllm:external_prefix_cache_hits_total") == cached + short + short_again
-        assert series(address, "vllm:kvtier_pool_slots") > 0
+        assert series(server.url, "vllm:external_prefix_cache_hits_total") == cached + short + short_again
+        assert series(server.url, "vllm:kvtier_pool_slots") > 0

@@ -2,17 +2,15 @@
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from extent import brief
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
-from vllm_rig import engine, prompt, tiers
+from vllm_rig import before_copies, engine, prompt, tiers
 
 from kvtier.tiers.checksum import checksum
-from kvtier.tiers.copies.transfer import PartCopier
 from kvtier.tiers.host.host import HostRegion
 
 pytestmark = pytest.mark.timeout(300)
@@ -22,18 +20,13 @@ PROMPT = prompt(1, 200)  # six blocks can be loaded
 
 def slow_stores(monkeypatch: pytest.MonkeyPatch, stage: str, seconds: float) -> None:
     """Each store takes so long: its copy, or hashing what it copied."""
-    copy = PartCopier.copy
-
-    def copied(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
-        time.sleep(seconds if direction == "store" else 0.0)
-        return copy(self, direction, copies, cancelled)
 
     def hashed(memory: memoryview) -> int:
         time.sleep(seconds / 6)
         return checksum(memory)
 
     if stage == "copy":
-        monkeypatch.setattr(PartCopier, "copy", copied)
+        before_copies(monkeypatch, lambda direction: time.sleep(seconds * (direction == "store")))
     else:
         monkeypatch.setattr("kvtier.tiers.hierarchy.stores._SEALED_NOW", -1)  # else who stores a few bytes hashes them
         monkeypatch.setattr(HostRegion, "checksums", lambda region, slots: [*map(hashed, map(region.slot, slots))])

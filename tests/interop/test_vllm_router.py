@@ -1,10 +1,6 @@
 """The router before a real vLLM server: by vLLM's own events a conversation goes where its KV is, to the very token."""
 
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,17 +9,14 @@ import pytest
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
-import httpx2
 from chat_shapes import QWEN_3
 from node_rig import free_port
+from pair_rig import serving
 from router_rig import RoutedReplicas, ToldReplica, replicas, routed, until
 from server_rig import MODEL, tokenizer
-from service_rig import end_child
 from vllm_rig import BLOCK, make_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
-
-_START = 400.0  # seconds: three processes that import torch and vLLM, beside other tests
 
 
 @pytest.fixture(scope="module")
@@ -42,45 +35,10 @@ def spec(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
     port, publish, replay = (free_port() for _ in range(3))
     events = {"enable_kv_cache_events": True, "publisher": "zmq"}
     events |= {"endpoint": f"tcp://*:{publish}", "replay_endpoint": f"tcp://*:{replay}"}  # without * it connects
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += [
-        "--served-model-name",
-        MODEL,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--dtype",
-        "float32",
-        "--block-size",
-        str(BLOCK),
-    ]
-    command += ["--max-model-len", "1024", "--enforce-eager", "--enable-prompt-tokens-details"]
-    log = tmp_path_factory.mktemp("vllm") / "log"
-    with log.open("wb") as out:
-        server = subprocess.Popen(
-            [*command, "--kv-events-config", json.dumps(events)], stdout=out, stderr=out, text=True, env=os.environ
-        )
-    url, end = f"http://127.0.0.1:{port}", time.monotonic() + _START
-    try:
-        while not _is_up(url):
-            assert server.poll() is None, log.read_text()
-            assert time.monotonic() < end, log.read_text()
-            time.sleep(0.2)
-        yield f"{url},events=tcp://127.0.0.1:{publish},replay=tcp://127.0.0.1:{replay},block_size={BLOCK}"
-    finally:
-        server.terminate()
-        try:
-            server.wait(30)
-        finally:
-            end_child(server)
-
-
-def _is_up(url: str) -> bool:
-    try:
-        return httpx2.get(f"{url}/health", timeout=10, trust_env=False).status_code == 200
-    except httpx2.TransportError:
-        return False
+    command = ["vllm", "serve", str(model), "--served-model-name", MODEL, "--port", str(port)]
+    command += ["--kv-events-config", json.dumps(events)]
+    with serving(command, tmp_path_factory.mktemp("vllm") / "log") as server:
+        yield f"{server.url},events=tcp://127.0.0.1:{publish},replay=tcp://127.0.0.1:{replay},block_size={BLOCK}"
 
 
 class Asked:

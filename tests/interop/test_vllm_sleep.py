@@ -4,6 +4,7 @@ vLLM has no sleep on a CPU: its worker ignores the call, and its engine does the
 of vLLM 0.33 does on a GPU: it calls the connector's hooks in that order, and between them the KV memory holds rubbish.
 """
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm_rig import engine, prompt, said, tiers
+from vllm_rig import before_copies, engine, prompt, said, tiers
 
 from kvtier.connector.vllm.worker import WorkerHalf
-from kvtier.tiers.copies.transfer import HostCopyStream, PartCopier
+from kvtier.tiers.copies.transfer import HostCopyStream
 from kvtier.tiers.host.host import HostRegion
 
 pytestmark = pytest.mark.timeout(300)
@@ -87,18 +88,12 @@ def test_by_default_a_sleep_empties_the_tiers(model: Path, expected: list[list[i
 def test_stores_under_way_end_before_the_memory_goes(
     model: Path, expected: list[list[int]], sleeps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = PartCopier.copy
-
-    def slow(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
-        time.sleep(0.3)
-        return copy(self, direction, copies, cancelled)
-
     with engine(model, tiers() | KEEP) as vllm:
-        monkeypatch.setattr(PartCopier, "copy", slow)
-        assert said(vllm.run(PROMPTS)) == (expected, [0, 0, 0])
-        assert vllm.half.pending
-        vllm.llm.sleep(level=1)
-        monkeypatch.setattr(PartCopier, "copy", copy)
+        with monkeypatch.context() as slow:
+            before_copies(slow, lambda _: time.sleep(0.3))
+            assert said(vllm.run(PROMPTS)) == (expected, [0, 0, 0])
+            assert vllm.half.pending
+            vllm.llm.sleep(level=1)
         vllm.llm.wake_up()
         outputs = vllm.run([prompt(4, 40)], 2)  # a step, with which the stores that ended are reported
         assert outputs[0].num_cached_tokens == 0
@@ -111,17 +106,13 @@ def test_without_hooks_copies_end_in_step(
     model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM 0.32 tells the connector's worker nothing of a sleep, and waits for its device alone."""
-    copy, made = PartCopier.copy, WorkerHalf.__init__
-
-    def slow(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
-        time.sleep(0.1)
-        return copy(self, direction, copies, cancelled)
+    made = WorkerHalf.__init__
 
     def sleepy(self: WorkerHalf, plan: Any, *, settles: bool, **options: Any) -> None:
         assert not settles  # sleep mode is off: vLLM refuses it on a CPU
         made(self, plan, settles=True, **options)
 
-    monkeypatch.setattr(PartCopier, "copy", slow)
+    before_copies(monkeypatch, lambda _: time.sleep(0.1))
     monkeypatch.setattr(WorkerHalf, "__init__", sleepy)
     with engine(model, tiers()) as vllm:
         llm = vllm.llm.llm_engine
@@ -135,11 +126,7 @@ def test_without_hooks_copies_end_in_step(
 
 def test_a_copy_older_than_the_pin_does_not_outlive_its_step(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """L2 is pinned in the background. The last piece may be pinned while a thread still copies from pageable memory."""
-    copy, made, begun = PartCopier.copy, WorkerHalf.__init__, list[bool]()
-
-    def slow(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
-        time.sleep(0.3)
-        return copy(self, direction, copies, cancelled)
+    made, begun = WorkerHalf.__init__, list[bool]()
 
     def sleepy(self: WorkerHalf, plan: Any, *, settles: bool, **options: Any) -> None:
         made(self, plan, settles=True, **options)
@@ -149,7 +136,7 @@ def test_a_copy_older_than_the_pin_does_not_outlive_its_step(model: Path, monkey
         begun.append(True)
         return event
 
-    monkeypatch.setattr(PartCopier, "copy", slow)
+    before_copies(monkeypatch, lambda _: time.sleep(0.3))
     monkeypatch.setattr(WorkerHalf, "__init__", sleepy)
     monkeypatch.setattr(HostCopyStream, "store", store)
     monkeypatch.setattr(HostRegion, "pinned", property(lambda _: bool(begun)))
@@ -168,21 +155,15 @@ def test_a_copy_older_than_the_pin_does_not_outlive_its_step(model: Path, monkey
 def test_a_copy_that_does_not_end_keeps_the_memory_where_it_is(
     model: Path, expected: list[list[int]], sleeps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy, hangs = PartCopier.copy, [True]
-
-    def stuck(self: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
-        while hangs[0]:
-            time.sleep(0.01)
-        return copy(self, direction, copies, cancelled)
-
+    goes_on = threading.Event()
     with engine(model, tiers() | KEEP) as vllm:
-        monkeypatch.setattr(PartCopier, "copy", stuck)
+        before_copies(monkeypatch, lambda _: goes_on.wait(60))
         monkeypatch.setattr("kvtier.connector.vllm.worker._DEADLINE", 0.2)
         assert said(vllm.run(PROMPTS)) == (expected, [0, 0, 0])
         with pytest.raises(RuntimeError, match="a copy from or to KV memory has not ended in 0 s, so it must stay"):
             vllm.llm.sleep(level=1)
         assert not sleeps
-        hangs[0] = False
+        goes_on.set()
         vllm.llm.sleep(level=1)
         assert sleeps == [1]
         vllm.llm.wake_up()

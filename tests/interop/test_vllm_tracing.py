@@ -11,7 +11,7 @@ import httpx
 from doubles import wait_until
 from node_rig import free_port
 from otlp_rig import SeenSpan, collecting, drawn
-from pair_rig import Server
+from pair_rig import serving
 from vllm_rig import BLOCK, make_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
@@ -29,9 +29,7 @@ def test_the_connectors_spans_join_vllms(tmp_path: Path, monkeypatch: pytest.Mon
     with collecting() as collector:
         command = ["vllm", "serve", str(model), "--port", str(free_port()), "--skip-tokenizer-init"]
         command += ["--kv-transfer-config", transfer, "--otlp-traces-endpoint", f"{collector.url}/v1/traces"]
-        server = Server(command, tmp_path / "log")
-        try:
-            server.until_ready()
+        with serving(command, tmp_path / "log") as server:
 
             def traced(letter: str) -> dict[str, SeenSpan]:
                 """The spans of one more request, by their names."""
@@ -58,5 +56,3 @@ def test_the_connectors_spans_join_vllms(tmp_path: Path, monkeypatch: pytest.Mon
             warm = traced("b")
             assert warm["kv cache"].attributes["kvtier.hit_tokens.l2"] == 4 * BLOCK
             assert warm["load"].parent == warm["kv cache"].id
-        finally:
-            server.close()

@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 import httpx
 from monitoring_rig import asked, labels_of, strays_in
 from node_rig import free_port, node
-from pair_rig import Server, pair
+from pair_rig import Server, pair, serving
 from redis_rig import NO_REDIS, standalone
 from test_vllm_processes import chat_model
 from vllm_rig import BLOCK, engine, prompt
@@ -118,9 +118,7 @@ def test_data_parallel_replicas_share_a_daemon(chat_model: Path, expected: list[
         transfer = {"kv_connector": "KVTierConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
         command = ["vllm", "serve", str(chat_model), "--port", str(free_port()), "--data-parallel-size", "2"]
         command += ["--kv-transfer-config", json.dumps({**transfer, "kv_connector_extra_config": kvtier})]
-        server = Server(command, tmp_path / "log")
-        try:
-            server.until_ready()
+        with serving(command, tmp_path / "log") as server:
             for number in (0, 1):
                 first, second = number, 1 - number
                 assert server.ask(PROMPTS[number], 16, replica=first)[0] == (expected[number], 0)
@@ -130,5 +128,3 @@ def test_data_parallel_replicas_share_a_daemon(chat_model: Path, expected: list[
                     assert time.monotonic() < end
                     server.forget_l1()
                 assert answer.tokens == expected[number]
-        finally:
-            server.close()

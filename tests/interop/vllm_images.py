@@ -1,7 +1,7 @@
 """A real vLLM on the CPU over a small random BLIP-2, with a connector for encoder outputs. Only for where vLLM is."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
@@ -110,13 +110,8 @@ class ImageEngine:
         self.core.shutdown()
 
 
-@contextmanager
-def image_engine(model: Path, transfer: dict[str, Any] | None = None, **options: Any) -> Iterator[ImageEngine]:
+def image_engine(
+    model: Path, transfer: dict[str, Any] | None = None, **options: Any
+) -> AbstractContextManager[ImageEngine]:
     """An engine for a `with` block; checked and shut down behind it."""
-    made = ImageEngine(model, transfer, **options)
-    try:
-        yield made
-    except BaseException:
-        made.core.shutdown()
-        raise
-    made.close()
+    return vllm_rig.shut_down(ImageEngine(model, transfer, **options))

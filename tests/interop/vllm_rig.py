@@ -5,9 +5,10 @@ vLLM's own processes; `vllm_child.py` runs one of these in a process of its own.
 """
 
 import os
+import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -255,10 +256,13 @@ class Engine:
         return hasattr(self.core, "engine_core")
 
 
-@contextmanager
-def engine(model: Path, kvtier: dict[str, Any] | None = None, **options: Any) -> Iterator[Engine]:
+def engine(model: Path, kvtier: dict[str, Any] | None = None, **options: Any) -> AbstractContextManager[Engine]:
     """An engine for a `with` block; checked and shut down behind it."""
-    made = Engine(model, kvtier, **options)
+    return shut_down(Engine(model, kvtier, **options))
+
+
+@contextmanager
+def shut_down(made: Any) -> Iterator[Any]:
     try:
         yield made
     except BaseException:
@@ -284,17 +288,29 @@ def multi(kvtier: dict[str, Any], *siblings: dict[str, Any], policy: str = "reco
     }
 
 
+def before_copies(monkeypatch: pytest.MonkeyPatch, act: Callable[[str], object]) -> None:
+    """Call `act("load" or "store")` before each copy between L2 and vLLM's memory. It fails if that returns a text."""
+    copy = PartCopier.copy
+
+    def acted(copier: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
+        failure = act(direction)
+        return failure if isinstance(failure, str) else copy(copier, direction, copies, cancelled)
+
+    monkeypatch.setattr(PartCopier, "copy", acted)
+
+
 class FailingLoads:
-    """Copies from host memory to vLLM's, which fail while it is `on`."""
+    """Copies from host memory to vLLM's, of which a `share` fails while it is `on`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.on, self.num_failed = False, 0
-        copy = PartCopier.copy
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, share: float = 1.0) -> None:
+        self.on, self.num_failed, self.num_well = False, 0, 0
+        lot = random.Random(5)
 
-        def maybe(copier: PartCopier, direction: Any, copies: Any, cancelled: Any = bool) -> str | None:
-            if direction == "load" and self.on:
-                self.num_failed += 1
-                return "the test failed this load"
-            return copy(copier, direction, copies, cancelled)
+        def maybe(direction: str) -> str | None:
+            if direction != "load" or not self.on:
+                return None
+            fails = lot.random() < share
+            self.num_failed, self.num_well = self.num_failed + fails, self.num_well + (not fails)
+            return "the test failed this load" if fails else None
 
-        monkeypatch.setattr(PartCopier, "copy", maybe)
+        before_copies(monkeypatch, maybe)

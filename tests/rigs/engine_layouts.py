@@ -1,12 +1,23 @@
 """How engines keep KV, as parts of slots: of layers `[blocks, heads, tokens, keys and values]`, from a byte `at` on."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 
+from kvtier.connector.vllm.slots import GroupLane, SlotPlan
 from kvtier.tiers.copies.transfer import BlockPart
 
 Layout = Callable[[list[torch.Tensor]], list[BlockPart]]
+
+
+def slot_plan_of(layers: tuple[str, ...], tokens: int, layer_bytes: int, **changed: Any) -> SlotPlan:
+    """One KV group of these layers, all of it on one rank; `changed` are other fields."""
+    size: dict[str, Any] = {"block_size": tokens, "hash_size": tokens, "group_sizes": (tokens,)}
+    group: dict[str, Any] = {"groups": (layers,), "lanes": (GroupLane(0),), "layers": layers}
+    of_rank: dict[str, Any] = {"layer_bytes": (layer_bytes,) * len(layers), "num_parts": 1, "replicas": 1}
+    return replace(SlotPlan(**size, **group, **of_rank, content="plain", canonical=False), **changed)
 
 
 def layer_bytes(tensors: list[torch.Tensor]) -> int:

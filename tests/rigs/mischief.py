@@ -174,9 +174,8 @@ class Mischief:
             **options,
         }
         self.settings = EngineConfig(**chosen)
-        self.engine = Engine.from_config(
-            config_of("llama"), self.settings, lambda identity, pool, _: BadConnector(identity, pool, config, seed)
-        )
+        connect: Any = lambda identity, pool, _: BadConnector(identity, pool, config, seed)  # noqa: E731
+        self.engine = Engine.from_config(config_of("llama"), self.settings, connect)
         connector: Any = self.engine.connector
         self.connector: BadConnector = connector
         self.asked: dict[str, Asked] = {}

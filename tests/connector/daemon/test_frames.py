@@ -16,7 +16,7 @@ from msgspec.msgpack import encode
 from msgspec.structs import astuple
 from service_rig import body_of, news_of, unpack_reply, unpack_request
 
-from kvtier.connector.daemon import client, wire
+from kvtier.connector.daemon import wire
 from kvtier.connector.daemon.client import RemoteReservation, seals_of
 from kvtier.tiers.errors import FormatError
 from kvtier.tiers.hierarchy.cache_tiers import Attribution, Overlap, SplitPoint, Wanted
@@ -377,7 +377,7 @@ def test_nothing_filled_is_no_message() -> None:
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5)), max_size=30), st.integers(5, 9))
 def test_no_message_is_too_long_and_none_mixes_epochs(stores: list[tuple[int, int]], most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client, "MAX_ITEMS", most)
+        patch.setattr(wire, "MAX_ITEMS", most)
         filled = [(reservation(n, count), [b"%d" % n] * count, epoch) for n, (epoch, count) in enumerate(stores)]
         seals = seals_of(filled)
     assert all(len(seal.tokens) <= most and len(seal.reservations) <= most for seal in seals)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from _architectures import ARCHITECTURES, Architecture
+from _architectures import ARCHITECTURES
 from extent import brief
 from kv_tier_rig import Open, hits, restarted
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -220,14 +220,6 @@ def test_indexers_that_see_the_future_are_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(cache_form, "version", "5.12.1")
     with pytest.raises(ConfigError, match=r"transformers 5\.12\.1 selects wrong tokens .*; install 5\.19 or newer"):
         CacheForm.of(model_of("deepseek-v3.2"), 16)
-
-
-@pytest.mark.parametrize("row", [ROWS["t5"], ROWS["bart"]], ids=lambda row: row.name)
-def test_an_encoders_text_has_no_part_in_a_name(open_tier: Open, row: Architecture) -> None:
-    with pytest.raises(
-        ConfigError, match=r"K and V also depend on the encoder's text; .* leave kvtier out for this one"
-    ):
-        CacheForm.of(row.make_model(), 16)
 
 
 def test_segments_are_refused_where_layers_differ(open_tier: Open) -> None:

@@ -100,12 +100,6 @@ def test_a_model_refused_for_segments_is_cached_exactly_without_them() -> None:
             assert kv.num_cached_tokens == num_cached
 
 
-def test_a_model_whose_kv_no_block_holds_is_refused_where_segments_are_on() -> None:
-    config = transformers.MambaConfig(vocab_size=211, hidden_size=32, num_hidden_layers=2)
-    with pytest.raises(ConfigError, match="model kind 'mamba' keeps recurrent states"):
-        KVTier(tiny(config), Config.load(host={"size": "4MiB"}, cache={"segments": "on"}))
-
-
 def test_a_model_in_training_is_refused_with_the_fix() -> None:
     model = tiny(config_of("llama")).train()
     with pytest.raises(ConfigError, match=r"in training mode; call model\.eval\(\) before KVTier"):

@@ -1,19 +1,18 @@
 """Stories of KVTier: transformers' generate() beside the tiers, kind by kind, and shared with our engine."""
 
-import copy
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kv_tier_rig import BLOCK, GREEDY, Open, hits, ids, left_padded, model_of, tiers_over
+from kv_tier_rig import BLOCK, GREEDY, Open, ids, left_padded, model_of, tiers_over
 from server_rig import save_checkpoint, tokenizer
 from tiny_models import VOCAB, prompt
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache, PreTrainedTokenizerFast, T5Config
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast, T5Config
 
 from kvtier.connector.models import cache_option
 from kvtier.connector.transformers import adapter as transformers_connector
@@ -22,53 +21,6 @@ from kvtier.tiers.copies.transfer import BlockCopier
 from kvtier.tiers.errors import MissingPackages, RequestError
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.reuse import Hint, RequestEnd
-
-
-def test_a_cache_that_dropped_tokens_is_not_kept(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:
-    model = model_of("mistral-window")
-    tokens = ids(prompt(1, 70))
-    sliding = DynamicCache(config=model.config)  # keeps the window's tokens alone
-    with torch.inference_mode():
-        model(tokens, **cache_option(model, sliding))
-    kv = open_tier(model)
-    kv.store(tokens, sliding)
-    assert "dropped tokens" in caplog.text
-    assert kv.load(tokens)[1] == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"use_cache": False}, "use_cache=False computes no KV to keep; leave it out"),
-        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True would lack"),
-        ({"pad_token_id": prompt(1, 90)[5]}, "pad on the left alone"),  # transformers hides it where it stands
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_calls_that_blocks_cannot_hold_go_on_as_ever_and_are_named_once(
-    open_tier: Open, caplog: pytest.LogCaptureFixture, options: dict[str, Any], said: str
-) -> None:
-    model = model_of("llama")
-    kv = open_tier(model)
-    tokens = ids(prompt(1, 90))
-
-    def answer(generate: Callable[..., Any]) -> Any:
-        torch.manual_seed(5)
-        result = generate(tokens, **copy.deepcopy({**GREEDY, **options}))
-        return result if isinstance(result, torch.Tensor) else result.sequences
-
-    expected = answer(model.generate)
-    for _ in range(2):
-        assert torch.equal(answer(kv.generate), expected)
-        assert kv.num_cached_tokens == 0
-    # One line in all, naming what and the fix; every block is counted.
-    [warning] = [record.message for record in caplog.records if record.name == "kvtier.connector.transformers"]
-    assert said in warning
-    assert "\n" not in warning
-    assert kv.stats()['kvtier_miss_total{reason="unsupported"}'] == 2 * (90 // 16)
-    # Nothing of it was kept under these tokens.
-    assert kv.drain()
-    assert kv.load(tokens)[1] == 0
 
 
 def test_a_model_in_training_is_named_with_the_fix(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:
@@ -80,21 +32,6 @@ def test_a_model_in_training_is_named_with_the_fix(open_tier: Open, caplog: pyte
     model.eval()
     assert kv.load(torch.tensor(prompt(1, 70)))[1] == 0
     assert "shape (70,); pass [rows, tokens]" in caplog.text
-
-
-@pytest.mark.parametrize(("kind", "said"), [("rwkv", "it keeps a state outside of transformers' cache")])
-def test_a_model_whose_kv_no_block_holds_is_generated_as_ever(
-    open_tier: Open, caplog: pytest.LogCaptureFixture, kind: str, said: str
-) -> None:
-    model = model_of(kind)
-    kv = open_tier(model)
-    assert said in caplog.text
-    tokens = ids(prompt(1, 60))
-    for _ in range(2):
-        assert hits(kv, tokens) == 0
-    assert kv.load(tokens)[1] == 0
-    kv.store(tokens, DynamicCache())
-    assert kv.stats() == {}
 
 
 def test_what_an_encoder_reads_names_no_blocks(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:

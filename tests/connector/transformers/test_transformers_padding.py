@@ -1,6 +1,5 @@
 """Stories of KVTier with rows of different length: padding in front, answers that end early, hits by row."""
 
-import random
 from typing import Any
 
 import pytest
@@ -193,29 +192,3 @@ def test_a_model_that_takes_padding_for_tokens_is_refused(
 def test_models_that_heed_masks_pass_the_check(kind: str, dtype: torch.dtype) -> None:
     model = model_of(kind, dtype)
     assert padding.why_padding_shows(model, CacheForm.of(model, BLOCK)) is None
-
-
-@pytest.mark.parametrize("kind", brief(["gemma3"], KINDS))
-def test_random_batches_are_generated_as_without_kvtier(open_tier: Open, kind: str) -> None:
-    """Batches of prompts that share beginnings, of random lengths, through small host memory and a restart."""
-    chosen = random.Random(7)
-    model = model_of(kind)
-    stems = [prompt(seed, 80) for seed in (1, 2)]
-    kv = open_tier(model)
-    num_hits = 0
-    rows: list[list[int]] = []
-    for number in range(14):
-        rows.clear()
-        for _ in range(chosen.randint(1, 4)):
-            stem = chosen.choice(stems)[: chosen.randint(1, 80)]
-            rows.append(stem + prompt(chosen.randint(10, 13), chosen.randint(1, 40)))
-        batch = left_padded(rows)
-        expected = model.generate(**batch, **GREEDY)
-        assert torch.equal(kv.generate(**batch, **GREEDY), expected), (number, [len(row) for row in rows])
-        assert all(0 <= hit < len(row) for hit, row in zip(kv.cached_tokens_by_row, rows, strict=True))
-        num_hits += sum(kv.cached_tokens_by_row)
-        if number == 9:
-            kv = restarted(kv, open_tier)
-    assert num_hits > 200
-    for row in rows:
-        assert_exact(kv, model, row)

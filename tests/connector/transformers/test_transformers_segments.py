@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from document_prompts import DOCUMENTS, PROMPT, QUESTION, REUSED, SEGMENTS, asked
-from extent import brief
 from kv_tier_rig import Open, ids, tiers_over
 from service_rig import PATIENCE, DaemonThread
 from small_engines import KEEP, Make, end
@@ -68,15 +67,6 @@ def open_tier(disk_dir: Path) -> Iterator[Open]:
 
 
 # what is computed
-
-
-@pytest.mark.parametrize("family", brief(["qwen2-mixed"], ["llama", "qwen2-mixed", "qwen3", "mistral-window"]))
-@pytest.mark.parametrize("rule", ["deviation", "question"])
-def test_repairing_everything_is_a_full_prefill(open_tier: Open, family: str, rule: str) -> None:
-    kv = open_tier(plain(family))
-    found = logits_of(kv, ids(PROMPT), segments=SEGMENTS, repair=Repair(rule, share=1.0))
-    assert is_full_prefill(kv, found[0], PROMPT)
-    assert (kv.num_cached_tokens, kv.num_segment_tokens, kv.num_repaired_tokens) == (0, REUSED, REUSED)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window"])
@@ -305,13 +295,6 @@ def test_host_memory_for_less_than_one_segment_costs_its_tokens_only(open_tier: 
     assert kv.num_segment_tokens == REUSED
     assert outcomes(kv)["computed"] >= 3  # all at first; then what found no room in time
     assert sum(outcomes(kv).values()) == 6
-
-
-def test_short_segments_are_computed(open_tier: Open) -> None:
-    kv = open_tier(segment_min_tokens=40)
-    kv.generate(ids(PROMPT), segments=SEGMENTS, **GREEDY)
-    assert kv.num_segment_tokens == 48 + 64
-    assert outcomes(kv) == {"computed": 2, "short": 1}
 
 
 def test_transformers_and_our_engine_find_each_others_segments(tmp_path: Path, disk_dir: Path) -> None:

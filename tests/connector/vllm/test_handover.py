@@ -175,7 +175,11 @@ def test_with_no_tier_that_nodes_share_nothing_can_come(tier: MemoryTier, caplog
 
 @pytest.mark.parametrize(
     "change",
-    [{"blocks": 0}, {"blocks": 5}, {"blocks": "4"}, {"blocks": None}, {"store": "00"}, {"last": "00"}, {"last": 7}],
+    [
+        *({"blocks": number} for number in (0, 5, -1, 10**9, "4", None)),
+        *({"store": store} for store in ("00", 5, "x" * 100_000)),
+        *({"last": last} for last in ("00", 7)),
+    ],
 )
 def test_what_does_not_fit_is_not_waited_for(
     change: dict[str, Any], node: Node, tier: MemoryTier, caplog: pytest.LogCaptureFixture

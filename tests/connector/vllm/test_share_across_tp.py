@@ -5,8 +5,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from engine_layouts import slot_plan_of
 
-from kvtier.connector.vllm.slots import GroupLane, SlotPlan, engine_blocks
+from kvtier.connector.vllm.slots import SlotPlan, engine_blocks
 from kvtier.tiers.copies.transfer import BlockCopies, PartCopier
 from kvtier.tiers.host.host import HostRegion
 
@@ -28,22 +29,10 @@ class Fleet:
         order, content, canonical = self.form
         names, parts = tuple(f"layer.{number}" for number in layers), min(tp, self.heads)
         layer_bytes = self.kv[0, 0].nbytes // parts
-        return SlotPlan(
-            block_size=TOKENS,
-            hash_size=TOKENS,
-            groups=(names,),
-            group_sizes=(TOKENS,),
-            lanes=(GroupLane(0),),
-            layers=names,
-            layer_bytes=(layer_bytes,) * len(names),
-            num_parts=parts,
-            replicas=tp // parts,
-            content=content,
-            canonical=canonical,
-            around=(layers.start * layer_bytes, (LAYERS - layers.stop) * layer_bytes),
-            order=order,
-            num_pieces=self.pieces,
-        )
+        ranks = {"num_parts": parts, "replicas": tp // parts, "num_pieces": self.pieces}
+        around = layers.start * layer_bytes, (LAYERS - layers.stop) * layer_bytes
+        form = {"content": content, "canonical": canonical, "order": order}
+        return slot_plan_of(names, TOKENS, layer_bytes, around=around, **ranks, **form)
 
     def engine(self, tp: int, pp: int, *, stores: bool) -> None:
         """All of an engine's ranks, one after another, store what they have, or find in the slots what they need."""

@@ -13,7 +13,7 @@ from kvtier.connector.daemon.wire import MAX_BLOCK_SIZE
 from kvtier.connector.plan import WorkerReport
 from kvtier.connector.request import ClosedChain
 from kvtier.connector.scheduler import SchedulerSide
-from kvtier.connector.vllm.requests import NULL, StateRequest, TrackedRequest, last_border, owner, whole_runs
+from kvtier.connector.vllm.requests import NULL, TrackedRequest, last_border, owner, whole_runs
 from kvtier.connector.vllm.slots import GroupLane
 from kvtier.connector.vllm.states import StateSide, exactly
 from kvtier.tiers.checksum import checksum
@@ -133,17 +133,6 @@ def test_a_state_spares_no_more_than_the_daemons_protocol_takes() -> None:
     assert ClosedChain(blocks, 2, (0, 1), keeps_blocks=True).spares == 2 * BLOCK_SIZE // 4
     long: Any = SimpleNamespace(hashes=blocks.hashes, block_size=1 << 20, root=blocks.root, tenant=blocks.tenant)
     assert ClosedChain(long, 2, (0,), keeps_blocks=False).spares < MAX_BLOCK_SIZE
-
-
-def test_states_are_one_chain_beside_the_blocks(story: Story) -> None:
-    states = StateRequest.of("r", story.chain, GROUPS)
-    assert owner(states.request_id) == "r" != states.request_id
-    names = states.chain.hashes
-    assert len(names) == 12
-    at = states.chain.index(3, 2)
-    assert names[at] == names[at : at + 1][0] == state_name(story.chain.hashes[3], 2)
-    assert states.chain.parent(at) == story.chain.hashes[3]
-    assert states.chain.block_tokens(at) == story.chain.block_tokens(3)
 
 
 def test_the_last_border_is_where_every_group_has_a_state(story: Story) -> None:

@@ -1,6 +1,7 @@
 """Stories of encoder outputs in kvtier's tiers: the scheduler's half and the workers' halves, without vLLM."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -246,7 +247,7 @@ def test_slots_stay_leased_until_every_rank_has_read_them(tmp_path: Path) -> Non
         assert len(engine.half._loading) == 1
         assert not engine.half.side.idle
         engine.half.update(engine.workers[1].take_report())
-        engine.half.update(EncoderReport({}, dict.fromkeys(engine.half._loading, 2)))
+        engine.half.update(EncoderReport(loaded=Counter(dict.fromkeys(engine.half._loading, 2))))
         assert engine.half.side.idle
 
 
@@ -338,7 +339,7 @@ def test_memory_of_another_scheduler_is_never_taken_for_an_output(engine: Engine
     engine.workers[0].begin(message)
     with pytest.raises(RuntimeError, match="not the one promised"):
         engine.workers[0].load(engine.caches[0])
-    engine.half.update(EncoderReport({}, {op_id: 1}))
+    engine.half.update(EncoderReport(loaded=Counter({op_id: 1})))
     engine.half.finished("r", [CAT])
 
 

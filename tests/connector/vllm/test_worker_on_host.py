@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_layouts import slot_plan_of
 
 from kvtier.connector.plan import CopyOp, StepPlan
-from kvtier.connector.vllm.slots import GroupLane, SlotPlan
 from kvtier.connector.vllm.worker import RegionHandle, WorkerHalf, WorkerStep, handle_of
 from kvtier.tiers.host.host import HostRegion
 
@@ -23,20 +23,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.tensors = {name: torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT) for name in NAMES}
-        layer_bytes = self.tensors[NAMES[0]][0].nbytes
-        plan = SlotPlan(
-            block_size=TOKENS,
-            hash_size=TOKENS,
-            groups=(NAMES,),
-            group_sizes=(TOKENS,),
-            lanes=(GroupLane(0),),
-            layers=NAMES,
-            layer_bytes=(layer_bytes,) * len(NAMES),
-            num_parts=1,
-            replicas=1,
-            content="plain",
-            canonical=False,
-        )
+        plan = slot_plan_of(NAMES, TOKENS, self.tensors[NAMES[0]][0].nbytes)
         self.region = HostRegion.allocate(SLOTS, plan.block_bytes, shared=True, prefault=False)
         for slot in range(SLOTS):
             self.region.array[slot] = slot + 1
@@ -100,7 +87,7 @@ def test_blocks_that_the_step_zeroes_first_are_loaded_after_its_compute(rank: Ra
 
 
 def test_a_load_that_the_compute_needs_has_come_when_it_starts(rank: Rank) -> None:
-    awaited = replace(LOAD, op_id=8, request_id="now", device_blocks=(5, 6), layerwise=True)
+    awaited = CopyOp(8, "now", (5, 6), (1, 2), (0, 0), layerwise=True)
     message = rank.message(LOAD, awaited)
     rank.half.begin(message)
     rank.drained()

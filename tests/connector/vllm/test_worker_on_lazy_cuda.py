@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_layouts import slot_plan_of
 from extent import brief
 from lazy_cuda import LazyCuda, LazyDriver, ranges_of
 from numpy.typing import NDArray
@@ -58,20 +59,11 @@ def tensors(layout: str) -> list[torch.Tensor]:
 
 def plan_of(layout: str, of: list[torch.Tensor]) -> SlotPlan:
     groups = (NAMES[::2], NAMES[1::2]) if layout == "two groups" else (NAMES,)
-    return SlotPlan(
-        block_size=TOKENS,
-        hash_size=TOKENS,
-        groups=groups,
-        group_sizes=(TOKENS,) * len(groups),
-        lanes=tuple(GroupLane(number) for number in range(len(groups))),
-        layers=NAMES,
-        layer_bytes=tuple(tensor[0].nbytes for tensor in of),
-        num_parts=2 if layout in ("second rank of two", "half a piece") else 1,
-        replicas=1,
-        content="plain",
-        canonical=False,
-        num_pieces={"two pieces": 2, "half a piece": 1}.get(layout),
-    )
+    lanes = tuple(GroupLane(number) for number in range(len(groups)))
+    two = {"groups": groups, "group_sizes": (TOKENS,) * len(groups), "lanes": lanes}
+    parts = 2 if layout in ("second rank of two", "half a piece") else 1
+    pieces = {"two pieces": 2, "half a piece": 1}.get(layout)
+    return slot_plan_of(NAMES, TOKENS, of[0][0].nbytes, **two, num_parts=parts, num_pieces=pieces)
 
 
 def pattern(value: int, part: BlockPart) -> NDArray[np.uint8]:

@@ -524,8 +524,8 @@ def test_a_name_given_twice_a_version_of_the_future_and_silence(home: Path, serv
     tiers, chain = attach(), chain_of(4)
     for frame, why in [
         (pack_frame(["kvtier", 99, "Hello"]), "protocol version 99, this side speaks 6 to 10"),
-        (pack_frame(["kvtier", 7, "Hello", b"short", 4, 4096, 1, False, [], None, None]), "length >= 32"),
-        (pack_frame(["kvtier", 7, "Join", b"x" * 16]), "no such client"),
+        (pack_frame(["kvtier", 10, "Hello", b"short", 4, 4096, 1, False, [], None, None]), "length >= 32"),
+        (pack_frame(["kvtier", 10, "Join", b"x" * 16]), "no such client"),
         (b"\xff\xff\xff\x7f", "frame of 2147483647 bytes: this side takes 1 to 8192"),
         (b"GET / HTTP/1.1\r\n\r\n", "this side takes 1 to 8192"),
     ]:
