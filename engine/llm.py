@@ -156,7 +156,9 @@ class Engine:
         params = params or SamplingParams()
         if isinstance(prompt, NamedPrompt):
             self._require_room(len(prompt.token_ids), params)
-            prompt = NamedPrompt(prompt.token_ids.copy(), None if prompt.chain is None else prompt.chain.copy())
+            prompt = replace(
+                prompt, token_ids=prompt.token_ids.copy(), chain=None if prompt.chain is None else prompt.chain.copy()
+            )
         else:
             prompt = self._names.named(self._checked(prompt, params), cache_salt)
         if request_id is not None and not is_text(request_id):
@@ -412,6 +414,7 @@ class Engine:
             raise RequestError(_TORN)
         if prompt.chain is not None:  # else no block is named
             self.model.require_same()
+            prompt = self._names.current(prompt)  # a reset may have come between
         known = self._requests, self.scheduler.live, self.scheduler.orphans
         if request_id is None:
             request_id = next(name for name in map(str, self._ids) if not any(name in each for each in known))

@@ -118,6 +118,8 @@ class NamedPrompt:
 
     token_ids: list[int]
     chain: TokenChain | None  # None without prefix caching
+    cache_salt: str | None = None
+    fingerprint: bytes = b""  # of the model it was named for
 
 
 class FinishReason(StrEnum):
@@ -204,7 +206,11 @@ class PromptNames:
             last = self._last = cache_salt, root_hash(self._fingerprint, cache_salt=cache_salt)
         chain = TokenChain(last[1], config.block_size, config.hash_scheme, kept=self._kept)
         chain.extend(token_ids)
-        return NamedPrompt(token_ids, chain)
+        return NamedPrompt(token_ids, chain, cache_salt, self._fingerprint)
+
+    def current(self, prompt: NamedPrompt) -> NamedPrompt:
+        """The prompt under its present names: weights may have changed since it was named."""
+        return prompt if prompt.fingerprint == self._fingerprint else self.named(prompt.token_ids, prompt.cache_salt)
 
 
 class UsedTokens:
