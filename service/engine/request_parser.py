@@ -375,8 +375,10 @@ def completion_of(
         fingerprint=f"kvtier-{loop.fingerprint[:16]}",
         inputs=inputs,
         texts=[
-            completion.AnswerText(served.prompts.detokenizer(marks), body.stop or (), body.min_tokens or 0)
-            for _ in inputs
+            completion.AnswerText(
+                served.prompts.detokenizer(each.prompt.token_ids, marks), body.stop or (), body.min_tokens or 0
+            )
+            for each in inputs
         ],
         logprobs=[None if logprobs is None else logprobs(served.prompts.token_texts) for _ in inputs],
         readers=[reader_of(body, served.call_form) for _ in inputs],
