@@ -419,8 +419,11 @@ def count_of(served: Served, data: bytes) -> Json:
     """Answers `/v1/messages/count_tokens`. Raises OpenAIError."""
     body, prompts = parsed(served, openai.CountBody, data), served.prompts
     require_model(served, body.model)
-    chat = parse(openai.ChatPrompt, json.dumps(body.prompt).encode())
-    return {"input_tokens": len(prompts.chat(chat.chat(prompts.prefix)).token_ids)}
+    try:
+        chat = parse(openai.ChatPrompt, json.dumps(body.prompt).encode())
+        return {"input_tokens": len(prompts.chat(chat.chat(prompts.prefix)).token_ids)}
+    except OpenAIError as error:
+        raise error.renamed(body.names) from None
 
 
 def text_of_tokens(served: Served, data: bytes) -> Json:

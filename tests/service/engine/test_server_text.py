@@ -66,7 +66,16 @@ def test_half_a_character_at_the_end_is_told_as_such() -> None:
 
 def sentencepiece() -> Tokenizer:
     """As Llama 2's and Mistral's: a word has its space before it, and a text's first space is dropped."""
-    words = ["<unk>", "<s>", "<call>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581so", "\u2581it", "\u2581", "s"]
+    words = [
+        "<unk>",
+        "<s>",
+        "<call>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581so",
+        "\u2581it",
+        "\u2581",
+        "s",
+    ]
     vocabulary = {word: number for number, word in enumerate(words)}
     made = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     steps: list[Any] = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
