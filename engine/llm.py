@@ -274,6 +274,11 @@ class Engine:
         return self.scheduler.has_unfinished or bool(self._unclaimed)
 
     @property
+    def is_torn(self) -> bool:
+        """Whether a step was interrupted half way: this engine can only be closed."""
+        return self._is_torn
+
+    @property
     def stats(self) -> Mapping[str, int]:
         """Counts since the start (steps, tokens by source, preemptions …) and requests by state."""
         scheduler = self.scheduler
