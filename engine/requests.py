@@ -77,10 +77,15 @@ class SamplingParams:
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < SEED_RANGE):
             raise RequestError(f"seed {self.seed!r}: use a whole number from 0 to 2**64 - 1, or None")
         biases: abc.Mapping[Any, Any] = self.logit_bias
+        if not isinstance(biases, abc.Mapping):
+            raise RequestError(f"logit_bias {biases!r}: use numbers by token id")
         for token_id, bias in biases.items():
             is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
             if type(token_id) is not int or token_id < 0 or not is_number or not -100 <= bias <= 100:
                 raise RequestError(f"logit_bias {token_id!r}: {bias!r}: use token ids, and numbers from -100 to 100")
+        stops: Any = self.stop_token_ids
+        if not isinstance(stops, abc.Collection) or any(type(each) is not int or each < 0 for each in stops):
+            raise RequestError(f"stop_token_ids {stops!r}: use a list of token ids")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 0):
