@@ -431,6 +431,8 @@ class Detokenizer:
         self._tokenizer, self._silent = tokenizer, silent
         self._spoken = spoken or {}
         self._ids: list[int] = []  # not returned yet, after the last returned ones: a decoder needs these as context
+        self._num_context = 0
+        self._num_returned = 0  # characters of their text that were returned
         self._follow([each for each in prompt[-_NEAR:] if each not in silent and each not in self._spoken])
 
     def push(self, token_id: int) -> str:
@@ -463,7 +465,7 @@ class Detokenizer:
         self._ids = ids[-_CHARACTER:]
         if self._text().endswith(_UNKNOWN):  # a later token must not complete it
             self._ids = []
-        self._num_context, self._num_returned = len(self._ids), len(self._text())  # characters of it: returned ones
+        self._num_context, self._num_returned = len(self._ids), len(self._text())
 
     def _text(self) -> str:
         text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
