@@ -99,7 +99,9 @@ class Engine:
         self._unclaimed: list[Output] = []  # outputs of other requests from their steps, for the next `step`
         self._left: deque[str] = deque()  # requests whose outputs are no longer read, to be aborted
         self._turn = Turn("engine")
-        self._is_torn = False  # a step is under way, or an exception ended one during bookkeeping
+        self.is_torn = (
+            False  # a step is under way, or an exception ended one during bookkeeping: then only `close` works
+        )
         self._closed = False
 
     @classmethod
@@ -156,7 +158,9 @@ class Engine:
         params = params or SamplingParams()
         if isinstance(prompt, NamedPrompt):
             self._require_room(len(prompt.token_ids), params)
-            prompt = NamedPrompt(prompt.token_ids.copy(), None if prompt.chain is None else prompt.chain.copy())
+            prompt = replace(
+                prompt, token_ids=prompt.token_ids.copy(), chain=None if prompt.chain is None else prompt.chain.copy()
+            )
         else:
             prompt = self._names.named(self._checked(prompt, params), cache_salt)
         if request_id is not None and not is_text(request_id):
@@ -254,7 +258,7 @@ class Engine:
         RequestError while requests are live: their KV would be half old, half new.
         """
         with self._turn:
-            if self._is_torn:
+            if self.is_torn:
                 raise RequestError(_TORN)
             if self.has_unfinished:
                 raise RequestError("requests are live; finish or abort them before the cache is reset")
@@ -308,7 +312,7 @@ class Engine:
         with self._turn:
             self._closed = True
             try:
-                if self._is_torn:
+                if self.is_torn:
                     self.worker.close(_CLOSE_DEADLINE)
                     return
                 for request_id in list(self._requests):
@@ -326,11 +330,11 @@ class Engine:
 
     def _step(self) -> None:
         """Compute one batch, and sort its outputs into their requests' inboxes; the others are `_unclaimed`."""
-        if self._is_torn:
+        if self.is_torn:
             raise RequestError(_TORN)
         if self._left:
             self._end_left()
-        self._is_torn = True  # until the scheduler's state is consistent again
+        self.is_torn = True  # until the scheduler's state is consistent again
         if self.segments is not None:
             self.segments.advance()
         batch = self.scheduler.schedule(self.worker.poll())  # admits what L1, L2 and L3 already have
@@ -355,12 +359,12 @@ class Engine:
                 batch.arrived = self.worker.arrived() and batch.arrived  # a device reports a failed copy only now
         except BaseException:  # out of memory, an interrupt: the engine stays whole, the caller decides
             self.scheduler.fail(batch, self.worker.unstarted(batch.plan))
-            self._is_torn = False
+            self.is_torn = False
             raise
         outputs = self.scheduler.postprocess(batch, samples)
         if batch.plan.loads or self.worker.finished:  # a layerwise load ends with its step, and with it its lease
             self.scheduler.apply(self.worker.poll())
-        self._is_torn = False
+        self.is_torn = False
         for output in outputs:
             if self.segments is not None and self.segments.takes(output):
                 continue
@@ -408,10 +412,11 @@ class Engine:
         request_id: str | None = None,
     ) -> Sequence:
         """Queue a request's prompt, under the next free number if it has no id. The caller has the turn."""
-        if self._is_torn:
+        if self.is_torn:
             raise RequestError(_TORN)
         if prompt.chain is not None:  # else no block is named
             self.model.require_same()
+            prompt = self._names.current(prompt)  # a reset may have come between
         known = self._requests, self.scheduler.live, self.scheduler.orphans
         if request_id is None:
             request_id = next(name for name in map(str, self._ids) if not any(name in each for each in known))
@@ -467,7 +472,7 @@ class Engine:
                 self._turn.leave()
 
     def _end_left(self) -> None:
-        while self._left and not self._is_torn:
+        while self._left and not self.is_torn:
             self._abort(self._left.popleft())
 
     def _complete(self, request: Sequence) -> Completion:

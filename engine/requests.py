@@ -77,10 +77,15 @@ class SamplingParams:
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < SEED_RANGE):
             raise RequestError(f"seed {self.seed!r}: use a whole number from 0 to 2**64 - 1, or None")
         biases: abc.Mapping[Any, Any] = self.logit_bias
+        if not isinstance(biases, abc.Mapping):
+            raise RequestError(f"logit_bias {biases!r}: use numbers by token id")
         for token_id, bias in biases.items():
             is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
             if type(token_id) is not int or token_id < 0 or not is_number or not -100 <= bias <= 100:
                 raise RequestError(f"logit_bias {token_id!r}: {bias!r}: use token ids, and numbers from -100 to 100")
+        stops: Any = self.stop_token_ids
+        if not isinstance(stops, abc.Collection) or any(type(each) is not int or each < 0 for each in stops):
+            raise RequestError(f"stop_token_ids {stops!r}: use a list of token ids")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 0):
@@ -118,6 +123,8 @@ class NamedPrompt:
 
     token_ids: list[int]
     chain: TokenChain | None  # None without prefix caching
+    cache_salt: str | None = None
+    fingerprint: bytes = b""  # of the model it was named for
 
 
 class FinishReason(StrEnum):
@@ -204,7 +211,11 @@ class PromptNames:
             last = self._last = cache_salt, root_hash(self._fingerprint, cache_salt=cache_salt)
         chain = TokenChain(last[1], config.block_size, config.hash_scheme, kept=self._kept)
         chain.extend(token_ids)
-        return NamedPrompt(token_ids, chain)
+        return NamedPrompt(token_ids, chain, cache_salt, self._fingerprint)
+
+    def current(self, prompt: NamedPrompt) -> NamedPrompt:
+        """The prompt under its present names: weights may have changed since it was named."""
+        return prompt if prompt.fingerprint == self._fingerprint else self.named(prompt.token_ids, prompt.cache_salt)
 
 
 class UsedTokens:

@@ -101,6 +101,7 @@ _OTHER_THAN_TEXT: Final = frozenset((
 _SPECIAL_TOKENS: Final = ("pad_token_id", "eos_token_id", "bos_token_id")
 _OF_GENERATE: Final = frozenset(
     {*inspect.signature(GenerationMixin.generate).parameters, *vars(cast(Any, GenerationConfig)()), "logits_to_keep"}
+    | {"tokenizer", "assistant_tokenizer", "trust_remote_code"}  # which it takes from its other options
 )
 _CHUNKS_GO_ON: Final = tuple(map(int, _version.split(".")[:2])) >= (5, 23)  # else chunks count from position 0
 

@@ -96,7 +96,9 @@ class FollowedPasses:
             self.latest = self.num_fed, self._states.take(self._cache)
 
     def before(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The arguments for a pass that begins."""
+        """The arguments for a pass that begins. Another cache's passes, as of `guidance_scale`, stay as they are."""
+        if given_cache(kwargs)[1] is not self._cache:
+            return args, kwargs
         is_torn(self._cache)  # a cache without K and V is not notified of passes
         self._look()
         tokens = kwargs["input_ids"]

@@ -357,9 +357,12 @@ class EngineLoop:
     def _step(self) -> None:
         try:
             outputs = self.engine.step()
-        except Exception as error:  # the engine stays usable; its requests are scheduled again
+        except Exception as error:
             _log.exception("a step failed: %s", error)
             self.tally.failed_steps += 1
+            if self.engine.is_torn:  # the server ends, and another process can begin anew
+                raise
+            # else the engine stays usable; its requests are scheduled again
             self._num_failures += 1
             self._failed_at = time.monotonic()
             if self._num_failures >= _PATIENCE:

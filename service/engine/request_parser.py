@@ -375,8 +375,10 @@ def completion_of(
         fingerprint=f"kvtier-{loop.fingerprint[:16]}",
         inputs=inputs,
         texts=[
-            completion.AnswerText(served.prompts.detokenizer(marks), body.stop or (), body.min_tokens or 0)
-            for _ in inputs
+            completion.AnswerText(
+                served.prompts.detokenizer(each.prompt.token_ids, marks), body.stop or (), body.min_tokens or 0
+            )
+            for each in inputs
         ],
         logprobs=[None if logprobs is None else logprobs(served.prompts.token_texts) for _ in inputs],
         readers=[reader_of(body, served.call_form) for _ in inputs],
@@ -417,8 +419,11 @@ def count_of(served: Served, data: bytes) -> Json:
     """Answers `/v1/messages/count_tokens`. Raises OpenAIError."""
     body, prompts = parsed(served, openai.CountBody, data), served.prompts
     require_model(served, body.model)
-    chat = parse(openai.ChatPrompt, json.dumps(body.prompt).encode())
-    return {"input_tokens": len(prompts.chat(chat.chat(prompts.prefix)).token_ids)}
+    try:
+        chat = parse(openai.ChatPrompt, json.dumps(body.prompt).encode())
+        return {"input_tokens": len(prompts.chat(chat.chat(prompts.prefix)).token_ids)}
+    except OpenAIError as error:
+        raise error.renamed(body.names) from None
 
 
 def text_of_tokens(served: Served, data: bytes) -> Json:

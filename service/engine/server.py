@@ -365,7 +365,10 @@ def _translated(
 
     def wanted(completing: Completing, data: bytes, deadline: float) -> Any:
         body = request_parser.parsed(served, body_type, data)
-        return body, completing(json.dumps(body.chat).encode(), deadline)
+        try:
+            return body, completing(json.dumps(body.chat).encode(), deadline)
+        except OpenAIError as error:
+            raise error.renamed(body.names) from None
 
     async def endpoint(request: Request) -> Response:
         body, of_chat = await read(request, partial(wanted, _completing(served, ChatBody, request)))

@@ -1,6 +1,7 @@
 """Errors in the OpenAI API's shape: `{"error": {"message", "type", "param", "code"}}`."""
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
@@ -44,6 +45,14 @@ class OpenAIError(KVTierError):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
         self.headers = {**(headers or {}), **({"connection": "close"} if status in _CLOSING else {})}
+
+    def renamed(self, fields: Mapping[str, str]) -> "OpenAIError":
+        """The same about a field of another API: by patterns of names here, the names there."""
+        param = old = self.param or ""
+        for pattern, other in fields.items():
+            param = re.sub(f"^{pattern}", other, param)
+        message = re.sub(rf"\b{re.escape(old)}", lambda _: param, str(self), count=1) if old else str(self)
+        return OpenAIError(self.status, message, param=param or None, code=self.code, headers=self.headers)
 
     @property
     def content(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """`POST /v1/messages`, Anthropic's API, as a translation to a chat and back. https://docs.anthropic.com/en/api/messages"""
 
 import json
-from collections.abc import Iterator
-from typing import Annotated, Any, Final, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, Tag, model_validator
 
@@ -116,6 +116,12 @@ class CountBody(Tolerant):
     tool_choice: _Choice | None = None
     thinking: _ThinkingOption | None = None
     cache_control: CacheMark = False
+
+    names: ClassVar[Mapping[str, str]] = {  # of fields: a chat's, and this API's; a turn has other numbers there
+        r"messages\..*": "messages",
+        r"(tools\.\d+)\.function\.parameters": r"\1.input_schema",
+        r"(tools\.\d+)\.function": r"\1",
+    }
 
     @property
     def prompt(self) -> Json:

@@ -212,7 +212,9 @@ class TokenTexts:
         self.of = lru_cache(_MOST)(self._of)  # a token's text, and its bytes
 
     def _of(self, token_id: int) -> tuple[str, bytes]:
-        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        alone: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        text: str = self._tokenizer.decode([token_id] * 2, skip_special_tokens=False)
+        text = text[len(alone) :]  # SentencePiece's decoder drops a text's first space
         if _UNKNOWN not in text:
             return text, text.encode()
         word: str = self._tokenizer.id_to_token(token_id) or ""
@@ -237,6 +239,7 @@ def _letters() -> dict[str, int]:
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 _CHARACTER: Final = 4  # most tokens of one character: its bytes
+_NEAR: Final = 16  # of a prompt's last tokens: some of them are no special ones
 _RUBBISH: Final = 16  # after so many tokens without a whole character, the bytes are invalid
 _THOUGHT: Final = "kvtierthinks"  # letters alone, which templates leave as they are
 # What an answer has besides its text, and what follows it: another question, or a tool's result.
@@ -334,10 +337,10 @@ class Prompts:
         """Each token's string in the vocabulary; empty for an unknown id."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
-    def detokenizer(self, shown: Sequence[str] = ()) -> "Detokenizer":
-        """`shown`: special tokens that stay in the text."""
+    def detokenizer(self, prompt: Sequence[int], shown: Sequence[str] = ()) -> "Detokenizer":
+        """For an answer to this prompt. `shown`: special tokens that stay in the text."""
         spoken = {token_id: text for text in shown if (token_id := self._tokenizer.token_to_id(text)) is not None}
-        return Detokenizer(self._tokenizer, self.special - set(spoken), spoken)
+        return Detokenizer(self._tokenizer, self.special - set(spoken), spoken, prompt)
 
     def tokenizer_json(self) -> str:
         text: str = self._tokenizer.to_str()
@@ -415,21 +418,29 @@ class Detokenizer:
     """Decodes an answer piece by piece. No piece ends within a character; all pieces together are the whole text."""
 
     def __init__(
-        self, tokenizer: Tokenizer, silent: frozenset[int] = frozenset(), spoken: Mapping[int, str] | None = None
+        self,
+        tokenizer: Tokenizer,
+        silent: frozenset[int] = frozenset(),
+        spoken: Mapping[int, str] | None = None,
+        prompt: Sequence[int] = (),
     ) -> None:
-        """`silent` are special tokens, which have no text and are left out of decoding; `spoken` ones have one."""
+        """`silent` are special tokens, which have no text and are left out of decoding; `spoken` ones have one.
+
+        The answer's text is what it adds to the prompt's: SentencePiece's decoder drops a text's first space.
+        """
         self._tokenizer, self._silent = tokenizer, silent
         self._spoken = spoken or {}
         self._ids: list[int] = []  # not returned yet, after the last returned ones: a decoder needs these as context
         self._num_context = 0
         self._num_returned = 0  # characters of their text that were returned
+        self._follow([each for each in prompt[-_NEAR:] if each not in silent and each not in self._spoken])
 
     def push(self, token_id: int) -> str:
         if token_id in self._silent:
             return ""
         if token_id in self._spoken:
-            before = self.end()
-            self._num_context = self._num_returned = 0
+            before = self._text()[self._num_returned :]
+            self._follow(self._ids)
             return before + self._spoken[token_id]
         self._ids.append(token_id)
         text = self._text()
@@ -448,6 +459,13 @@ class Detokenizer:
     def end(self) -> str:
         piece, self._ids = self._text()[self._num_returned :], []
         return piece
+
+    def _follow(self, ids: list[int]) -> None:
+        """Decode later tokens as those after these, whose text was returned."""
+        self._ids = ids[-_CHARACTER:]
+        if self._text().endswith(_UNKNOWN):  # a later token must not complete it
+            self._ids = []
+        self._num_context, self._num_returned = len(self._ids), len(self._text())
 
     def _text(self) -> str:
         text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)

@@ -1,8 +1,8 @@
 """`POST /v1/responses`, OpenAI's newer API, as a translation to a chat and back: nothing is kept between requests."""
 
 import json
-from collections.abc import Iterator
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, Field, Tag
 
@@ -157,6 +157,12 @@ class ResponsesBody(Tolerant):
     # kvtier's own, as in a chat
     cache_salt: ApiCacheSalt | None = None
     kvtier: ChatReuse | None = None
+
+    names: ClassVar[Mapping[str, str]] = {  # of fields: a chat's, and this API's
+        r"messages\b.*": "input",
+        r"response_format(\.json_schema)?": "text.format",
+        r"(tools\.\d+)\.function": r"\1",
+    }
 
     @property
     def chat(self) -> Json:

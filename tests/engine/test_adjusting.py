@@ -228,6 +228,8 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
         *(("max_tokens", value) for value in (0, -3, 2.0, True)),
         *(("min_tokens", value) for value in (-1, 1.5, None)),
         *(("seed", value) for value in (-1, 2**64, 1.0, "x")),
+        *(("stop_token_ids", value) for value in (5, "5", [-1], ["5"], [True])),
+        *(("logit_bias", value) for value in (None, [(1, 2.0)])),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(field: str, value: object) -> None:

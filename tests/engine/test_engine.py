@@ -188,6 +188,21 @@ def test_what_the_last_step_stored_is_found_without_another_step(make: Make) -> 
     assert engine.connector.tiers.holds(chain.hashes) == [True, True]
 
 
+def test_a_prompt_named_before_the_weights_changed_is_named_anew(make: Make) -> None:
+    """Else other engines would find the new weights' KV under the old ones' names."""
+    engine, tokens = make(), prompt(1, 40)
+    named = engine.prompt(tokens, "a")
+    assert named.chain is not None
+    with torch.no_grad():
+        next(engine.model.module.parameters()).mul_(2.0)
+    engine.reset_cache()
+    engine.add_request(named, GREEDY)
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.pool.lookup(named.chain.hashes) == 0
+    assert engine.generate([tokens], GREEDY, cache_salt="a")[0].num_l1_tokens == 32
+
+
 def test_the_configured_salt_holds_for_requests_without_one(make: Make) -> None:
     engine = make(cache_salt="a")
     engine.generate([prompt(1, 40)], GREEDY)

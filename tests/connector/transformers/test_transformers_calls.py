@@ -10,7 +10,9 @@ import torch
 import transformers
 from extent import brief
 from kv_tier_rig import BLOCK, GREEDY, KINDS, Open, assert_exact, left_padded, model_of
+from server_rig import tokenizer
 from tiny_models import VOCAB, prompt
+from transformers import PreTrainedTokenizerFast
 
 from kvtier.connector.models import given_cache
 from kvtier.connector.transformers import adapter, calls
@@ -91,6 +93,19 @@ def test_settings_count_wherever_they_stand(open_tier: Open, place: str) -> None
     for by_row in ([0, 0], [64, 44]):
         assert torch.equal(kv.generate(**batch, **options), expected)
         assert kv.cached_tokens_by_row == by_row
+
+
+def test_an_answer_ends_at_a_stop_string_after_a_hit(open_tier: Open) -> None:
+    """The tokenizer that `generate` needs for it is no input of the model."""
+    model, words = model_of("llama"), PreTrainedTokenizerFast(tokenizer_object=tokenizer())
+    tokens = torch.tensor([prompt(1, 70)])
+    whole = model.generate(tokens, **GREEDY)
+    at, letter = next((at, text) for at in range(70, 78) if (text := words.decode(whole[0, at])).isascii())
+    kv = open_tier(model)
+    for num_cached in (0, 64):
+        answered = kv.generate(tokens, **GREEDY, stop_strings=[letter], tokenizer=words)
+        assert torch.equal(answered, whole[:, : at + 1])
+        assert kv.num_cached_tokens == num_cached
 
 
 def test_an_assistant_may_guess_past_the_length_of_a_models_rope() -> None:

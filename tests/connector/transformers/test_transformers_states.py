@@ -254,17 +254,25 @@ def test_answers_are_not_kept_if_they_are_not_wanted(open_tier: Open) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"prefill_chunk_size": 100}, {"return_dict_in_generate": True, "output_scores": True}]
+    "options",
+    [
+        {"prefill_chunk_size": 100},
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"guidance_scale": 1.5},  # its passes over the answer alone have a cache of their own
+    ],
 )
 def test_ways_to_generate_are_those_of_the_model(open_tier: Open, options: dict[str, Any]) -> None:
     model = model_of("qwen3.5")
     tokens = ids(prompt(1, 391))
-    expected = model.generate(tokens, **GREEDY)
+    expected = model.generate(tokens, **GREEDY, **options)
+    expected = expected if isinstance(expected, torch.Tensor) else expected.sequences
     kv = open_tier(model)
     for num_cached in (0, 384):
         result = kv.generate(tokens, **GREEDY, **options)
         assert torch.equal(result if isinstance(result, torch.Tensor) else result.sequences, expected)
         assert kv.num_cached_tokens == num_cached
+    turn = torch.cat([expected, ids(prompt(3, 6))], dim=1)
+    assert hits(kv, turn, options=GREEDY) == 400
 
 
 def test_the_two_halves_keep_what_ends_with_a_block(open_tier: Open, caplog: pytest.LogCaptureFixture) -> None:

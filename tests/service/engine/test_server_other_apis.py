@@ -10,6 +10,7 @@ from server_rig import MODEL, WITH_TOOLS, ServerThread, save_checkpoint, tokeniz
 
 from kvtier.engine.requests import SampledToken
 from kvtier.service.engine.loop import LiveRequest, late
+from kvtier.service.openai import ResponsesBody
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.reuse import Hint, RequestEnd
 
@@ -18,6 +19,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 ARGUMENTS = '{"city": "Rome"}'
 USE: dict[str, Any] = {"type": "tool_use", "id": "1", "name": "weather", "input": {}}
 RESULT: dict[str, Any] = {"type": "tool_result", "tool_use_id": "1", "content": "rain"}
+BAD_TOOL: dict[str, Any] = {"name": "weather", "input_schema": {"type": "no"}}
 
 
 @pytest.fixture(scope="module")
@@ -179,11 +181,15 @@ def test_an_answer_that_was_begun_is_continued(
         ({"temperature": 1.5}, "temperature"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"tool_choice": {"type": "tool", "name": "none of them"}}, "tool_choice"),
-        ({"tools": [{"name": "", "input_schema": {}}]}, "tools.0.function.name"),
+        ({"tools": [{"name": "", "input_schema": {}}]}, "tools.0.name"),
+        (
+            {"tools": [BAD_TOOL], "tool_choice": {"type": "any"}},
+            "tools.0.input_schema: a schema that cannot be followed",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "messages.0"),
         ({"messages": [{"role": "user", "content": [USE]}]}, "type tool_use in a turn of role user"),
         ({"messages": [{"role": "assistant", "content": [RESULT]}]}, "type tool_result in a turn of role assistant"),
-        ({"messages": [{"role": "assistant", "content": [USE] * 1025}]}, "tool_calls"),
+        ({"messages": [{"role": "assistant", "content": [USE] * 1025}]}, "messages"),
     ],
 )
 def test_a_wrong_field_is_named_in_anthropics_form(server: ServerThread, changed: dict[str, Any], named: str) -> None:
@@ -333,12 +339,18 @@ def test_a_format_of_text_is_followed(server: ServerThread) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "not an item of type message"),
         ({"input": None}, "input"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": "no"}}}}, "text.format.schema"),
+        ({"tools": [{"type": "function", "name": ""}]}, "tools.0.name"),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": "", "arguments": "{}"}]}, "input"),
+        ({"max_output_tokens": 100_000}, "input"),
     ],
 )
 def test_a_wrong_field_of_a_response_is_named(server: ServerThread, changed: dict[str, Any], named: str) -> None:
     answer = server.post("responses", **{"model": MODEL, "input": "?", **changed})
     assert answer.status_code == 400
-    assert named in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert named in error["message"]
+    assert not error["param"] or error["param"].partition(".")[0] in ResponsesBody.model_fields
 
 
 @pytest.mark.parametrize("value", ["NaN", r'"\ud800"'])

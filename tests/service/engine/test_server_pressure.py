@@ -243,6 +243,26 @@ def test_an_engine_that_fails_says_so_and_recovers(model: Path) -> None:
         assert server.http.get("/healthz").status_code == 200
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_server_whose_engine_cannot_go_on_ends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor starts another one. It would fail every request, thousands of times a second, and log each."""
+    server = ServerThread(model)
+
+    def broken(_: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(server.engine.scheduler, "schedule", broken)
+    with pytest.raises(openai.InternalServerError) as failed:
+        server.client.completions.create(max_tokens=6, **ASK)
+    server.thread.join(60)
+    is_over, num_failed = not server.thread.is_alive(), server.loop.tally.failed_steps
+    server.server.stop()
+    server.thread.join(60)
+    server.client.close()
+    server.http.close()
+    assert (failed.value.code, is_over, num_failed) == ("stopping", True, 1)
+
+
 @contextmanager
 def failing(server: ServerThread, times: int) -> Iterator[None]:
     """The next steps of the model raise."""

@@ -1,12 +1,14 @@
 """An answer's text: whole characters only, and nothing of a stop string, wherever token borders fall."""
 
 import random
+from typing import Any
 
 import pytest
 from server_rig import tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from kvtier.service.engine.completion import AnswerText
-from kvtier.service.openai.prompts import Detokenizer
+from kvtier.service.openai.prompts import Detokenizer, TokenTexts
 
 TOKENIZER = tokenizer()
 REPLACEMENT = "\ufffd"
@@ -60,6 +62,52 @@ def test_what_is_looked_back_at_stays_short(token: int) -> None:
 def test_half_a_character_at_the_end_is_told_as_such() -> None:
     pieces, _ = told(ids_of("a😀")[:-1])
     assert pieces == ["a", "", "", "", REPLACEMENT]
+
+
+def sentencepiece() -> Tokenizer:
+    """As Llama 2's and Mistral's: a word has its space before it, and a text's first space is dropped."""
+    words = [
+        "<unk>",
+        "<s>",
+        "<call>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581so",
+        "\u2581it",
+        "\u2581",
+        "s",
+    ]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    made = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    steps: list[Any] = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    made.add_special_tokens([AddedToken(word, special=True) for word in words[1:3]])
+    return made
+
+
+SO, IT, SPACE, S = range(259, 263)
+
+
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_an_answers_text_is_what_it_adds_to_its_prompt(cut: int) -> None:
+    made, ids = sentencepiece(), [1, SO, IT, S, SPACE, SPACE, SO, 1, IT, 3 + 0xC3, 3 + 0xA9, SO]
+    detokenizer = Detokenizer(made, frozenset([1]), prompt=ids[:cut])
+    answer = "".join(map(detokenizer.push, ids[cut:])) + detokenizer.end()
+    assert made.decode(ids[:cut]) + answer == made.decode(ids)
+
+
+def test_a_word_behind_a_mark_has_its_space() -> None:
+    detokenizer = Detokenizer(sentencepiece(), spoken={2: "<call>"})
+    assert [*map(detokenizer.push, [SO, 2, IT]), detokenizer.end()] == ["so", "<call>", " it", ""]
+
+
+def test_half_a_character_of_the_prompt_is_no_part_of_the_answer() -> None:
+    detokenizer = Detokenizer(sentencepiece(), prompt=[SO, 3 + 0xC3])
+    assert [detokenizer.push(3 + 0xA9), detokenizer.push(S), detokenizer.end()] == ["", f"{REPLACEMENT}s", ""]
+
+
+def test_a_tokens_text_has_its_space() -> None:
+    texts = TokenTexts(sentencepiece())
+    assert [texts.of(each) for each in (SO, S, 3 + 0xC3)] == [(" so", b" so"), ("s", b"s"), (REPLACEMENT, b"\xc3")]
 
 
 @pytest.mark.parametrize(
