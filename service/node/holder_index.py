@@ -69,15 +69,14 @@ class HolderIndex:
             self._make_room()
         return True
 
-    def holders(self, fingerprint: bytes, keys: Sequence[int]) -> list[list[PeerAddress]] | None:
-        found = list[list[PeerAddress]]()
+    def holders(self, fingerprint: bytes, keys: Sequence[int]) -> list[list[PeerAddress] | None]:
+        is_young, found = self._clock() - self._born < 2 * HEARTBEAT, list[list[PeerAddress] | None]()
         with self._lock:
             for key in keys:
                 numbers = [number for number, _ in self._holders.leading([key])]
                 nodes = [self._nodes[each] for each in random.sample(numbers, min(len(numbers), MAX_HOLDERS))]
-                found.append([node for model, node in nodes if model == fingerprint])
-        is_young = self._clock() - self._born < 2 * HEARTBEAT
-        return None if is_young and not any(found) else found
+                found.append([node for model, node in nodes if model == fingerprint] or (None if is_young else []))
+        return found
 
     def check(self) -> None:
         with self._lock:

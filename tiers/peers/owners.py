@@ -17,11 +17,12 @@ from kvtier.tiers.peers.stream import PeerAddress, PeerFailed
 _log = logging.getLogger(__name__)
 
 _PART: Final = 4  # of `deadline`: the longest that an owner is waited for, and then its replica
-_MOST_QUERIED: Final = 2  # holders that are queried for their exact runs
+AT_ONCE: Final = 2  # holders that are queried for their exact runs; …
+_MOST_QUERIED: Final = 6  # … so many if those before have none: they may have restarted
 
 Peers: TypeAlias = Mapping[PeerAddress, OtherNode]
 Places: TypeAlias = Mapping[PeerAddress, list[int]]
-Holders: TypeAlias = list[list[PeerAddress]] | None
+Holders: TypeAlias = list[list[PeerAddress] | None]
 
 
 def most_nodes(config: PeersConfig) -> int:
@@ -90,7 +91,7 @@ class Owners:
             if own in places and self._own is not None:
                 answers[own] = self._own.holders(self._fingerprint, probed[places[own]].tolist())
             for address, nodes in answers.items():
-                found.update(zip(places[address], nodes or (), strict=False))
+                found.update((i, each) for i, each in zip(places[address], nodes, strict=True) if each is not None)
             with self._lock:
                 self._counts["owners_queried"] += len(queried)
         with self._lock:
