@@ -32,7 +32,6 @@ from kvtier.tiers import Outcome
 from kvtier.tiers.config import PeersConfig
 from kvtier.tiers.peers import (
     AT_ONCE,
-    HEARTBEAT,
     PACE,
     Keys,
     Owners,
@@ -197,9 +196,6 @@ def simulate(count: int, blocks: int, share: float, rounds: int, lookups: int) -
     first |= {"ring ms": round(fleet.ring_ms, 1), "keys an owner": round(float(owned.mean()))}
     first |= {"most / mean": round(float(owned.max() / owned.mean()), 2)}
     first["KiB a node"] = round((resident_bytes() - before) / count / 1024)
-    fleet.clock.now += 2 * HEARTBEAT  # owners know what nobody holds
-    while fleet.round(0.0)[0]:
-        continue
     rows = [first]
 
     def row(what: str, **more: object) -> None:

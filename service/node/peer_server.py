@@ -329,9 +329,7 @@ class PeerServer:
         if verb is wire.PeerVerb.REPORT:
             return session.answer(verb, self.index.report(fingerprint, wire.unpack_report(words)))
         found = self.index.holders(fingerprint, wire.unpack_query(words))
-        return session.answer(
-            verb, 0 if None in found else len(found), wire.pack_holders([each or () for each in found])
-        )
+        return session.answer(verb, len(found), wire.pack_holders(found))
 
     def _send_none(self, stream: PeerStream, session: wire.PeerSession, verb: wire.PeerVerb, num: int) -> None:
         nothing = {

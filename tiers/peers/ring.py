@@ -93,8 +93,8 @@ class Owner(Protocol):
     def report(self, fingerprint: bytes, report: Report) -> bool:
         """Take it. False: reports before it are missing, the node has to start over."""
 
-    def holders(self, fingerprint: bytes, keys: Sequence[int]) -> list[list[PeerAddress] | None]:
-        """Up to MAX_HOLDERS for each. None: it knows none, and is too young to say that there are none."""
+    def holders(self, fingerprint: bytes, keys: Sequence[int]) -> list[list[PeerAddress]]:
+        """Up to MAX_HOLDERS for each. None known does not mean that there are none: it may have missed reports."""
 
 
 Send: TypeAlias = Callable[[PeerAddress, Report], bool | None]

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from threading import Lock
 from typing import Final, NamedTuple
 
@@ -415,16 +415,33 @@ class PeersStore(Tier):
         while not self._closing.is_set():
             try:
                 self._adopt_addresses()
-                due = [peer for peer in self._peers.values() if peer.is_away]
-                if due:  # some at once, since each that does not answer takes the time for a connection
-                    with ThreadPoolExecutor(min(len(due), _TENDED_AT_ONCE), "kvtier-peers-to") as pool:
-                        list(pool.map(lambda peer: self._closing.is_set() or peer.tend(), due))
+                self._tend_away([peer for peer in self._peers.values() if peer.is_away])
                 self._following.tend({} if self._owners.ring is not None else self._peers, self._fail)
             except Exception:  # no thread or file is free
                 self._counts.count("not_tended", 1)
                 _log.exception("[peers] connections are not maintained for now")
             self._closing.wait(_TEND_EVERY)
         self._following.close()  # `close` may have come while a stream was opened
+
+    def _tend_away(self, away: Sequence[OtherNode]) -> None:
+        """Some at once, since each that does not answer takes the time for a connection."""
+        left = iter(away)
+
+        def tend() -> None:
+            for peer in left:
+                if self._closing.is_set():
+                    return
+                peer.tend()
+
+        num_others = min(len(away), _TENDED_AT_ONCE) - 1
+        others = [threading.Thread(target=tend, name="kvtier-peers-to", daemon=True) for _ in range(num_others)]
+        with suppress(RuntimeError):  # no thread is free: fewer at once
+            for each in others:
+                each.start()
+        tend()
+        for each in others:
+            if each.ident is not None:
+                each.join()
 
     def _adopt_addresses(self) -> None:
         """Look the nodes up regularly, on another thread: a resolver that hangs costs no peer its connection."""

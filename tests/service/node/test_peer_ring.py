@@ -79,10 +79,11 @@ def test_a_prompt_costs_its_owners_a_question_and_its_holder_one(key: Path, made
         assert stats["questions"] == 1
         assert 1 <= stats["owners_queried"] <= len(probes(keys_of(chain.hashes)))
         assert read(tier, chain) == [Outcome.OK] * 24
-        # What nobody holds costs no query of nodes; its owners are too young to be sure, so both are queried.
+        # What nobody holds costs no query of nodes, but one of both its owners: one may have missed a report.
         assert tier.locate(other.hashes) == 0
         assert tier.stats()["questions"] == 1
-        assert tier.stats()["owners_unanswered"] == len(probes(keys_of(other.hashes)))
+        assert tier.stats()["owners_queried"] - stats["owners_queried"] >= 2
+        assert tier.stats()["owners_unanswered"] == 0
 
 
 def test_above_64_nodes_the_ring_needs_no_setting(key: Path, made: list[Node]) -> None:
@@ -188,8 +189,9 @@ def of_one_owner(*nodes: Node | ScriptedPeer) -> tuple[TokenChain, Node | Script
         first_token += 1000
 
 
-def test_a_young_owner_that_knows_a_part_leaves_the_rest_to_its_replica(key: Path, made: list[Node]) -> None:
-    """It has restarted: who holds the beginning has reported that to it again, who holds all of it not yet."""
+@pytest.mark.parametrize("num_known", [0, 8])
+def test_what_an_owner_has_missed_its_replica_knows(key: Path, made: list[Node], num_known: int) -> None:
+    """It has restarted, or was cut off from a holder: it knows who holds the beginning, but not who holds all of it."""
     made += [Node(key, slots=64) for _ in range(3)]
     chain, owner = of_one_owner(*made)
     beginner, holder = (node for node in made if node is not owner)
@@ -198,7 +200,8 @@ def test_a_young_owner_that_knows_a_part_leaves_the_rest_to_its_replica(key: Pat
     beginning = chain_of(8, first_token=int(np.frombuffer(chain.block_tokens(0), "<u4")[0]))
     assert beginning.hashes == chain.hashes[:8]
     for node in made:
-        tell(at(beginner), beginning, node)
+        if node is not owner or num_known:
+            tell(at(beginner), beginning, node)
         if node is not owner:
             tell(at(holder), chain, node)
     with borrowing(key, *(node.address for node in made), index="ring") as tier:
@@ -209,10 +212,10 @@ def test_holders_that_restarted_with_nothing_do_not_hide_one_that_has_it(key: Pa
     made += [Node(key, slots=64) for _ in range(4)]
     chain, _ = of_one_owner(*made)
     assert store(made[0].hierarchy, chain) == 48
-    for holder in made:
+    for holder in made[:3]:
         tell(at(holder), chain, *made)
     with borrowing(key, *(node.address for node in made), index="ring") as tier:
-        for _ in range(8):  # owners name three of the four, by chance
+        for _ in range(12):  # owners name the three in any order
             assert tier.locate(chain.hashes) == 48
             tier.discard(chain.hashes)
         assert tier.stats()["questions"] <= 8 * len(made)
@@ -322,7 +325,7 @@ def test_hostile_questions_end_the_connection_and_change_nothing(
     assert link.report(Report(("10.0.0.1", 1), 1, 0, [8], []), time.monotonic() + 20.0)
     assert not link.report(Report(("10.0.0.1", 1), 1, 5, [16], []), time.monotonic() + 20.0)
     link.ask_holders([8, 16], time.monotonic() + 20.0)
-    assert link.read_holders(2, time.monotonic() + 20.0) == [[("10.0.0.1", 1)], None]
+    assert link.read_holders(2, time.monotonic() + 20.0) == [[("10.0.0.1", 1)], []]
     link.close()
 
 
