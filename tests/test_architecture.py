@@ -164,6 +164,7 @@ EXPLAINED: Final = {
     "tiers/copies/transfer.py:_run:except": "a failed copy is reported: no thread ends, no caller gets it",
     "tiers/hierarchy/lower_tier.py:_keep_probing:except": "a thread that ended would leave the tier off for good",
     "tiers/hierarchy/stores.py:seal_each:except": "as a job that raises: it is counted, its slots are given back",
+    "tiers/peers/store.py:_tend:except": "a thread that ended would keep peers away for good; counted",
 }
 
 Function: Final = ast.FunctionDef | ast.AsyncFunctionDef

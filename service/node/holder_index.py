@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtier.service import events
-from kvtier.tiers.peers import HEARTBEAT, LAPSE, MAX_HOLDERS, MAX_NODES, PeerAddress, Report
+from kvtier.tiers.peers import LAPSE, MAX_HOLDERS, MAX_NODES, PeerAddress, Report
 
 _PIECE: Final = 1024  # keys released while the lock is held
 _MAX_REPORTERS: Final = 4 * MAX_NODES  # nodes, once for each model
@@ -35,7 +35,7 @@ class HolderIndex:
     def __init__(self, max_keys: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_keys, self._clock = max_keys, clock
         self.counts: Counter[str] = Counter()  # reports_{taken, missed, refused}, keys_forgotten, nodes_lapsed
-        self._born = self._looked = clock()
+        self._looked = clock()
         self._lock = threading.Lock()  # guards what follows
         self._holders = events.new_holders(1)
         self._reporters: dict[tuple[bytes, PeerAddress], _Reporter] = {}
@@ -69,15 +69,14 @@ class HolderIndex:
             self._make_room()
         return True
 
-    def holders(self, fingerprint: bytes, keys: Sequence[int]) -> list[list[PeerAddress]] | None:
+    def holders(self, fingerprint: bytes, keys: Sequence[int]) -> list[list[PeerAddress]]:
         found = list[list[PeerAddress]]()
         with self._lock:
             for key in keys:
                 numbers = [number for number, _ in self._holders.leading([key])]
                 nodes = [self._nodes[each] for each in random.sample(numbers, min(len(numbers), MAX_HOLDERS))]
                 found.append([node for model, node in nodes if model == fingerprint])
-        is_young = self._clock() - self._born < 2 * HEARTBEAT
-        return None if is_young and not any(found) else found
+        return found
 
     def check(self) -> None:
         with self._lock:

@@ -26,7 +26,9 @@ from kvtier.tiers.pool import Lease
 _log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 4 * peers.MAX_NODES  # a thread each: one of every node for each of four models
-MAX_STRANGERS: Final = 16  # of these, connections that have not proven yet that they have the key
+MAX_STRANGERS: Final = (
+    256  # of these, connections that have not proven the key yet: a restart has all nodes come at once
+)
 _HELLO_SECONDS: Final = 5.0  # for the whole handshake
 _IDLE_SECONDS: Final = 300.0  # without a question
 _ACCEPT_PAUSE: Final = 0.2  # seconds without a file descriptor to spare
@@ -326,9 +328,8 @@ class PeerServer:
         fingerprint = session.blocks.fingerprint
         if verb is wire.PeerVerb.REPORT:
             return session.answer(verb, self.index.report(fingerprint, wire.unpack_report(words)))
-        keys = wire.unpack_query(words)
-        found = self.index.holders(fingerprint, keys)
-        return session.answer(verb, 0 if found is None else len(keys), wire.pack_holders(found or [()] * len(keys)))
+        found = self.index.holders(fingerprint, wire.unpack_query(words))
+        return session.answer(verb, len(found), wire.pack_holders(found))
 
     def _send_none(self, stream: PeerStream, session: wire.PeerSession, verb: wire.PeerVerb, num: int) -> None:
         nothing = {

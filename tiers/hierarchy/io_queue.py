@@ -19,7 +19,7 @@ _MOMENT: Final = 0.25  # seconds: most storage has its own deadline, slightly la
 
 
 def begun(name: str, work: Callable[[], T]) -> "Future[T]":
-    """Run `work` on a daemon thread: if it hangs, the process can still exit."""
+    """Run `work` on a daemon thread: if it hangs, the process can still exit. Raises nothing."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # its waiters may leave
 
@@ -29,7 +29,10 @@ def begun(name: str, work: Callable[[], T]) -> "Future[T]":
         except BaseException as error:
             future.set_exception(error)
 
-    Thread(target=run, name=name, daemon=True).start()
+    try:
+        Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError as error:  # no thread is free
+        future.set_exception(error)
     return future
 
 

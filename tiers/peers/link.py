@@ -177,11 +177,10 @@ class PeerLink:
         """Send the request that `read_holders` reads the reply of."""
         self.ask(PeerVerb.HOLDERS, wire.pack_query(keys), deadline)
 
-    def read_holders(self, num_keys: int, deadline: float) -> list[list[PeerAddress]] | None:
-        """Which nodes hold each block, as the peer knows. None: it cannot say that nobody does."""
+    def read_holders(self, num_keys: int, deadline: float) -> list[list[PeerAddress]]:
+        """Which nodes hold each block, as the peer knows."""
         size = wire.WORDS_BYTES + num_keys * wire.HOLDERS_BYTES + wire.PROOF_BYTES
-        count, rows = self._read(PeerVerb.HOLDERS, self._stream.take(size, deadline), num_keys)
-        return wire.unpack_holders(rows) if count else None
+        return wire.unpack_holders(self._read(PeerVerb.HOLDERS, self._stream.take(size, deadline), num_keys)[1])
 
     def report(self, report: Report, deadline: float) -> bool:
         """Report to an owner; whether it took the report. False: start over."""

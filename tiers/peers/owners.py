@@ -17,11 +17,12 @@ from kvtier.tiers.peers.stream import PeerAddress, PeerFailed
 _log = logging.getLogger(__name__)
 
 _PART: Final = 4  # of `deadline`: the longest that an owner is waited for, and then its replica
-_MOST_QUERIED: Final = 2  # holders that are queried for their exact runs
+AT_ONCE: Final = 2  # holders that are queried for their exact runs; …
+_MOST_QUERIED: Final = 6  # … so many if those before have none: they may have restarted
 
 Peers: TypeAlias = Mapping[PeerAddress, OtherNode]
 Places: TypeAlias = Mapping[PeerAddress, list[int]]
-Holders: TypeAlias = list[list[PeerAddress]] | None
+Holders: TypeAlias = list[list[PeerAddress]]
 
 
 def most_nodes(config: PeersConfig) -> int:
@@ -65,12 +66,12 @@ class Owners:
     def holders(self, names: Sequence[ChainHash], peers: Peers, deadline: float, fail: Fail) -> list[OtherNode]:
         """The nodes to query for their runs, the likeliest first. An owner that does not answer costs a part of time.
 
-        Its names are then queried at their other owner.
+        What it does not know is then queried at the other owner: it may have restarted, or been cut off from holders.
         """
         ring, keys = self.ring, keys_of(names)
         if ring is None or not len(probed := keys[probes(keys)]):
             return []
-        owners, found = ring.owners(probed), dict[int, list[PeerAddress]]()
+        owners, found, answered = ring.owners(probed), dict[int, list[PeerAddress]](), set[int]()
         own = self._own_address(ring, peers)
         for replica in range(REPLICAS):
             places: dict[PeerAddress, list[int]] = {}
@@ -90,11 +91,12 @@ class Owners:
             if own in places and self._own is not None:
                 answers[own] = self._own.holders(self._fingerprint, probed[places[own]].tolist())
             for address, nodes in answers.items():
-                found.update(zip(places[address], nodes or (), strict=False))
+                answered.update(places[address])
+                found.update((i, each) for i, each in zip(places[address], nodes, strict=True) if each)
             with self._lock:
                 self._counts["owners_queried"] += len(queried)
         with self._lock:
-            self._counts["owners_unanswered"] += len(probed) - len(found)
+            self._counts["owners_unanswered"] += len(probed) - len(answered)
         ranked = dict.fromkeys(node for i in sorted(found, reverse=True) for node in found[i] if node != own)
         return [peer for node in ranked if (peer := peers.get(node)) is not None and peer.answers][:_MOST_QUERIED]
 

@@ -1,12 +1,12 @@
 """Other nodes that send blocks: their addresses, ready connections, a breaker each."""
 
-import hashlib
 import logging
 import math
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
 from threading import Lock
 from typing import Final, TypeVar
 
@@ -24,8 +24,8 @@ class PeerAddresses:
     """The addresses of the HOST:PORTs that [peers] names. Not thread-safe; a look-up waits for the resolver.
 
     A failed look-up is no empty answer: a name's last addresses count for `_KEPT` seconds more. Of more than `most`
-    addresses a stable choice is used, whatever their order: those that rank first under this machine's name. So
-    machines do not all choose the same.
+    addresses a stable choice is used, whatever their order: those that rank first under this machine's name, so that
+    machines do not all choose the same. For a ring they do.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class PeerAddresses:
         if not self._warned_too_many:
             self._warned_too_many = True
             _log.warning("[peers] nodes: %d addresses, %d of them are used", len(found), self._most)
-        return sorted(found, key=_rank)[: self._most]
+        by = socket.gethostname().encode()[:64] if self._most <= MAX_PEERS else b""
+        return sorted(found, key=lambda each: blake2b(address_text(each).encode(), key=by).digest())[: self._most]
 
 
 def looked_up(node: str) -> list[PeerAddress]:
@@ -67,10 +68,8 @@ def looked_up(node: str) -> list[PeerAddress]:
     return list(dict.fromkeys((str(info[4][0]), int(info[4][1])) for info in infos))
 
 
-def _rank(address: PeerAddress) -> bytes:
-    return hashlib.blake2b(address_text(address).encode(), key=socket.gethostname().encode()[:64]).digest()
-
-
+_LEAST: Final = 0.005  # seconds, without which no connection is begun
+NO_TIME: Final = "no_time"  # the reason if other peers had used up the time for a connection
 MAX_READY: Final = 2  # connections kept: as many as threads of the hierarchy use at once
 
 
@@ -121,8 +120,10 @@ class OtherNode:
         link.close()
 
     def failed(self, link: PeerLink | None, failure: PeerFailed) -> None:
-        """The connection is unusable: close it."""
+        """The connection is unusable: close it. If other peers had used up the time, this one stays as it is."""
         self.counts[failure.reason] += 1
+        if failure.reason == NO_TIME:
+            return
         self.breaker.failure()
         with self._lock:
             self._is_up = False
@@ -130,12 +131,14 @@ class OtherNode:
         for each in links if link is None else [link, *links]:
             each.close()
 
+    @property
+    def is_away(self) -> bool:
+        """Whether `tend` may have something to do."""
+        return not (self._is_up or self.is_myself or self._closed)
+
     def tend(self) -> None:
-        """Open a connection if none is ready; to a peer that failed only after its breaker's wait. Waits for it."""
-        if self.is_myself or self._closed:
-            return
-        is_probe = self.breaker.take_probe()
-        if not is_probe and (self._is_up or not self.breaker.closed):
+        """Open a connection if it is away; after several failures only after its breaker's wait. Waits for it."""
+        if not self.is_away or not (self.breaker.closed or self.breaker.take_probe()):
             return
         try:
             link = self._connected(math.inf)
@@ -149,8 +152,8 @@ class OtherNode:
 
     def _connected(self, seconds: float) -> PeerLink:
         """A new connection. PeerFailed, also if this process has the peer's address by now."""
-        if seconds <= 0:
-            raise PeerFailed(Outcome.TIMEOUT, "timeout")
+        if seconds < _LEAST:
+            raise PeerFailed(Outcome.TIMEOUT, NO_TIME)
         try:
             return self._connect(self.address, seconds)
         except IsMyself:
@@ -195,13 +198,16 @@ def query_each(
     deadline: float,
     fail: Fail,
 ) -> dict[PeerAddress, A]:
-    """Send all queries, then read the replies as they come. Those of failed peers are missing."""
+    """Send all queries, then read the replies as they come. Those of failed peers are missing.
+
+    A new connection may take half of the time that is left: one that hangs costs no other peer its query.
+    """
     links: dict[PeerLink, OtherNode] = {}
     answers: dict[PeerAddress, A] = {}
     for peer in peers:
         link = None
         try:
-            link = peer.connection(deadline)
+            link = peer.connection((time.monotonic() + deadline) / 2)
             ask(peer, link)
             links[link] = peer
         except PeerFailed as failed:

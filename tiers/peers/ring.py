@@ -93,8 +93,8 @@ class Owner(Protocol):
     def report(self, fingerprint: bytes, report: Report) -> bool:
         """Take it. False: reports before it are missing, the node has to start over."""
 
-    def holders(self, fingerprint: bytes, keys: Sequence[int]) -> list[list[PeerAddress]] | None:
-        """Up to MAX_HOLDERS for each. None: it knows none, and is too young to say that there are none."""
+    def holders(self, fingerprint: bytes, keys: Sequence[int]) -> list[list[PeerAddress]]:
+        """Up to MAX_HOLDERS for each. None known does not mean that there are none: it may have missed reports."""
 
 
 Send: TypeAlias = Callable[[PeerAddress, Report], bool | None]
@@ -122,6 +122,7 @@ class Reports:
         self._ring: Ring | None = None
         self._keys: Keys = np.zeros(0, np.uint64)
         self._reported: dict[PeerAddress, _Reported] = {}
+        self._full: dict[PeerAddress, float] = {}  # owners that had no room for this node → until when it waits
         self._turn = 0  # the owner that is next
 
     def step(
@@ -147,6 +148,8 @@ class Reports:
             if (known is not None and not known.pending and now - known.at < HEARTBEAT) or not may(owner):
                 continue
             if known is None:
+                if now < self._full.get(owner, now):
+                    continue
                 owners = ring.owners(keys) if owners is None else owners
                 known = self._reported[owner] = _Reported(now)
                 known.pending = dict.fromkeys(keys[(owners == self._turn).any(1)].tolist(), True)
@@ -155,8 +158,10 @@ class Reports:
                 sent += 1
                 self.counts["reports"] += 1
                 self.counts["reported"] += len(report.added) + len(report.removed)
-                if not send(owner, report):
+                if not (taken := send(owner, report)):
                     del self._reported[owner]
+                    if report.seq == 0 and taken is False:
+                        self._full[owner] = now + HEARTBEAT
                     break
                 known.seq = known.seq % _MAX_SEQ + 1
             known.at, known.pending = now, {}
@@ -173,8 +178,9 @@ class Reports:
                 now = {ring.nodes[i] for i in owners[1]} if is_held else set()
                 self._change(key, now - was, is_added=True)
                 self._change(key, was - now, is_added=False)
-        for owner in [each for each in self._reported if each not in ring.numbers]:
-            del self._reported[owner]
+        for owner in [each for each in (*self._reported, *self._full) if each not in ring.numbers]:
+            self._reported.pop(owner, None)
+            self._full.pop(owner, None)
         self._ring, self._keys = ring, keys
 
     def _change(self, key: int, owners: Collection[PeerAddress], *, is_added: bool) -> None:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from threading import Lock
 from typing import Final, NamedTuple
 
@@ -13,8 +14,8 @@ from kvtier.tiers.config import Config
 from kvtier.tiers.peers.following import AnnouncedNames, Following
 from kvtier.tiers.peers.link import PeerLink, as_they_answer
 from kvtier.tiers.peers.one_sided import RemoteMemory
-from kvtier.tiers.peers.owners import Owners, most_nodes
-from kvtier.tiers.peers.peer import MAX_READY, OtherNode, PeerAddresses, query_each
+from kvtier.tiers.peers.owners import AT_ONCE, Owners, most_nodes
+from kvtier.tiers.peers.peer import MAX_PEERS, MAX_READY, NO_TIME, OtherNode, PeerAddresses, query_each
 from kvtier.tiers.peers.ring import Keys, Owner
 from kvtier.tiers.peers.stream import PeerAddress, PeerFailed, address_text
 from kvtier.tiers.peers.wire import MAX_NAMES, LentBlocks, PeerVerb, shared_key
@@ -73,6 +74,7 @@ _NAME_LIFETIME: Final = 30.0  # seconds until a known name expires
 _LOOK_UP_EVERY: Final = 10.0  # seconds between two look-ups of the nodes' addresses
 _HELD_TIME: Final = 0.02  # seconds beyond the deadline for all replies that have begun to arrive, …
 _THERE_TIME: Final = 0.001  # … and for each that is received already
+_TENDED_AT_ONCE: Final = 16
 _TEND_EVERY: Final = 0.25  # seconds between two checks of the connections
 
 
@@ -110,6 +112,8 @@ class PeersStore(Tier):
         self._closing = threading.Event()
         self._addresses = PeerAddresses(self._config.nodes, most=most_nodes(self._config))
         self._looked_up_at = float("-inf")
+        self._resolving: threading.Thread | None = None
+        self._resolved: list[PeerAddress] = []
         self._tending = threading.Thread(target=self._tend, name="kvtier-peers", daemon=True)
 
     @classmethod
@@ -272,14 +276,23 @@ class PeersStore(Tier):
             failures.append(self._fail(peer, link, failed))
             return failures[-1]
 
-        held = query_each(self._to_query(names, deadline), ask, read, deadline, fail)
+        held = dict[PeerAddress, list[bool]]()
+        peers, at_once = self._to_query(names, deadline)
+        while peers and not any(flags[0] for flags in held.values()):
+            held |= query_each(peers[:at_once], ask, read, deadline, fail)
+            peers = peers[at_once:]
         return held, failures[-1] if failures else None
 
-    def _to_query(self, names: Sequence[ChainHash], deadline: float) -> list[OtherNode]:
-        """Those that owners name, of a ring; else all that answer, unless their events are complete."""
+    def _to_query(self, names: Sequence[ChainHash], deadline: float) -> tuple[list[OtherNode], int]:
+        """Those that owners name, of a ring, the likeliest first, and how many to query at once.
+
+        Else all that answer, unless their events are complete.
+        """
         if self._owners.ring is not None:
-            return self._owners.holders(names, self._peers, deadline, self._fail)
-        return [each for each in self._peers.values() if each.answers and not self._following.is_sure_of(each)]
+            return self._owners.holders(names, self._peers, deadline, self._fail), AT_ONCE
+        return [
+            each for each in self._peers.values() if each.answers and not self._following.is_sure_of(each)
+        ], MAX_PEERS
 
     def _learn(
         self,
@@ -393,23 +406,59 @@ class PeersStore(Tier):
     def _fail(self, peer: OtherNode, link: PeerLink | None, failure: PeerFailed) -> Outcome:
         """A peer failed: forget which blocks it holds."""
         peer.failed(link, failure)
-        self._holders.forget_all(peer.address)
+        if failure.reason != NO_TIME:
+            self._holders.forget_all(peer.address)
         return failure.outcome
 
     def _tend(self) -> None:
-        """Thread: maintains addresses and connections."""
+        """Thread: maintains addresses and connections. Nothing ends it but `close`: peers would stay away for good."""
         while not self._closing.is_set():
-            now = time.monotonic()
-            if now - self._looked_up_at >= _LOOK_UP_EVERY:
-                self._looked_up_at = now
-                self._adopt(self._addresses.look_up())
-            for peer in self._peers.values():
+            try:
+                self._adopt_addresses()
+                self._tend_away([peer for peer in self._peers.values() if peer.is_away])
+                self._following.tend({} if self._owners.ring is not None else self._peers, self._fail)
+            except Exception:  # no thread or file is free
+                self._counts.count("not_tended", 1)
+                _log.exception("[peers] connections are not maintained for now")
+            self._closing.wait(_TEND_EVERY)
+        self._following.close()  # `close` may have come while a stream was opened
+
+    def _tend_away(self, away: Sequence[OtherNode]) -> None:
+        """Some at once, since each that does not answer takes the time for a connection."""
+        left = iter(away)
+
+        def tend() -> None:
+            for peer in left:
                 if self._closing.is_set():
                     return
                 peer.tend()
-            self._following.tend({} if self._owners.ring is not None else self._peers, self._fail)
-            self._closing.wait(_TEND_EVERY)
-        self._following.close()  # `close` may have come while a stream was opened
+
+        num_others = min(len(away), _TENDED_AT_ONCE) - 1
+        others = [threading.Thread(target=tend, name="kvtier-peers-to", daemon=True) for _ in range(num_others)]
+        with suppress(RuntimeError):  # no thread is free: fewer at once
+            for each in others:
+                each.start()
+        tend()
+        for each in others:
+            if each.ident is not None:
+                each.join()
+
+    def _adopt_addresses(self) -> None:
+        """Look the nodes up regularly, on another thread: a resolver that hangs costs no peer its connection."""
+        if self._resolving is None and time.monotonic() - self._looked_up_at >= _LOOK_UP_EVERY:
+            self._looked_up_at = time.monotonic()
+            self._resolving = threading.Thread(target=self._resolve, name="kvtier-peers-names", daemon=True)
+            self._resolving.start()
+        if self._resolving is not None:
+            self._resolving.join(_TEND_EVERY)
+            if not self._resolving.is_alive():
+                self._resolving = None
+                self._adopt(self._resolved)
+
+    def _resolve(self) -> None:
+        addresses = self._addresses.look_up()
+        self._owners.adopt(addresses)
+        self._resolved = addresses
 
     def _adopt(self, addresses: Sequence[PeerAddress]) -> None:
         """Use these peers and no others."""
@@ -420,9 +469,8 @@ class PeersStore(Tier):
             )
             for address in addresses
         }
-        is_ring = self._owners.adopt(addresses)
         for peer in peers.values():
-            peer.max_ready = 1 if is_ring else MAX_READY
+            peer.max_ready = MAX_READY if self._owners.ring is None else 1
             peer.require(self._probe)
         removed = [peer for address, peer in self._peers.items() if address not in peers]
         for address in [each for each in self._by_stream_until if each not in peers]:

@@ -20,8 +20,7 @@ lender keeps the blocks until the next question, which may be DONE: it has no an
 HOLDERS and REPORT are for the owners of a ring (`ring.py`), who know which nodes hold blocks by keys, the last eight
 bytes of their names. In place of names they have a header and keys, filled up with zeros: the number of keys; or
 node (16 + u16), epoch (u64), number of the report, keys added, keys removed (u16 each). HOLDERS is answered by three
-nodes a key, zeros for none; the number is 0 if the owner is too young to know. REPORT is answered by 1, or 0: start
-over.
+nodes a key, zeros for none. REPORT is answered by 1, or 0: start over.
 
 A proof is HMAC-SHA256 under a key of the connection alone, over its message and the number of the question. A tag is
 a MAC over head and payload, under a key made from the shared one and the fingerprint (`BlockTags`). A block that is

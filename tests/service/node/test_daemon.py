@@ -53,6 +53,7 @@ from kvtier.service.node.daemon import _TICK, Daemon
 from kvtier.service.node.loop import Listener, Loop
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError, KVMismatch
+from kvtier.tiers.hierarchy import io_queue
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Overlap, Pending
 from kvtier.tiers.naming.kv_probe import KVProbe
 from kvtier.tiers.tier import Outcome
@@ -629,6 +630,24 @@ def test_a_daemon_without_files_takes_clients_in_later(home: Path, serve: Serve,
         served.daemon.call(lambda: setattr(served.daemon._listener, "socket", real))
         wait_until(lambda: len(served.daemon.call(served.daemon.clients)) == 2)
     assert store(first, chain_of(4)) == 4
+
+
+def test_a_daemon_without_threads_goes_on(serve: Serve, attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every connection of another node takes one, and a container has only so many."""
+    served, looks = serve(), list[str]()
+    tiers = attach()
+
+    class NoThread(threading.Thread):
+        def start(self) -> None:
+            looks.append(self.name)
+            raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(io_queue, "Thread", NoThread)
+        wait_until(lambda: looks.count("kvtier-aside") >= 2)
+        assert ask(tiers, chain_of(4))[1] == 0  # its loop serves
+    assert store(tiers, chain_of(4)) == load(tiers, chain_of(4)) == 4
+    wait_until(lambda: served.daemon.call(lambda: not served.daemon.health.wanting))
 
 
 def test_places_where_no_socket_can_be(home: Path) -> None:

@@ -174,6 +174,25 @@ def test_strangers_take_no_place_from_who_has_the_key(node: Node, key: Path) -> 
     linked(node, key).close()
 
 
+def test_all_nodes_of_a_fleet_may_come_at_once(node: Node, key: Path) -> None:
+    """As after a restart: each node has an address of its own, and proves the key after a round trip."""
+    connections = list[socket.socket]()
+    host, _, port = node.address.rpartition(":")
+    for i in range(200):
+        connections.append(socket.create_connection((host, int(port)), source_address=(f"127.9.{i}.1", 0)))
+    blocks = wire.LentBlocks(MODEL, SLOT_BYTES, BLOCK_SIZE)
+    for connection in connections:
+        challenge = connection.recv(wire.CHALLENGE_BYTES, socket.MSG_WAITALL)
+        session = wire.PeerSession(
+            wire.shared_key(key), wire.unpack_challenge(challenge), bytes(wire.NONCE_BYTES), blocks
+        )
+        connection.sendall(session.hello(b"n" * wire.NODE_BYTES))
+        answer = connection.recv(wire.WELCOME_BYTES, socket.MSG_WAITALL)
+        assert session.read_welcome(answer)[0] is wire.Greeting.WELCOME
+        connection.close()
+    assert node.peer_server.counts["too_many"] == 0
+
+
 def test_a_hello_for_other_blocks_of_the_model_is_refused_with_its_reason(node: Node, key: Path) -> None:
     with pytest.raises(PeerFailed, match="other_blocks"):
         linked(node, key, wire.LentBlocks(MODEL, 2 * SLOT_BYTES, BLOCK_SIZE))

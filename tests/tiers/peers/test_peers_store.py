@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -11,14 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles import SLOT_BYTES, chain_of, payload_of, store, wait_until
-from peers_rig import Node, ScriptedPeer, block, borrowing, buffers, key_file, record, says_held
+from node_rig import free_port
+from peers_rig import Node, ScriptedPeer, TellingNode, block, borrowing, buffers, key_file, record, says_held
 
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.naming.kv_probe import KVProbe
 from kvtier.tiers.peers import TAG_BYTES, wire
+from kvtier.tiers.peers import peer as peer_module
+from kvtier.tiers.peers.following import FEEDS, EventFeed
 from kvtier.tiers.peers.peer import MAX_PEERS, PeerAddresses
+from kvtier.tiers.peers.ring import MAX_NODES
 from kvtier.tiers.peers.store import RESETS, PeersStore
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
@@ -408,12 +413,66 @@ def test_so_many_addresses_count_whatever_their_order_and_that_is_said_once(capl
     assert len(set(PeerAddresses(nodes[1:]).look_up()) - chosen) <= 1
 
 
-def test_machines_choose_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    addresses, chosen = PeerAddresses([f"127.0.0.1:{port}" for port in range(1, MAX_PEERS * 2)]), list[set[Any]]()
+@pytest.mark.parametrize("most", [MAX_PEERS, MAX_NODES])
+def test_machines_choose_for_themselves_unless_they_are_a_ring(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    nodes, chosen = [f"127.0.0.1:{port}" for port in range(1, most * 2)], list[set[Any]]()
     for name in ("node-a", "node-b"):
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
-        chosen.append(set(addresses.look_up()))
-    assert chosen[0] != chosen[1]
+        chosen.append(set(PeerAddresses(nodes, most=most).look_up()))
+    assert len(chosen[0]) == most
+    assert (chosen[0] == chosen[1]) is (most == MAX_NODES)
+
+
+def test_a_resolver_that_hangs_keeps_no_peer_away(key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address, over = f"127.0.0.1:{free_port()}", threading.Event()
+    node = Node(key, address=address)
+    with borrowing(key, address) as tier:
+        monkeypatch.setattr(peer_module, "looked_up", lambda name: over.wait(60.0) and [])
+        tier._looked_up_at = float("-inf")
+        wait_until(lambda: tier._resolving is not None)
+        node.close()
+        assert tier.locate(chain_of(2).hashes) is not None
+        assert tier.stats()["answering"] == 0
+        node = Node(key, address=address)
+        wait_until(lambda: tier.stats()["answering"] == 1, 20.0)
+        over.set()
+    node.close()
+
+
+def test_peers_that_do_not_answer_keep_no_other_away_for_long(key: Path) -> None:
+    address, silent = f"127.0.0.1:{free_port()}", [socket.create_server(("127.0.0.1", 0)) for _ in range(48)]
+    nodes = [f"127.0.0.1:{each.getsockname()[1]}" for each in silent]
+    node = Node(key, address=address)
+    with borrowing(key, *nodes, address, answering=1, connect_timeout="1s", failures=1000) as tier:
+        node.close()
+        tier.locate(chain_of(2).hashes)
+        node = Node(key, address=address)
+        wait_until(lambda: tier.stats()["answering"] == 1, 20.0)  # one after the other takes 48 s
+    node.close()
+    for each in silent:
+        each.close()
+
+
+def test_connections_are_maintained_though_no_thread_is_free_for_events(
+    key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries, address = list[bytes](), f"127.0.0.1:{free_port()}"
+
+    def none_free(fingerprint: bytes, *_: object) -> EventFeed:
+        tries.append(fingerprint)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(FEEDS, "open", none_free)
+    node: Node = TellingNode(key, chain_of(2), address=address)
+    with borrowing(key, address) as tier:
+        wait_until(lambda: tries)
+        node.close()
+        tier.locate(chain_of(2).hashes)
+        assert tier.stats()["answering"] == 0
+        node = Node(key, address=address)
+        wait_until(lambda: tier.stats()["answering"] == 1)
+        assert tier.stats()["not_tended"] >= 1
+    node.close()
 
 
 def test_no_answer_is_not_an_empty_one(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
