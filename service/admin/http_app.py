@@ -193,7 +193,7 @@ class Admin:
         for model in models:
             with held_open(self._daemon, model) as namespace:
                 namespace.hierarchy.reset()
-                self._daemon.submit(partial(_notify_clients, namespace))  # clients drop their promises
+                self._daemon.submit(namespace.notify)  # clients drop their promises
                 names.append(namespace.name)
         self._pins.expire()
         return {"reset": names}
@@ -271,12 +271,6 @@ class Admin:
 
     def _open(self) -> list[Namespace]:
         return self._daemon.call(self._daemon.namespaces)
-
-
-def _notify_clients(namespace: Namespace) -> None:
-    """On the loop's thread."""
-    for member in list(namespace.members):
-        member.notify()
 
 
 # --- exports, imports and traces -------------------------------------------------------------------------------------
