@@ -26,7 +26,7 @@ class Reloads:
 
     def __init__(self, load: Callable[[], Config], used: Collection[str] = ()) -> None:
         """Loads: ConfigError. `used`: the sections and options that this server reads; `prepare` is set later."""
-        self._load, self._used = load, used
+        self._load, self._used = load, frozenset(used)
         self.config = load()
         self.prepare: Prepare = lambda config: lambda: None
         self.counts: Mapping[str, int] = {DONE: 0, REFUSED: 0}
@@ -43,7 +43,7 @@ class Reloads:
         try:
             given = self._load()
             config = self.config.reloaded(given)
-            changes = [each for each in self.config.changes(given) if self._reads(*each[:2])]
+            changes = [each for each in self.config.changes(given) if {each[0], f"{each[0]}.{each[1]}"} & self._used]
             commit = self.prepare(config)
         except ConfigError as error:
             self.why, self.counts = str(error), self._counted(REFUSED)
@@ -64,9 +64,6 @@ class Reloads:
     def apply(self, state: Mapping[str, Any]) -> None:
         """Take over the outcomes that the server's first process has counted."""
         self.counts, self.why = state.get("counts", self.counts), state.get("why")
-
-    def _reads(self, section: str, name: str) -> bool:
-        return section in self._used or f"{section}.{name}" in self._used
 
     def _counted(self, outcome: str) -> dict[str, int]:
         return {**self.counts, outcome: self.counts[outcome] + 1}

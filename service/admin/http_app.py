@@ -193,7 +193,7 @@ class Admin:
         for model in models:
             with held_open(self._daemon, model) as namespace:
                 namespace.hierarchy.reset()
-                self._daemon.submit(partial(_notify_clients, namespace))  # clients drop their promises
+                self._daemon.submit(namespace.notify)  # clients drop their promises
                 names.append(namespace.name)
         self._pins.expire()
         return {"reset": names}
@@ -271,12 +271,6 @@ class Admin:
 
     def _open(self) -> list[Namespace]:
         return self._daemon.call(self._daemon.namespaces)
-
-
-def _notify_clients(namespace: Namespace) -> None:
-    """On the loop's thread."""
-    for member in list(namespace.members):
-        member.notify()
 
 
 # --- exports, imports and traces -------------------------------------------------------------------------------------
@@ -452,6 +446,7 @@ _log = logging.getLogger(__name__)
 _NOTHING_ELSE: Final[Json] = {"wanting": [], "degraded": [], "refused": []}
 _HEALTHY: Final = 1.0  # seconds the daemon's loop may take to answer
 _EXPIRY: Final = 0.25  # seconds between checks of the pins
+_OPTIMUM: Final = 1.0  # seconds between two looks at recorded lookups
 _REMEMBERED: Final = ("uptime_s", "budget", "models")  # of a status, for the live page's past hour
 
 
@@ -466,7 +461,6 @@ class Pages:
 
     def start(self) -> None:
         self._server.start()
-        self.optimum.start()
 
     def prepare(self, config: Config) -> Callable[[], None]:
         """As `Reloads.prepare`, for the daemon and its pages."""
@@ -482,7 +476,6 @@ class Pages:
         return commit
 
     def stop(self) -> None:
-        self.optimum.stop()
         self._server.stop()
         self.pins.clear()
         self.token.forget()
@@ -531,10 +524,11 @@ def make_app(pages: Pages) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        task = asyncio.create_task(_upkeep(pages))
+        tasks = [asyncio.create_task(each) for each in (_upkeep(pages), _looking(optimum))]
         async with live.remembering():
             yield
-        task.cancel()
+        for task in tasks:
+            task.cancel()
 
     routes = [
         get("/metrics", lambda: Response(node.exposition(daemon, pins, use, optimum), media_type=EXPOSITION)),
@@ -564,6 +558,13 @@ async def _upkeep(pages: Pages) -> None:
         await asyncio.sleep(_EXPIRY)
         await asyncio.to_thread(pages.pins.expire)
         await asyncio.to_thread(pages.token.keep)
+
+
+async def _looking(optimum: node.OptimumWatch) -> None:
+    while True:
+        await asyncio.sleep(_OPTIMUM)
+        with contextlib.suppress(KVTierError):  # the daemon is stopping, or busy: later
+            await asyncio.to_thread(optimum.look)
 
 
 def _watched(daemon: Daemon) -> list[node.WatchedModel]:

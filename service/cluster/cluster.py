@@ -349,11 +349,8 @@ class StartedService(_Recorded):
     """The record of a started service. `process` is None if it has ended, as a one-time job does."""
 
     process: Process | None
-    ready: Ready
-    after: list[str]
-    address: str | None
+    service: Service  # as it was started
     started: float  # Unix time
-    service: Service | None = None  # as it was started; None: started by an older kvtier
     stopped: bool = False  # by an operator
     restarts: int = 0  # since `up`: it had ended by itself
     failures: int = 0  # in a row
@@ -431,7 +428,7 @@ class Cluster:
         """Wait for services that ran already: one that the keeper has just restarted is not ready yet."""
         end = time.monotonic() + _DEADLINE
         for name, member in record.members.items():
-            while _status_of(name, member).state == "running" and not is_well(member.ready):
+            while _status_of(name, member).state == "running" and not is_well(member.service.ready):
                 if stopping.wait(_PAUSE):
                     raise KVTierError("interrupted: what runs goes on running")
                 if time.monotonic() > end:
@@ -465,7 +462,7 @@ class Cluster:
     def stop(self, record: ClusterRecord, names: Sequence[str], report: Print) -> None:
         left = list(names)
         while left:
-            wave = [name for name in left if not any(name in record.members[other].after for other in left)]
+            wave = [name for name in left if not any(name in record.members[other].service.after for other in left)]
             with ThreadPoolExecutor(len(wave)) as threads:
                 lines = threads.map(end, wave, [record.members[name] for name in wave])
                 for name, line in zip(wave, lines, strict=True):
@@ -587,14 +584,9 @@ class _Start:
             raise KVTierError(f"{name}: {why}") from None
         # A process that has ended already is not reaped before `poll` below.
         found = Process.of(process.pid) or Process(process.pid, "")
+        restarts = self._record.members[name].restarts if name in self._record.members else 0
         self._record.members[name] = StartedService(
-            process=found,
-            ready=service.ready,
-            after=service.after,
-            address=service.address,
-            started=time.time(),
-            service=service,
-            restarts=self._record.members[name].restarts if name in self._record.members else 0,
+            process=found, service=service, started=time.time(), restarts=restarts
         )
         self._started.append(name)
         self._cluster.write(self._record)
@@ -649,8 +641,8 @@ def _status_of(name: str, member: StartedService) -> ServiceStatus:
     if member.process is None:
         state, is_well_now = "done", True
     elif member.process.runs:
-        state, is_well_now, uptime = "running", is_well(member.ready), time.time() - member.started
+        state, is_well_now, uptime = "running", is_well(member.service.ready), time.time() - member.started
     elif member.stopped:
         state = "stopped"
     pid = None if member.process is None else member.process.pid
-    return ServiceStatus(name, state, is_well_now, pid, member.address, uptime, member.restarts)
+    return ServiceStatus(name, state, is_well_now, pid, member.service.address, uptime, member.restarts)

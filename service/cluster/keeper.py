@@ -36,8 +36,6 @@ def restart_service(cluster: Cluster, name: str, report: Print, stopping: Event)
     with cluster.locked():
         record = cluster.read()
         member = _member(cluster, record, name)
-        if member.service is None:
-            raise ConfigError(f'"{name}": an older kvtier started it; take the cluster down, and up again')
         if (line := end(name, member)) is not None:
             report(line)
         try:
@@ -71,7 +69,7 @@ def revive(cluster: Cluster, started: "list[subprocess.Popen[bytes]]", now: Call
 
 def _needs_a_look(member: StartedService, at: float) -> bool:
     """Whether it has just ended by itself, is due for a start, or is well again. A failed job stays so."""
-    if member.process is None or member.stopped or member.service is None or member.ready.exits:
+    if member.process is None or member.stopped or member.service.ready.exits:
         return False
     if member.process.runs:
         return member.failures > 0 and at - member.started > _IS_WELL
@@ -85,7 +83,6 @@ def _start_again(
     started: "list[subprocess.Popen[bytes]]",
     now: Callable[[], float],
 ) -> None:
-    assert member.service is not None
     member.next_start, member.started = None, now()
     try:
         process = launch(member.service.argv, member.service.env, cluster.log_of(name))

@@ -141,8 +141,7 @@ def _of_request(loop: EngineLoop, request: str, salt: str | None) -> NamedPrompt
 def _other_cut(tokens: list[int], other: Sequence[int] | None) -> Json | None:
     if other is None or list(other) == tokens:
         return None
-    at = next((i for i, (one, two) in enumerate(zip(tokens, other, strict=False)) if one != two), None)
-    at = min(len(tokens), len(other)) if at is None else at
+    at = explain.num_same(tokens, other)
     return {"token": at, "tokens": tokens[at : at + 4], "other_tokens": list(other[at : at + 4])}
 
 

@@ -228,11 +228,6 @@ class Sets:
         self._move_keys = _view(np.full(MOVES, U64, np.uint64))  # of a member that there is not
         self._moved = _view(np.zeros(MOVES, np.uint32))
 
-    @property
-    def num_sets(self) -> int:
-        """Those that blocks name."""
-        return len(self._numbers) - 1 - self._num_idle
-
     @cython.cfunc
     def members(self, number: cython.longlong) -> bytes:
         return self._members[number]

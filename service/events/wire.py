@@ -3,12 +3,11 @@
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 from msgspec import Meta, Raw, Struct
 from msgspec.msgpack import Decoder, Encoder
-from msgspec.structs import astuple
+from msgspec.structs import astuple, replace
 
 from kvtier.tiers import ChainHash, FormatError
 from kvtier.tiers.naming import token_array, unpack_tokens
@@ -29,8 +28,7 @@ ExtraKeys: TypeAlias = tuple[Any, ...]
 """What besides tokens shapes one block's KV, untagged: LoRA name, (image, offset) pairs, cache salt, embeddings."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStored:
+class BlockStored(Struct, frozen=True, omit_defaults=True, tag=True):
     """Consecutive blocks of one chain are in a tier; the first one's parent is None at the chain's start.
 
     vLLM leaves out blocks that a sliding window has passed, but not their tokens: then the numbers don't fit.
@@ -49,23 +47,20 @@ class BlockStored:
     kv_cache_spec_sliding_window: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRemoved:
+class BlockRemoved(Struct, frozen=True, omit_defaults=True, tag=True):
     block_hashes: Sequence[ExternalHash]
     medium: str | None
     group_idx: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AllBlocksCleared:
+class AllBlocksCleared(Struct, frozen=True, tag=True):
     """No block is in any tier of this publisher and topic."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-@dataclass(frozen=True, slots=True)
-class EventBatch:
+class EventBatch(NamedTuple):
     ts: float
     events: Sequence[KVEvent]
     dp_rank: int | None = None
@@ -118,8 +113,8 @@ def pieces(event: KVEvent, most: int) -> Iterator[KVEvent]:
 
 def encode_batch(batch: EventBatch, form: EventForm = "maps") -> bytes:
     """The batch as a msgpack array of tagged maps, byte for byte as vLLM packs it; or of arrays, as it did before."""
-    as_form = _as_map if form == "maps" else _as_array
-    return _ENCODER.encode([batch.ts, [as_form(event) for event in batch.events], batch.dp_rank])
+    events = batch.events if form == "maps" else [_as_array(event) for event in batch.events]
+    return _ENCODER.encode([batch.ts, events, batch.dp_rank])
 
 
 def decode_batch(payload: bytes | memoryview) -> EventBatch:
@@ -144,22 +139,10 @@ def decode_batch(payload: bytes | memoryview) -> EventBatch:
 
 def _as_array(event: KVEvent) -> list[Any]:
     """Its type and all its fields, in their order, without those at the end that say nothing."""
-    placed: list[Any] = [type(event).__name__]
-    for field in fields(event):
-        value = getattr(event, field.name)
-        placed.append(value.tolist() if isinstance(value, array) else value)
+    placed: list[Any] = [type(event).__name__, *astuple(event)]
     while placed[-1] is None:
         placed.pop()
     return placed
-
-
-def _as_map(event: KVEvent) -> dict[str, Any]:
-    named: dict[str, Any] = {"type": type(event).__name__}
-    for field in fields(event):
-        value = getattr(event, field.name)
-        if field.default is MISSING or value != field.default:
-            named[field.name] = value.tolist() if isinstance(value, array) else value
-    return named
 
 
 def _event(raw: Raw, room: int) -> tuple[KVEvent, int]:
@@ -204,7 +187,7 @@ def _key(raw: Raw, depth: int) -> Any:
 _Name: TypeAlias = int | Annotated[bytes, Meta(min_length=8, max_length=_MAX_NAME)]
 
 
-class _Stored(Struct, tag_field="type", tag="BlockStored"):
+class _Stored(Struct, tag="BlockStored"):
     block_hashes: tuple[_Name, ...]
     parent_block_hash: _Name | None
     token_ids: Raw
@@ -218,13 +201,13 @@ class _Stored(Struct, tag_field="type", tag="BlockStored"):
     kv_cache_spec_sliding_window: int | None = None
 
 
-class _Removed(Struct, tag_field="type", tag="BlockRemoved"):
+class _Removed(Struct, tag="BlockRemoved"):
     block_hashes: tuple[_Name, ...]
     medium: str | None = None
     group_idx: int | None = None
 
 
-class _Cleared(Struct, tag_field="type", tag="AllBlocksCleared"):
+class _Cleared(Struct, tag="AllBlocksCleared"):
     pass
 
 
@@ -246,7 +229,7 @@ class _Batch(Struct, array_like=True, forbid_unknown_fields=True):
     dp_rank: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
 
 
-_ENCODER: Final = Encoder()
+_ENCODER: Final = Encoder(enc_hook=array.tolist)  # of token ids
 _BATCHES: Final = Decoder(_Batch)
 _MAPS: Final = Decoder(_Stored | _Removed | _Cleared)
 _ARRAYS: Final = Decoder(_StoredArray | _RemovedArray | _ClearedArray)

@@ -4,6 +4,7 @@ from .chain import held_by_tenants as held_by_tenants
 from .chain import is_unknown as is_unknown
 from .chain import tenant_name as tenant_name
 from .lines import explained as explained
+from .lines import num_same as num_same
 from .request_log import UNSALTED as UNSALTED
 from .request_log import LoggedRequest as LoggedRequest
 from .request_log import Recent as Recent

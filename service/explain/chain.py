@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvtier.service import Json
-from kvtier.service.explain.lines import num_alike
+from kvtier.service.explain.lines import num_alike, num_same
 from kvtier.service.explain.request_log import UNSALTED, client_of
 from kvtier.tiers import L1, L2, BlockRecord, ChainHash, ChildBlock
 from kvtier.tiers.hierarchy import Hierarchy, Span
@@ -149,7 +149,7 @@ def _difference(rest: Sequence[int], held: Sequence[ChildBlock], start: int, siz
     nearest = (0, 0)
     for block in held:
         theirs = np.frombuffer(block.tokens, "<u4")[: len(mine)].tolist()
-        same = next((i for i, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other), len(theirs))
+        same = num_same(mine, theirs)
         alike = num_alike(mine, theirs)
         near = (same, alike) if start else (alike, same)
         if (best is None and start) or near > nearest:

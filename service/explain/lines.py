@@ -18,10 +18,16 @@ _PART: Final = 4  # a quarter of a block must be equal, or it is another prompt'
 
 def num_alike(mine: Sequence[int], theirs: Sequence[int]) -> int:
     """Tokens that are equal: of the beginnings, or of runs at any place. 0 if they are less than a quarter."""
-    same = next((i for i, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other), len(theirs))
+    same = num_same(mine, theirs)
     runs = len(_token_runs(mine) & _token_runs(theirs))
     alike = max(same, runs and runs + _RUN - 1)
     return alike if _PART * alike >= len(mine) else 0
+
+
+def num_same(mine: Sequence[object], theirs: Sequence[object]) -> int:
+    """How many leading items are equal."""
+    pairs = enumerate(zip(mine, theirs, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(mine), len(theirs)))
 
 
 def _token_runs(tokens: Sequence[int]) -> set[tuple[int, ...]]:
@@ -115,7 +121,7 @@ def finding(differs: Json, decode: Decode | None, before: Sequence[int], special
     if part is not None:
         kind, own, held = part
         advice = f"{kind.capitalize()} changes there: move it behind all that stays the same, to the prompt's end."
-        if named_line(_line_at(whole, _same(whole, held_whole))) == "date":
+        if named_line(_line_at(whole, num_same(whole, held_whole))) == "date":
             advice += ' [chat] move_lines = ["date"] moves such lines to the end of their message.'
         return Difference(f"{place}: `{own}` for `{held}`", advice)
     own, held = decode(mine[at : at + _SHOWN]), decode(theirs[at : at + _SHOWN])
@@ -133,8 +139,7 @@ _KEY: Final = re.compile(r'"[\w.$-]*(?:"\s*:|"?$)')  # of a JSON object; perhaps
 
 
 def _known_cause(mine: str, theirs: str) -> Difference | None:
-    same = _same(mine, theirs)
-    if same < 0:
+    if (same := num_same(mine, theirs)) == min(len(mine), len(theirs)):
         return None
     if named_line(line := _line_at(mine, same)) == "billing" and _line_at(theirs, same).startswith(line[:20]):
         advice = 'A billing header changes there: [chat] drop_lines = ["billing"] leaves that line out.'
@@ -154,10 +159,6 @@ def _known_cause(mine: str, theirs: str) -> Difference | None:
     return None
 
 
-def _same(mine: str, theirs: str) -> int:
-    return next((i for i, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other), -1)
-
-
 def _match_at(pattern: re.Pattern[str], text: str, place: int) -> re.Match[str] | None:
     return next((m for m in pattern.finditer(text) if m.start() <= place < m.end()), None)
 
@@ -175,8 +176,7 @@ _MOVE: Final = "Put what changes behind all that stays the same, to the end of t
 
 def changing_part(mine: str, theirs: str) -> tuple[str, str, str] | None:
     """What differs between two texts with the same beginning: (kind, mine, theirs). None: no known kind."""
-    same = _same(mine, theirs)
-    if same < 0:
+    if (same := num_same(mine, theirs)) == min(len(mine), len(theirs)):
         return None
     for kind, pattern in _KINDS:
         ours, held = _match_at(pattern, mine, same), _match_at(pattern, theirs, same)
@@ -203,7 +203,7 @@ def _cut_anew(mine: Sequence[int], theirs: Sequence[int], decode: Decode) -> tup
     if not mine or not theirs:
         return None
     own, held = decode(mine), decode(theirs)
-    same = next((at for at, (a, b) in enumerate(zip(own, held, strict=False)) if a != b), min(len(own), len(held)))
+    same = num_same(own, held)
     first = max(len(decode(mine[:1])), len(decode(theirs[:1])))
     if same < min(len(own), len(held)) and same < first + _SAME:
         return None

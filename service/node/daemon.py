@@ -322,9 +322,8 @@ class Session:
                 self.cut_off(repr(answer), "error")
             elif self._socket is not None and self.holdings is not None:
                 self._reply(request, [True if answer is None else answer])
-            if self.namespace is not None:  # the epoch may have changed: notify all its members
-                for member in list(self.namespace.members):
-                    member.notify()
+            if self.namespace is not None:
+                self.namespace.notify()
 
         self._busy = True
         self._daemon.aside(work, done)
@@ -719,8 +718,7 @@ class Daemon:
             session.welcome()
         else:
             session.refuse(f"reset: {result}")
-        for member in list(namespace.members):
-            member.notify()
+        namespace.notify()
 
     def _note_progress(self, namespace: Namespace) -> None:
         if not namespace.progressed:
@@ -740,8 +738,7 @@ class Daemon:
                 if is_due:
                     namespace.hierarchy.tick()
                     feeds |= namespace.tiers.feed is not None and namespace.tiers.feed.pump()
-                for member in list(namespace.members):
-                    member.notify()
+                namespace.notify()
         if is_due:
             self._ticked = at
             self._listen()

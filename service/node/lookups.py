@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import json
 import logging
-import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -242,7 +241,6 @@ _MOST_WAITING: Final = 1 << 16  # blocks recorded and not converted yet
 _NUM_STEPS: Final = 60  # points of the curve
 _PAUSE: Final = 30.0  # seconds between two looks, at least
 _RARELY: Final = 50.0  # pause after a look, in multiples of its duration
-_TICK: Final = 1.0  # seconds between two conversions of recorded lookups
 _MIX: Final = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
 
 
@@ -321,30 +319,19 @@ class WatchedModel(NamedTuple):
 
 
 class OptimumWatch:
-    """A thread that regularly computes what the best policy would have found. Any thread may call `of`."""
+    """What the best policy would have found: `look` computes it, one call at a time. Any thread may call `of`."""
 
     def __init__(self, models: Callable[[], Iterable[WatchedModel]]) -> None:
         """`models` raises KVTierError if it cannot say."""
         self._models = models
         self._found: dict[bytes, statuses.OptimumFigures] = {}
         self._due: dict[bytes, float] = {}
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvtier-optimum", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self, timeout: float = 10.0) -> None:
-        """Idempotent; a look under way is waited for, within `timeout` seconds."""
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout)
 
     def of(self, fingerprint: bytes) -> statuses.OptimumFigures | None:
         return self._found.get(fingerprint)
 
     def look(self) -> None:
-        """Convert what was recorded, and compute what is due. On the watch's thread, or on one that stands for it."""
+        """Convert what was recorded, and compute what is due: call it every second."""
         models = list(self._models())
         for fingerprint, past, capacity in models:
             past.convert()
@@ -357,8 +344,3 @@ class OptimumWatch:
                 self._due[fingerprint] = time.monotonic() + max(_PAUSE, _RARELY * took)
         for closed in self._found.keys() - {model.fingerprint for model in models}:
             del self._found[closed], self._due[closed]
-
-    def _run(self) -> None:
-        while not self._stopping.wait(_TICK):
-            with contextlib.suppress(KVTierError):  # the daemon is stopping, or busy: later
-                self.look()

@@ -94,6 +94,11 @@ class Namespace:
         self.kv_probe = self.kv_probe or probe
         require_alike(self.kv_probe, probe, "host memory")
 
+    def notify(self) -> None:
+        """A claim may have an answer, or the epoch may have changed. On the loop's thread."""
+        for member in list(self.members):
+            member.notify()
+
     @property
     def name(self) -> str:
         return name_of(self.fingerprint)

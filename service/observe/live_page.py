@@ -58,7 +58,8 @@ class PageHistory:
         """Series by path at times `at` (monotonic ms); one value if all are equal; null: not known."""
         with self._lock:
             at, known = list(self._at), [(path, list(values)) for path, values in self._series.items()]
-        series = [{"path": path, "values": _listed([_plain(each) for each in values])} for path, values in known]
+        plain = ((path, [_plain(each) for each in values]) for path, values in known)
+        series = [{"path": path, "values": each[0] if len(set(each)) == 1 else each} for path, each in plain]
         return {"now": int(1000 * time.monotonic()), "period_s": PERIOD, "at": at, "series": series}
 
 
@@ -76,10 +77,6 @@ def _numbers(value: object, path: Path = ()) -> Iterator[tuple[Path, float]]:
                 name = next((entry[field] for field in _IDENTITIES if field in entry), None)
                 if isinstance(name, str):
                     yield from _numbers(entry, (*path, name))
-
-
-def _listed(values: list[float | None]) -> Any:
-    return values[0] if values and values.count(values[0]) == len(values) else values
 
 
 def _plain(value: float) -> int | float | None:
@@ -133,7 +130,11 @@ class LivePage:
 
         types = {each: _TYPES.get(each.name.rpartition(".")[2]) for each in pages.iterdir()}
         files = [file(each.name, each.read_bytes(), known) for each, known in types.items() if known is not None]
-        return [*files, Route("/stream", self._stream, methods=["GET"]), page("/history", self._past)]
+
+        async def past() -> Response:
+            return JSONResponse(await run_in_threadpool(self._history.as_json), headers=_HEADERS)
+
+        return [*files, Route("/stream", self._stream, methods=["GET"]), page("/history", past)]
 
     @contextlib.asynccontextmanager
     async def remembering(self) -> AsyncIterator[None]:
@@ -151,9 +152,6 @@ class LivePage:
                 self._history.add(await self._status(), at)
             due = max(due + PERIOD, time.monotonic())  # no catching up after a slow sample
             await asyncio.sleep(due - time.monotonic())
-
-    async def _past(self) -> Response:
-        return JSONResponse(await run_in_threadpool(self._history.as_json), headers=_HEADERS)
 
     async def _stream(self, request: Request) -> Response:
         if self._num_watchers >= _MAX_WATCHERS:

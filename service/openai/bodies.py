@@ -148,22 +148,19 @@ def _mark(value: object, info: ValidationInfo) -> bool:
     return is_mark
 
 
-def _envelope(value: object, info: ValidationInfo) -> Hint | None:
-    return None if value is None else hint_in(value, lambda _: _note_unknown(info, "kv_hints"))
+def _hint_by(read: Callable[[object, Callable[[str], None]], Hint | None], name: str) -> BeforeValidator:
+    def check(value: object, info: ValidationInfo) -> Hint | None:
+        return None if value is None else read(value, lambda _: _note_unknown(info, name))
 
-
-def _extension(value: object, info: ValidationInfo) -> Hint | None:
-    return None if value is None else agent_hint(value, lambda _: _note_unknown(info, "nvext"))
+    return BeforeValidator(check)
 
 
 CacheMark = Annotated[bool, BeforeValidator(_mark)]
 """Anthropic's `cache_control`: whether it is one. Other values are ignored."""
 
-KVHints = Annotated[Hint | None, BeforeValidator(_envelope)]
-"""vLLM's `kv_hints`. Unknown values are ignored."""
-
-AgentHints = Annotated[Hint | None, BeforeValidator(_extension)]
-"""Dynamo's `nvext`. Unknown values are ignored."""
+# vLLM's `kv_hints` and Dynamo's `nvext`. Unknown values are ignored.
+KVHints = Annotated[Hint | None, _hint_by(hint_in, "kv_hints")]
+AgentHints = Annotated[Hint | None, _hint_by(agent_hint, "nvext")]
 
 
 class ChatReuse(Strict):

@@ -84,12 +84,8 @@ def session_of(path: str, body: Mapping[str, Any], headers: Headers = ()) -> byt
         turns = [{"role": "user", "content": turns}]
     if not isinstance(turns, list) or not turns:
         return None
-    return _digest([*(body.get(name) for name in _HEAD_FIELDS), *_head(turns)])
-
-
-def _head(turns: Sequence[Any]) -> Sequence[Any]:
     first = next((at for at, turn in enumerate(turns) if isinstance(turn, dict) and turn.get("role") == "user"), 0)
-    return turns[: first + 1]
+    return _digest([*(body.get(name) for name in _HEAD_FIELDS), *turns[: first + 1]])
 
 
 def _digest(values: Sequence[Any]) -> bytes:

@@ -26,7 +26,7 @@ from kvtier.tiers.peers import wire
 from kvtier.tiers.peers.following import FEEDS
 from kvtier.tiers.peers.link import EventsAt
 from kvtier.tiers.peers.store import PeersStore
-from kvtier.tiers.tier import BlockRecord
+from kvtier.tiers.tier import BlockRecord, Outcome
 
 FINGERPRINT = b"a model of the peers' stories".ljust(32, b".")
 PATIENCE = 60.0
@@ -97,6 +97,17 @@ def borrowing(
 
 def buffers(count: int) -> list[memoryview]:
     return [memoryview(bytearray(SLOT_BYTES)) for _ in range(count)]
+
+
+def read(tier: PeersStore, chain: TokenChain, first: int = 0, last: int | None = None) -> list[Outcome]:
+    """Read blocks; what came has its name's bytes."""
+    names = chain.hashes[first:last]
+    into = buffers(len(names))
+    results = tier.read(names, into)
+    for name, result, buffer in zip(names, results, into, strict=True):
+        if isinstance(result, BlockRecord):
+            assert (result.chain_hash, bytes(buffer)) == (name, payload_of(name))
+    return [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]
 
 
 def record(chain: TokenChain, i: int) -> BlockRecord:

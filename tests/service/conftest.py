@@ -79,6 +79,23 @@ def fleet_of(home: Path, tmp_path: Path) -> "Iterator[Callable[..., Fleet]]":
         yield make
 
 
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    """A file with the key of a fleet."""
+    from peers_rig import key_file
+
+    return key_file(tmp_path)
+
+
+@pytest.fixture
+def made() -> Iterator[list[Any]]:
+    """Nodes, which are closed at the end."""
+    nodes: list[Any] = []
+    yield nodes
+    for node in nodes:
+        node.close()
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint that can chat. No story changes it."""

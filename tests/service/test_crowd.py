@@ -6,20 +6,6 @@ from hypothesis import strategies as st
 from kvtier.service.command_line import Crowd
 
 
-def test_the_longest_waiting_of_the_address_that_has_most_gives_way() -> None:
-    crowd = Crowd[int](4)
-    for number, address in enumerate("aabaa"):
-        crowd.add(number, address)
-    assert crowd.surplus() == 0
-    assert crowd.surplus() is None
-    crowd.add(1, "a")  # it was asked something meanwhile, and waits anew
-    crowd.add(5, "b")
-    assert crowd.surplus() == 3
-    crowd.discard(1)
-    crowd.discard(1)
-    assert len(crowd) == 3
-
-
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("abc"), st.booleans())))
 def test_it_never_holds_more_than_it_may(steps: list[tuple[int, str, bool]]) -> None:
     crowd, waiting = Crowd[int](3), dict[int, str]()

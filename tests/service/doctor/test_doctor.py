@@ -122,12 +122,6 @@ def test_the_worst_line_is_the_status(
     assert all(text in shown for finding in found for text in (finding.found, finding.fix))  # brackets too
 
 
-def test_a_bad_configuration_is_one_line() -> None:
-    done = run("doctor", host__size="much")
-    assert done.returncode == Exit.USAGE
-    assert done.stderr.startswith('kvtier: [host] size "much"')
-
-
 # Hashes and engines.
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from anthropic import Anthropic, BadRequestError, NotFoundError
+from anthropic import Anthropic
 from server_rig import MODEL, WITH_TOOLS, ServerThread, save_checkpoint, tokenizer
 
 from kvtier.engine.requests import SampledToken
@@ -177,8 +177,6 @@ def test_an_answer_that_was_begun_is_continued(
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "not a block of type text"),
-        ({"messages": []}, "messages"),
-        ({"temperature": 1.5}, "temperature"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"tool_choice": {"type": "tool", "name": "none of them"}}, "tool_choice"),
         ({"tools": [{"name": "", "input_schema": {}}]}, "tools.0.name"),
@@ -214,14 +212,6 @@ def test_an_empty_system_is_none(server: ServerThread) -> None:
     ask: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "?"}]}
     bare, empty = (server.post("messages/count_tokens", **ask, **more).json() for more in ({}, {"system": []}))
     assert bare == empty
-
-
-def test_clients_raise_their_own_errors(anthropic: Anthropic) -> None:
-    ask: Any = {"max_tokens": 5, "messages": [{"role": "user", "content": "?"}]}
-    with pytest.raises(NotFoundError, match="not served here"):
-        anthropic.messages.create(model="other", **ask)
-    with pytest.raises(BadRequestError, match="temperature"):
-        anthropic.messages.create(model=MODEL, extra_body={"temperature": 7.0}, **ask)
 
 
 # --- OpenAI's Responses ----------------------------------------------------------------------------------------------
@@ -334,10 +324,8 @@ def test_a_format_of_text_is_followed(server: ServerThread) -> None:
     ("changed", "named"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "not an item of type message"),
-        ({"input": None}, "input"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "no"}}}}, "text.format.schema"),
         ({"tools": [{"type": "function", "name": ""}]}, "tools.0.name"),

@@ -17,6 +17,7 @@ from doubles import FakeClock, chain_of, wait_until
 from http_rig import ServePages
 from service_rig import Attach, load, store
 
+from kvtier.service.admin import http_app
 from kvtier.service.node import lookups
 from kvtier.service.node.lookups import PastLookups, TraceCounts, TraceRecorder
 from kvtier.service.observe.statuses import OptimumFigures
@@ -263,7 +264,7 @@ def test_it_is_bounded_in_time_blocks_and_what_waits(monkeypatch: pytest.MonkeyP
 def test_a_daemon_tells_what_was_possible(
     kept: int, monkeypatch: pytest.MonkeyPatch, serve_pages: ServePages, attach: Attach
 ) -> None:
-    monkeypatch.setattr(lookups, "_TICK", 0.05)
+    monkeypatch.setattr(http_app, "_OPTIMUM", 0.05)
     monkeypatch.setattr(lookups, "_PAUSE", 0.05)
     monkeypatch.setattr(lookups, "_RARELY", 0.0)
     daemon = serve_pages(host={"size": 1 << 20}, service={"kept_lookups": kept})

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles import chain_of, payload_of, store, wait_until
-from peers_rig import Fleet, Node, ScriptedPeer, block, borrowing, buffers, key_file, record, says_held
+from peers_rig import Fleet, Node, ScriptedPeer, block, borrowing, buffers, record, says_held
 from service_rig import attach, load
 from service_rig import store as store_by
 
@@ -26,11 +26,6 @@ from kvtier.tiers.peers.one_sided import METADATA_BYTES, RemoteMemory
 from kvtier.tiers.peers.store import PeersStore
 from kvtier.tiers.peers.stream import PeerFailed
 from kvtier.tiers.tier import BlockRecord, Outcome
-
-
-@pytest.fixture
-def key(tmp_path: Path) -> Path:
-    return key_file(tmp_path)
 
 
 @pytest.fixture

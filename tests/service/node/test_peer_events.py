@@ -4,13 +4,13 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, payload_of, store, wait_until
-from peers_rig import FINGERPRINT, Fleet, ScriptedPeer, TellingNode, block, buffers, following, key_file, record
+from doubles import BLOCK_SIZE, SLOT_BYTES, chain_of, store, wait_until
+from peers_rig import FINGERPRINT, Fleet, ScriptedPeer, TellingNode, block, following, read, record
 from redis_rig import NO_REDIS, standalone
 from service_rig import attach, end_child, load, where
 from service_rig import store as store_at
@@ -24,7 +24,6 @@ from kvtier.tiers.hierarchy.hierarchy import Hierarchy, Removed, Stored
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings, Rates, TierPort
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
-from kvtier.tiers.naming.chain import TokenChain
 from kvtier.tiers.peers import following as following_module
 from kvtier.tiers.peers import wire
 from kvtier.tiers.peers.link import EventsAt
@@ -41,19 +40,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def key(tmp_path: Path) -> Path:
-    return key_file(tmp_path)
-
-
-@pytest.fixture
-def made() -> Iterator[list[TellingNode]]:
-    nodes: list[TellingNode] = []
-    yield nodes
-    for node in nodes:
-        node.close()
-
-
-@pytest.fixture
 def node(key: Path, made: list[TellingNode]) -> TellingNode:
     made.append(TellingNode(key, CHAIN))
     return made[0]
@@ -66,17 +52,6 @@ def count(tier: PeersStore, name: str) -> int:
 def sure(tier: PeersStore, num_peers: int = 1) -> None:
     """Wait until so many peers need not be asked."""
     wait_until(lambda: count(tier, "sure") == num_peers)
-
-
-def read(tier: PeersStore, chain: TokenChain, first: int = 0, last: int | None = None) -> list[Outcome]:
-    """Read blocks; what came has its name's bytes."""
-    names = chain.hashes[first:last]
-    into = buffers(len(names))
-    results = tier.read(names, into)
-    for name, result, buffer in zip(names, results, into, strict=True):
-        if isinstance(result, BlockRecord):
-            assert (result.chain_hash, bytes(buffer)) == (name, payload_of(name))
-    return [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]
 
 
 def test_what_events_tell_nobody_is_asked(key: Path, node: TellingNode) -> None:

@@ -3,13 +3,13 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from doubles import SLOT_BYTES, chain_of, payload_of, store, wait_until
-from peers_rig import FINGERPRINT, Fleet, Node, ScriptedPeer, borrowing, buffers, key_file, peers_config
+from doubles import SLOT_BYTES, chain_of, store, wait_until
+from peers_rig import FINGERPRINT, Fleet, Node, ScriptedPeer, borrowing, peers_config, read
 from service_rig import attach, end_child, load, where
 from service_rig import store as store_at
 
@@ -21,22 +21,8 @@ from kvtier.tiers.peers.link import PeerLink
 from kvtier.tiers.peers.owners import Owners
 from kvtier.tiers.peers.peer import MAX_PEERS
 from kvtier.tiers.peers.ring import Report, Ring, keys_of, probes
-from kvtier.tiers.peers.store import PeersStore
 from kvtier.tiers.peers.stream import PeerAddress
-from kvtier.tiers.tier import BlockRecord, Outcome
-
-
-@pytest.fixture
-def key(tmp_path: Path) -> Path:
-    return key_file(tmp_path)
-
-
-@pytest.fixture
-def made() -> Iterator[list[Node]]:
-    nodes: list[Node] = []
-    yield nodes
-    for node in nodes:
-        node.close()
+from kvtier.tiers.tier import Outcome
 
 
 def at(node: Node | ScriptedPeer) -> PeerAddress:
@@ -56,16 +42,6 @@ def tell(holder: PeerAddress, chain: TokenChain, *owners: Node, epoch: int = 1) 
     keys = keys_of(chain.hashes)
     for owner in owners:
         assert owner.peer_server.index.report(FINGERPRINT, Report(holder, epoch, 0, keys.tolist(), []))
-
-
-def read(tier: PeersStore, chain: TokenChain) -> list[Outcome]:
-    """Read a chain's blocks; what came has its name's bytes."""
-    into = buffers(len(chain.hashes))
-    results = tier.read(chain.hashes, into)
-    for name, result, buffer in zip(chain.hashes, results, into, strict=True):
-        if isinstance(result, BlockRecord):
-            assert (result.chain_hash, bytes(buffer)) == (name, payload_of(name))
-    return [Outcome.OK if isinstance(result, BlockRecord) else result for result in results]
 
 
 def test_a_prompt_costs_its_owners_a_question_and_its_holder_one(key: Path, made: list[Node]) -> None:

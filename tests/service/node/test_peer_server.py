@@ -107,11 +107,6 @@ def test_other_models_and_tenants_are_not_found(fleet_of: Callable[..., Fleet]) 
 
 
 @pytest.fixture
-def key(tmp_path: Path) -> Path:
-    return key_file(tmp_path)
-
-
-@pytest.fixture
 def node(key: Path) -> Iterator[Node]:
     made = Node(key)
     yield made

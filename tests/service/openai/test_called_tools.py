@@ -43,17 +43,10 @@ def read(reader: CallReader, pieces: list[str]) -> tuple[str, list[tuple[str, ob
         ),
         (hermes, f"<tool_call>{ROME}", "", ["weather"]),  # the end mark is missing
         (hermes, "<tool_call>{not json}</tool_call> so", "<tool_call>{not json}</tool_call> so", []),
-        (hermes, "<tool_call>[1]", "<tool_call>[1]", []),
         (
             hermes,
             '<tool_call>{"name": "a", "arguments": {"x": NaN}}',
             '<tool_call>{"name": "a", "arguments": {"x": NaN}}',
-            [],
-        ),
-        (
-            hermes,
-            '<tool_call>{"name": "a", "arguments": {"x": 1e999}}',
-            '<tool_call>{"name": "a", "arguments": {"x": 1e999}}',
             [],
         ),
         (hermes, " 1 < 2 <tool", " 1 < 2 <tool", []),
@@ -64,7 +57,6 @@ def read(reader: CallReader, pieces: list[str]) -> tuple[str, list[tuple[str, ob
         (llama, f"{LLAMA} is how", f"{LLAMA} is how", []),
         (llama, "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
         (llama, " <b> text", " <b> text", []),
-        (llama, "", "", []),
     ],
 )
 def test_an_answer_is_text_and_calls_wherever_it_is_cut(

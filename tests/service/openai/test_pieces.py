@@ -92,10 +92,8 @@ LEFT_OUT = "leaves this text out, or changes it; do not mark it"
     ("template", "text", "why"),
     [
         ("{{ messages[0].content | trim }}", "a line\n", "changes this text (white space at its ends, say); send what"),
-        ("{{ messages[0].content | trim }}", " a line", "changes this text"),
         ("{{ messages[0].content | upper }}", "loud", LEFT_OUT),
         ("{{ messages[0].content | tojson }}", 'a "quoted" text', "changes this text"),
-        ("{{ messages[0].content[:5] }}", "a longer one", LEFT_OUT),
         ("nothing of it", "hello", LEFT_OUT),
         (
             "{{ messages[0].content }} {{ messages[0].content }}",
@@ -103,11 +101,6 @@ LEFT_OUT = "leaves this text out, or changes it; do not mark it"
             "writes this text several times; do not mark it",
         ),
         ("{{ messages[0].content.split('</think>')[-1] }}", "a</think>b", "changes this text"),
-        (
-            "{% if 'secret' in messages[0].content %}no{% else %}{{ messages[0].content }}{% endif %}",
-            "a secret",
-            "changes",
-        ),
         ("{{ messages[0].content }}{{ messages[0].content | length }}", "four", "changes this text"),
     ],
 )

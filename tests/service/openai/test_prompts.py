@@ -176,12 +176,8 @@ def test_a_checkpoint_that_cannot_be_used_is_one_line(tmp_path: Path, spoil: Any
         '{"a": 1}'.encode("utf-16"),
         b'{"a": 1, "a": 2}',
         b'{"a": "\xff"}',
-        b'{"a": "\x01"}',
-        b'{"a": 01}',
-        b'{"a": 1} x',
         b'{"a": ' + b"9" * 5000 + b"}",
         b'{"a": ' + b"[" * 100_000,
-        b"[1]",
         b"",
     ],
 )

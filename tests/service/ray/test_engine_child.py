@@ -81,12 +81,8 @@ def test_vllm_is_told_the_same_in_its_words_and_json_stays_as_it_is() -> None:
     [
         ("replicas", 0),
         ("engine", "other"),
-        ("block_size", 0),
-        ("start_timeout", -1),
         ("unknown", 1),
-        ("max_requests", 0),
         ("model", ""),
-        ("router", ""),
         ("options", ["--http", "127.0.0.1:1"]),
         ("options", ["--model=other"]),
     ],
