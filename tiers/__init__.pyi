@@ -1,8 +1,6 @@
 from . import tracing as tracing
 from .breaker import Breaker as Breaker
 from .checksum import checksum as checksum
-from .checksum import checksum_of as checksum_of
-from .checksum import hash_without_the_gil as hash_without_the_gil
 from .cipher import STAMP_BYTES as STAMP_BYTES
 from .cipher import Encryption as Encryption
 from .cipher import NameCipher as NameCipher

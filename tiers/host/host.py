@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers import BlockRecord, ChainHash, ChildBlock, ConfigError, Lineage, checksum_of, cut_off_in_children
+from kvtier.tiers import BlockRecord, ChainHash, ChildBlock, ConfigError, Lineage, checksum, cut_off_in_children
 from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import format_size, show_size
 from kvtier.tiers.host import memory
@@ -60,7 +60,7 @@ class HostRegion:
         flat = np.frombuffer(mapping, np.uint8, num_slots * self.slot_stride)
         self.array: NDArray[np.uint8] = flat.reshape(num_slots, self.slot_stride)
         self.pinning: PinnedPieces | None = None  # the slots that a device may copy asynchronously
-        self._checksums = memory.compiled_checksums()
+        self._checksums: Callable[..., list[int]] | None = memory.compiled("checksums")
         self._huge_pages = False
         self._kept = False
         self._closing = threading.Event()
@@ -121,9 +121,7 @@ class HostRegion:
             raise IndexError(f"slots {min(slots)}..{max(slots)}: the region has {self.num_slots}")
         if self._checksums is not None:
             return self._checksums(self.array, np.array(slots, np.int64), self.slot_bytes)
-        view, stride, size = self._view, self.slot_stride, self.slot_bytes
-        digest = checksum_of(size)
-        return [digest(view[slot * stride : slot * stride + size]) for slot in slots]
+        return [checksum(self.slot(slot)) for slot in slots]
 
     def pin(self, device: int, driver: PinDriver | None = None) -> None:
         """Have the region pinned for a CUDA device, in the background (`pinning`). Idempotent; needs a driver."""
@@ -265,7 +263,7 @@ class BlockRecords:
         pack, rows, stride, width = self._row.pack_into, self._rows, self._row.size, 4 * self.block_size
         names, generations, name_at = self._names, self._generations, _NAME.unpack_from
         columns = zip(slots, chain_hashes, parents, tokens, checksums, strict=True)
-        for slot, chain_hash, parent, block_tokens, checksum in columns:
+        for slot, chain_hash, parent, block_tokens, sum_of_payload in columns:
             if len(block_tokens) > width or len(parent) > _HASH_BYTES:
                 raise ValueError(
                     f"a parent of {len(parent)} bytes and {len(block_tokens) // 4} tokens: a name has {_HASH_BYTES}, "
@@ -274,7 +272,7 @@ class BlockRecords:
             if name_at(names, slot * _HASH_BYTES)[0] != chain_hash:
                 raise ValueError(f"chain_hash: slot {slot} is named for another block")
             lengths = len(parent) << _SIZE_BITS | len(block_tokens)
-            pack(rows, slot * stride, parent, checksum, generations[slot] & _GENERATION, lengths, block_tokens)
+            pack(rows, slot * stride, parent, sum_of_payload, generations[slot] & _GENERATION, lengths, block_tokens)
 
     def lineage(self, slots: NDArray[np.int64]) -> Lineage:
         """Names and parents of the blocks in these slots, if they were described and have a parent."""
