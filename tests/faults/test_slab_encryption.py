@@ -108,7 +108,7 @@ def test_nothing_of_a_block_can_be_read_from_the_disk(tmp_path: Path, key: bytes
     assert KEY not in content
     store = open_store(tmp_path, key)
     assert get(store, held) == [Outcome.OK] * len(held)
-    assert sorted(store.held()) == sorted((hash_of(number), hash_of(number - 1)) for number in held)
+    assert sorted(store.lineage().pairs()) == sorted((hash_of(number), hash_of(number - 1)) for number in held)
     store.check()
     store.close()
 

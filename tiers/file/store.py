@@ -327,11 +327,6 @@ class FileStore(Tier):
         with self._lock:
             return [slot >= 0 for slot in self._blocks.index.find_each(list(hashes))]
 
-    def held(self) -> list[tuple[ChainHash, ChainHash]]:
-        with self._lock:
-            slots = self._blocks.index.named()
-            return list(zip(self._blocks.index.names(slots), self._rows.parents_of(slots), strict=True))
-
     def lineage(self) -> Lineage:
         index, names, parents = self._blocks.index, [], []
         for first in range(0, index.num_slots, _PIECE):

@@ -524,18 +524,12 @@ def held_runs(hierarchy: Hierarchy) -> list[HeldRun]:
 
     No I/O, but it visits every block: not for a serving thread. Blocks may be added or evicted meanwhile.
     """
-    parents: dict[ChainHash, ChainHash] = {}
-    for port in hierarchy.ports:
-        tier = port.tier  # a probe may detach it meanwhile
-        if tier is not None:
-            parents.update(tier.held())
-    parents.update(hierarchy.host.held())
-    return in_runs(parents)
+    return in_runs(dict(pair for each in lineages(hierarchy, partial=False).values() for pair in each.pairs()))
 
 
-def lineages(hierarchy: Hierarchy) -> dict[str, Lineage]:
+def lineages(hierarchy: Hierarchy, *, partial: bool = True) -> dict[str, Lineage]:
     """The blocks of L2 and of each tier that lists its own, by tier name, as arrays. No I/O."""
-    found = {L2: hierarchy.host.lineage()}
+    found = {L2: hierarchy.host.lineage(partial=partial)}
     for port in hierarchy.ports:
         tier = port.tier  # a probe may detach it meanwhile
         if tier is not None and (lineage := tier.lineage()) is not None:

@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 _PREFAULT_PIECE: Final = 4 << 20  # bytes per madvise, in a ms or a few: close() and the engine's own mmap wait for it
 _LARGEST_BLOCK: Final = 256  # tokens, unless the caller gives a number
-_HELD_BATCH: Final = 4096  # blocks checked under the pool's lock at a time
 # Memory that a device may still write to: mapped and pinned until the process ends.
 _KEPT: Final[list[tuple[object, ...]]] = []
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -399,25 +398,10 @@ class HostTier:
         record = self.records[slot]
         return record.parent if record is not None and record.chain_hash == chain_hash else None
 
-    def held(self, *, partial: bool = False) -> list[tuple[ChainHash, ChainHash]]:
-        """Name and parent of every block, partial ones only if `partial`; the pool's lock is taken by pieces."""
-        unfinished: set[ChainHash] = set()
-        if not partial:
-            unfinished = {record.chain_hash for slot in list(self.pool.partial) if (record := self.records[slot])}
-        pairs: list[tuple[ChainHash, ChainHash]] = []
-        for first in range(0, len(self.records), _HELD_BATCH):
-            batch = [  # may include blocks that were evicted
-                record
-                for slot in range(first, min(first + _HELD_BATCH, len(self.records)))
-                if (record := self.records[slot]) is not None and record.chain_hash not in unfinished
-            ]
-            flags = self.pool.holds([record.chain_hash for record in batch])
-            pairs += [(r.chain_hash, r.parent) for r, is_held in zip(batch, flags, strict=True) if is_held]
-        return list(dict(pairs).items())
-
-    def lineage(self) -> Lineage:
-        """As `Tier.lineage`; unfinished last blocks are among them."""
-        return self.records.lineage(self.pool.ready_slots())
+    def lineage(self, *, partial: bool = True) -> Lineage:
+        """As `Tier.lineage`; unfinished last blocks are among them only if `partial`."""
+        slots = self.pool.ready_slots()
+        return self.records.lineage(slots if partial else np.setdiff1d(slots, list(self.pool.partial)))
 
     def close(self) -> None:
         """Give the memory back; idempotent."""
