@@ -35,7 +35,6 @@ from kvtier.tiers.pool import (
     EvictionLog,
     EvictionReason,
     Lease,
-    Places,
     causes_of,
     eviction_reason,
 )
@@ -122,7 +121,7 @@ class Hierarchy:
             claim.trace = trace
         wanted = claim.hashes[num_l1:] if num_l1 else claim.hashes
         is_sealing = bool(self.stores.unsealed)  # read first: else a block published in between is found nowhere
-        places: Places | None = None
+        places: list[int] | None = None
         if wanted and (self.rates.policy != "recompute" or not block_size or overlap is Overlap.BACK):
             places = self.promoter.lease_whole(claim, wanted)
             if claim.promised is not None:
@@ -321,15 +320,15 @@ class Hierarchy:
         self,
         hashes: Sequence[ChainHash],
         num_l1: int,
-        places: Places | None = None,
+        places: list[int] | None = None,
         avoid: TierPort | None = None,
-    ) -> tuple[Attribution, Places]:
+    ) -> tuple[Attribution, list[int]]:
         """Where the blocks are, and L2's slots of the leading ones after those in L1 (`places`, if known)."""
         ports = self.ports if avoid is None else [port for port in self.ports if port is not avoid]
         pool = self.host.pool
         if places is None:
             places = pool.places(hashes[num_l1:] if num_l1 else hashes)
-        at = num_l1 + len(places.slots)
+        at = num_l1 + len(places)
         found = {L2: at - num_l1}
         if at < len(hashes) and ports:  # L2 lacks the next block
             rest, upper = hashes[at:], ports[0]
@@ -354,7 +353,7 @@ class Hierarchy:
             found[name] = found.get(name, 0) + num_blocks
         return end
 
-    def _look(self, claim: LocalClaim, places: Places | None = None) -> None:
+    def _look(self, claim: LocalClaim, places: list[int] | None = None) -> None:
         """Look up the indexes. At the run's end wait for a store, query shared tiers once; load what is worth it."""
         is_sealing = bool(self.stores.unsealed)  # read first: see `submit`
         where, places = self._lookup(claim.hashes, claim.num_l1, places, claim.avoid)
@@ -417,7 +416,7 @@ class Hierarchy:
             by_name.pop(chain_hash, None)  # stored by now
         return [ChildBlock(*child) for child in by_name.items()][:MAX_CHILDREN]
 
-    def _promote(self, claim: LocalClaim, where: Attribution, places: Places, num_blocks: int) -> None:
+    def _promote(self, claim: LocalClaim, where: Attribution, places: list[int], num_blocks: int) -> None:
         """Load the blocks beyond `num_l1`.
 
         If computing those below L2, or computing some while the rest is loaded, is faster, claim only those in L2. A
@@ -425,7 +424,7 @@ class Hierarchy:
         """
         block_bytes = self.host.region.slot_bytes
         below_l2 = {port.name: where.by_tier.get(port.name, 0) * block_bytes for port in self.ports}
-        num_in_l2, first, size = len(places.slots), claim.num_l1, claim.block_size
+        num_in_l2, first, size = len(places), claim.num_l1, claim.block_size
         num_sure = 0 if claim.overlap is Overlap.WHOLE else num_in_l2  # loaded in any case
         span = Span((first + num_sure) * size, (num_blocks - num_sure) * size, below_l2)
         if claim.overlap is Overlap.ALLOWED and span.num_tokens >= MIN_FRONT:

@@ -390,7 +390,7 @@ class HostTier:
 
     def parent_of(self, chain_hash: ChainHash) -> ChainHash | None:
         """The name of the block before this one; None if it is not held."""
-        found = self.pool.places([chain_hash]).slots
+        found = self.pool.places([chain_hash])
         return self.parent_in(found[0], chain_hash) if found else None
 
     def parent_in(self, slot: int, chain_hash: ChainHash) -> ChainHash | None:
