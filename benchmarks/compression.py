@@ -23,7 +23,7 @@ from itertools import groupby
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from redis_rig import NO_REDIS, RedisServer, standalone
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from kvtier.connector.models import cache_option
-from kvtier.tiers import BlockCodec, BlockRecord, Fp8Codec, Fp8Loops, KVTierError, Outcome, checksum, fp8_form, rates_of
+from kvtier.tiers import BlockCodec, BlockRecord, Fp8Codec, KVTierError, Outcome, checksum, fp8_form, rates_of
 from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import open_hierarchy
@@ -181,7 +181,7 @@ def packed(whose: str, short: str, blocks: NDArray[np.uint8], group: int) -> Row
     """One row for blocks `[blocks, bytes]`, a scale for each `group` numbers. What comes back packs to the same."""
     dtype = str(DTYPES[short]).removeprefix("torch.")
     python, loops = Fp8Codec(dtype, group, blocks.shape[1]), extension("kvtier.tiers.fp8_compiled")
-    codec = python if loops is None else Fp8Codec(dtype, group, blocks.shape[1], cast(Fp8Loops, loops))
+    codec = python if loops is None else Fp8Codec(dtype, group, blocks.shape[1], loops)
     zstd = BlockCodec(codec.packed_bytes)
     errors, largest, shorter = [list[float]() for _ in range(3)]
     rates: dict[str, list[float]] = {}

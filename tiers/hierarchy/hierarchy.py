@@ -20,7 +20,6 @@ from kvtier.tiers import (
     Lineage,
     Metrics,
     Outcome,
-    Tier,
     tracing,
 )
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Overlap, Pending, ProgressCondition
@@ -585,7 +584,7 @@ class EventSource:
         """Visits every block: with a large slab, not on a thread that serves requests."""
         self._hierarchy = hierarchy
         self._host = hierarchy.host
-        self._ports = [_PortEvents(port) for port in hierarchy.ports]
+        self._ports = [TierEvents(port.name, partial(_change_feed, port)) for port in hierarchy.ports]
         self._host.pool.listen()
 
     @property
@@ -608,50 +607,34 @@ class EventSource:
 
 
 class TierEvents:
-    """Changes in one tier outside a hierarchy, such as an engine's L1. As `EventSource`, for one reader."""
+    """Changes in one tier, which may be closed and reopened. As `EventSource`, for one reader."""
 
-    def __init__(self, tier: str, change_feed: ChangeFeed) -> None:
-        self._tier = tier
-        self._feed = change_feed
-        change_feed.listen()
-
-    @property
-    def waiting(self) -> bool:
-        return self._feed.waiting
-
-    def take(self, limit: int = MOST) -> list[Event]:
-        """Events since the last call; at most `limit` new blocks, the others with the next call."""
-        return list(events_of(self._tier, self._feed.take(limit)))
-
-
-class _PortEvents:
-    """The events of one lower tier, which may be closed and reopened."""
-
-    def __init__(self, port: TierPort) -> None:
-        self._port = port
-        self._followed = _change_feed(port.tier)
+    def __init__(self, tier: str, feed: Callable[[], ChangeFeed | None]) -> None:
+        """`feed`: the tier's now; None: it is closed, or tells nothing."""
+        self._tier, self._feed, self._followed = tier, feed, feed()
         if self._followed is not None:
             self._followed.listen()
 
     @property
     def waiting(self) -> bool:
-        tier = _change_feed(self._port.tier)
-        return tier is not self._followed or (tier is not None and tier.waiting)
+        feed = self._feed()
+        return feed is not self._followed or (feed is not None and feed.waiting)
 
-    def take(self, limit: int) -> Iterator[Event]:
-        tier, name = _change_feed(self._port.tier), self._port.name
-        if tier is not self._followed:
+    def take(self, limit: int = MOST) -> list[Event]:
+        """Events since the last call; at most `limit` new blocks, the others with the next call."""
+        feed, events = self._feed(), list[Event]()
+        if feed is not self._followed:
             known = self._followed.stop_listening() if self._followed is not None else []
             if known:
-                yield Removed(name, tuple(known), all=True)
-            self._followed = tier
-            if tier is not None:
-                tier.listen()
-        if tier is not None:
-            yield from events_of(name, tier.take(limit))
+                events.append(Removed(self._tier, tuple(known), all=True))
+            self._followed = feed
+            if feed is not None:
+                feed.listen()
+        return events if feed is None else [*events, *events_of(self._tier, feed.take(limit))]
 
 
-def _change_feed(tier: Tier | None) -> ChangeFeed | None:
+def _change_feed(port: TierPort) -> ChangeFeed | None:
+    tier = port.tier  # a probe may detach it meanwhile
     return None if tier is None else tier.change_feed
 
 
