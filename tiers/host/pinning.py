@@ -8,15 +8,12 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import Final, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers.config import show_size
-
-if TYPE_CHECKING:
-    from kvtier.tiers.host.host import HostRegion
 
 # --- the driver ------------------------------------------------------------------------------------------------------
 
@@ -187,6 +184,20 @@ class PinDriver(Protocol):
         """Undo `register`."""
 
 
+class Pinnable(Protocol):
+    """Memory to be pinned: a `HostRegion`."""
+
+    num_slots: int
+    slot_stride: int  # bytes from slot to slot
+
+    @property
+    def address(self) -> int:
+        """Where slot 0 starts."""
+
+    def wait_prefaulted(self, timeout: float | None = None) -> bool:
+        """Wait until every page is there."""
+
+
 class PinnedPieces:
     """Which slots of a region are pinned by now. No piece ends inside a slot. Thread-safe: a piece becomes pinned once.
 
@@ -195,13 +206,7 @@ class PinnedPieces:
     """
 
     def __init__(
-        self,
-        region: "HostRegion",
-        driver: PinDriver,
-        device: int,
-        *,
-        piece_bytes: int = PIECE_BYTES,
-        pause: float = _PAUSE,
+        self, region: Pinnable, driver: PinDriver, device: int, *, piece_bytes: int = PIECE_BYTES, pause: float = _PAUSE
     ) -> None:
         """Start pinning; `device` is the number of the one that copies, `pause` the least seconds between pieces."""
         self.slots_per_piece = max(1, piece_bytes // region.slot_stride)
