@@ -77,7 +77,9 @@ def _check(
     bad_rows = np.flatnonzero(~whole & ~is_blank).tolist()
     held = np.flatnonzero(whole & (rows["seq"] >= superblock.min_seq))
     bad, unreadable = check_payloads(payload, superblock, held.tolist(), codec, rows[held], progress)
-    names = [rows["chain_hash"][slots].tolist() for slots in (bad, bad_rows, unreadable)]
+    payload_names, row_names, unread_names = (
+        rows["chain_hash"][slots].tolist() for slots in (bad, bad_rows, unreadable)
+    )
     # A crash may leave two whole entries for one block; both are checked, it is one block.
     num_blocks = len(set(rows["chain_hash"][held].tolist()))
     if repair:
@@ -85,7 +87,7 @@ def _check(
             write_superblock(io, file.fd, superblock)
         blank_slots(io, file.fd, superblock, sorted([*bad, *bad_rows, *unreadable]))
         io.sync(file.fd)
-    return SlabCheck(superblock, num_blocks, *names, num_bad_headers=num_bad_headers, is_repaired=repair)
+    return SlabCheck(superblock, num_blocks, payload_names, row_names, unread_names, num_bad_headers, repair)
 
 
 def check_payloads(
