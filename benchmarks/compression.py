@@ -22,7 +22,7 @@ from itertools import groupby
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from redis_rig import NO_REDIS, RedisServer, standalone
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from kvtier.connector.models import cache_option
-from kvtier.tiers import BlockCodec, BlockRecord, Fp8Codec, Fp8Loops, KVTierError, Outcome, checksum, fp8_form, rates_of
+from kvtier.tiers import BlockCodec, BlockRecord, Fp8Codec, KVTierError, Outcome, checksum, fp8_form, rates_of
 from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import Config
 from kvtier.tiers.hierarchy import open_hierarchy
@@ -173,8 +173,7 @@ def _used(server: RedisServer) -> int:
 def packed(whose: str, short: str, blocks: NDArray[np.uint8], group: int) -> Row:
     """One row for blocks `[blocks, bytes]`, a scale for each `group` numbers. What comes back packs to the same."""
     dtype = str(DTYPES[short]).removeprefix("torch.")
-    loops = cast(Fp8Loops | None, extension("kvtier.tiers.fp8_compiled"))
-    codec = Fp8Codec(dtype, group, blocks.shape[1], loops)
+    codec = Fp8Codec(dtype, group, blocks.shape[1], extension("kvtier.tiers.fp8_compiled"))
     zstd = BlockCodec(codec.packed_bytes)
     errors, shorter = list[float](), list[float]()
     rates: dict[str, list[float]] = {}

@@ -30,7 +30,7 @@ POOL_BYTES: Final = 512 << 20  # of L1 and of L2: far more than the processor's 
 BATCH_BYTES: Final = 64 << 20  # some 10 ms: a look at an event is no part of the figure
 BLOCK_SIZES: Final = [size * KIB for size in (64, 128, 256, 512, 1024, 2048, 4096, 8192)]
 PATTERNS: Final = ("slots", "both")  # what is scattered: L2 slots alone, or L1 blocks as well
-WAYS: Final = ("compiled", PYTHON) if memory.is_compiled() else (PYTHON,)
+WAYS: Final = ("compiled", PYTHON) if memory.compiled("copy_blocks") else (PYTHON,)
 
 Indices = NDArray[np.int64]
 Copy = Callable[[Indices, Indices], None]

@@ -142,6 +142,7 @@ EXPLAINED: Final = {
     "tiers/copies/device.py:BlockPool": "L1's verbs under one lock; four of them are a ChangeFeed's",
     "tiers/hierarchy/hierarchy.py:Hierarchy": "implements the three protocols of `cache_tiers`",
     "tiers/shared/stream.py:__init__": "rows, where they stand, and how they are digested: as the extension module's",
+    "tiers/copies/transfer.py:_copy_blocks": "as the extension module's, whose twin it is",
     "tiers/pool/pool.py:SlotPool": "one lock, one law: the verbs of a slot's life belong together",
     "tiers/pool/core.py": "one extension module: its classes call one another in C",
     "service/events/holders.py": "the same",

@@ -1,8 +1,6 @@
 from . import tracing as tracing
 from .breaker import Breaker as Breaker
 from .checksum import checksum as checksum
-from .checksum import checksum_of as checksum_of
-from .checksum import hash_without_the_gil as hash_without_the_gil
 from .cipher import STAMP_BYTES as STAMP_BYTES
 from .cipher import Encryption as Encryption
 from .cipher import NameCipher as NameCipher
@@ -37,7 +35,6 @@ from .forks import hide_from_children as hide_from_children
 from .fp8 import LEAST_GROUP as LEAST_GROUP
 from .fp8 import MOST_GROUP as MOST_GROUP
 from .fp8 import Fp8Codec as Fp8Codec
-from .fp8 import Fp8Loops as Fp8Loops
 from .fp8 import fp8_form as fp8_form
 from .kinds import L1 as L1
 from .kinds import L2 as L2

@@ -6,7 +6,6 @@ back beside a busy Python thread costs up to the interpreter's switch interval (
 and never lost.
 """
 
-from collections.abc import Callable
 from typing import Final
 
 import xxhash
@@ -22,17 +21,3 @@ def checksum(payload: memoryview) -> int:
     for start in range(0, payload.nbytes, _SLICE):
         digest.update(payload[start : start + _SLICE])
     return digest.intdigest()
-
-
-def checksum_of(num_bytes: int) -> Callable[[memoryview], int]:
-    """What computes `checksum` of payloads of this size, with the fewest calls."""
-    return xxhash.xxh3_64_intdigest if _Hashing.lets_go or num_bytes <= _SLICE else checksum
-
-
-def hash_without_the_gil() -> None:
-    """Let `checksum_of` release the GIL for large payloads: for a process whose other threads answer requests."""
-    _Hashing.lets_go = True
-
-
-class _Hashing:
-    lets_go = False  # of this process

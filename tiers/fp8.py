@@ -7,7 +7,8 @@ rounded, and what comes back packs to the same bytes again: a block that goes ar
 docs/format.md.
 """
 
-from typing import Final, Protocol, Self
+from types import ModuleType
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,25 +40,14 @@ def fp8_form(dtype: str, group: int) -> str:
     return f"{_NAME}/{dtype}/{group}"
 
 
-class Fp8Loops(Protocol):
-    """The loops compiled, `fp8_compiled.pyx`: the same bytes. Numbers are u16 or u32, by `kind` of which dtype."""
-
-    def pack(
-        self, numbers: NDArray[np.generic], codes: NDArray[np.uint8], scales: NDArray[np.uint8], group: int, kind: int
-    ) -> bool:
-        """False if a number is not finite."""
-
-    def unpack(
-        self, codes: NDArray[np.uint8], scales: NDArray[np.uint8], numbers: NDArray[np.generic], group: int, kind: int
-    ) -> bool:
-        """False for a code or a scale that no packer makes."""
-
-
 class Fp8Codec:
     """Packs `num_bytes` into `packed_bytes`: a byte a number, one a group of `group` numbers. Thread-safe."""
 
-    def __init__(self, dtype: str, group: int, num_bytes: int, loops: Fp8Loops | None = None) -> None:
-        """FormatError for numbers or groups that a block of so many bytes does not consist of."""
+    def __init__(self, dtype: str, group: int, num_bytes: int, loops: ModuleType | None = None) -> None:
+        """`loops`: `fp8_compiled.pyx`, which makes the same bytes.
+
+        FormatError for numbers or groups that a block of so many bytes does not consist of.
+        """
         if dtype not in _BITS or not LEAST_GROUP <= group <= MOST_GROUP or num_bytes < 1:
             raise FormatError(f"fp8: groups of {group} {dtype} are none that can be packed")
         self.num_bytes = num_bytes
@@ -70,7 +60,7 @@ class Fp8Codec:
         self._loops = loops
 
     @classmethod
-    def of(cls, form: str, num_bytes: int, loops: Fp8Loops | None = None) -> Self:
+    def of(cls, form: str, num_bytes: int, loops: ModuleType | None = None) -> Self:
         """The codec that `fp8_form` names. FormatError for another form, or one that does not fit the block."""
         name, _, rest = form.partition("/")
         dtype, _, group = rest.partition("/")
@@ -84,7 +74,7 @@ class Fp8Codec:
         codes, scales = packed[: self._count], packed[self._count :]
         numbers = np.frombuffer(payload, self._bits)
         if self._loops is not None:
-            is_finite = self._loops.pack(numbers, codes, scales, self._group, _KINDS.index(self._dtype))
+            is_finite: bool = self._loops.pack(numbers, codes, scales, self._group, _KINDS.index(self._dtype))
             return memoryview(packed) if is_finite else None
         for at in range(0, self._count, self._piece):
             rows = self._floats(numbers[at : at + self._piece]).reshape(-1, self._group)
@@ -111,7 +101,7 @@ class Fp8Codec:
         codes, scales = whole[: self._count], whole[self._count :]
         numbers = np.frombuffer(into, self._bits)
         if self._loops is not None:
-            return self._loops.unpack(codes, scales, numbers, self._group, _KINDS.index(self._dtype))
+            return bool(self._loops.unpack(codes, scales, numbers, self._group, _KINDS.index(self._dtype)))
         if int(scales.min()) < _SCALES[0] or int(scales.max()) > _SCALES[1] or ((codes & _NAN) == _NAN).any():
             return False
         most = _MOST[self._dtype]

@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from threading import Lock, Thread
@@ -97,6 +97,11 @@ class Lineage(NamedTuple):
 
     names: "NDArray[np.uint64]"
     parents: "NDArray[np.uint64]"
+
+    def pairs(self) -> Iterator[tuple[ChainHash, ChainHash]]:
+        """The same as Python objects."""
+        names, parents = self.names.tobytes(), self.parents.tobytes()
+        return ((names[at : at + 32], parents[at : at + 32]) for at in range(0, len(names), 32))
 
 
 class BlockShape(Protocol):
@@ -257,12 +262,8 @@ class Tier(ABC):
         """Up to `limit` held blocks of this parent that begin with `start`. Index-only; some may be left out."""
         return []
 
-    def held(self) -> list[tuple[ChainHash, ChainHash]]:
-        """Name and parent of every block, in no order; none of a shared store. No I/O, but time for every block."""
-        return []
-
     def lineage(self) -> Lineage | None:
-        """The same without a Python object a block; the tier's lock is held for some blocks at a time."""
+        """Every block; None of a shared store. No I/O; the tier's lock is held for some blocks at a time."""
         return None
 
     def room(self) -> Sequence[StoragePlace]:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from os import getpid
 from threading import Lock, Thread
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from kvtier.tiers.errors import MissingPackages
 from kvtier.tiers.extras import require_extra
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
     from requests import Response, Session
 
+    from kvtier.tiers.metrics import Found
     from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 _log = logging.getLogger(__name__)
@@ -102,15 +103,6 @@ class Trace:
         return self._num_children <= _MOST_CHILDREN and self.is_recorded
 
 
-class FoundBlocks(Protocol):
-    """Where a lookup's blocks were: `Attribution`."""
-
-    @property
-    def miss(self) -> int: ...
-    @property
-    def by_tier(self) -> Mapping[str, int]: ...
-
-
 ON = False
 """Whether this process records spans: what a hot path looks at. Changed by `start` and `stop`."""
 
@@ -149,7 +141,7 @@ def wanting() -> dict[str, str]:
     return {} if why is None else {"tracing": why}
 
 
-def found_in(found: FoundBlocks | None, causes: Mapping[tuple[str, str], int] | None) -> dict[str, str | int | float]:
+def found_in(found: "Found | None", causes: Mapping[tuple[str, str], int] | None) -> dict[str, str | int | float]:
     """The attributes of a lookup: blocks by tier, and missing ones by cause and the tier they left."""
     if found is None:
         return {}

@@ -398,17 +398,15 @@ class _StoreBatch(_JobBatch):
 
 
 def _copy(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
-    """Copy between buffers of equal size, which their owners keep mapped; releases the GIL once per many bytes."""
+    """Copy between buffers of equal size, which their owners keep mapped; compiled, without the GIL."""
     if not targets:
         return
-    if not memory.can_copy_scattered():
+    if (copy_pieces := memory.compiled("copy_pieces")) is None:
         for target, source in zip(targets, sources, strict=True):
             target[:] = source
         return
     addresses = np.array([[_address(t), _address(s), t.nbytes] for t, s in zip(targets, sources, strict=True)])
-    step = memory.pieces_per_call(targets[0].nbytes)
-    for first in range(0, len(addresses), step):
-        memory.copy_scattered(*np.ascontiguousarray(addresses[first : first + step].T))
+    copy_pieces(*np.ascontiguousarray(addresses.T))
 
 
 def _address(buffer: memoryview) -> int:

@@ -102,10 +102,9 @@ def _verdict_table(verdicts: "Sequence[Verdict]") -> "Table":
     table.add_column("verdict")
     for verdict in verdicts:
         figures = [""] * 5
-        if verdict.check:
-            report = verdict.check.report
-            bad = (report.bad_payloads, report.bad_rows, report.unreadable)
-            figures = [str(count) for count in (report.num_slots, report.num_blocks, *map(len, bad))]
+        if check := verdict.check:
+            bad = (check.bad_payloads, check.bad_rows, check.unreadable)
+            figures = [str(count) for count in (check.superblock.num_slots, check.num_blocks, *map(len, bad))]
         colour = {Exit.OK: "green", Exit.DEGRADED: "yellow"}.get(verdict.status, "red")
         table.add_row(escape(_short(verdict.path)), *figures, f"[{colour}]{escape(str(verdict))}[/]")
     return table

@@ -16,7 +16,7 @@ from kvtier import service
 from kvtier.cli.options import ConfigOption, ExactOption, HttpOption, given, on_reload, on_signal
 from kvtier.connector import ChatPrefix
 from kvtier.service import LogFormat, LogLevel, log_to_stderr
-from kvtier.tiers import ConfigError, hash_without_the_gil, require_extra, tracing
+from kvtier.tiers import ConfigError, require_extra, tracing
 from kvtier.tiers import config as configuration
 from kvtier.tiers.config import format_size, otlp_target
 
@@ -86,7 +86,6 @@ def serve(
     if path is None:
         raise ConfigError("[service] socket none: the daemon needs a place to listen; name one, or give --socket PATH")
     begin(_DAEMON_SWITCH, settings)
-    hash_without_the_gil()  # its loop goes on answering
     tracing.start("kvtier-daemon", otlp_target(settings.tracing.endpoint))
     from kvtier.service.admin import Pages
     from kvtier.service.events import Publisher

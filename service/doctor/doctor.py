@@ -446,19 +446,19 @@ class Verdict:
     def as_json(self) -> dict[str, object]:
         if self.check is None:
             return {"path": str(self.path), "status": self.state, "why": self.refused}
-        report, superblock = self.check.report, self.check.superblock
+        check, superblock = self.check, self.check.superblock
         return {
             "path": str(self.path),
             "status": self.state,
             "fingerprint": superblock.fingerprint.hex(),
             "block_size": superblock.block_size,
             "slot_bytes": superblock.slot_bytes,
-            "slots": report.num_slots,
-            "blocks": report.num_blocks,
-            "bad_superblocks": self.check.num_bad_headers,
-            "bad_payloads": [name.hex() for name in report.bad_payloads],
-            "bad_rows": [name.hex() for name in report.bad_rows],
-            "unreadable": [name.hex() for name in report.unreadable],
+            "slots": superblock.num_slots,
+            "blocks": check.num_blocks,
+            "bad_superblocks": check.num_bad_headers,
+            "bad_payloads": [name.hex() for name in check.bad_payloads],
+            "bad_rows": [name.hex() for name in check.bad_rows],
+            "unreadable": [name.hex() for name in check.unreadable],
         }
 
 

@@ -505,7 +505,7 @@ class EngineServer:
         if (
             self.publisher is not None
         ):  # of L1, and of lower tiers if they are this process's: a daemon publishes its own
-            sources: list[Source] = [TierEvents(L1, self.engine.pool)]
+            sources: list[Source] = [TierEvents(L1, lambda: self.engine.pool)]
             connector = self.engine.connector
             if isinstance(connector, LocalConnector) and isinstance(connector.tiers, Hierarchy):
                 sources.append(EventSource(connector.hierarchy))

@@ -81,7 +81,7 @@ class Quotas:
             self._others.pop(root, None)
             self.binds = True
             self._tenants[root] = tenant  # from here on stores are counted; then the blocks stored before
-        for run in in_runs(dict(self._host.held(partial=True))):
+        for run in in_runs(dict(self._host.lineage().pairs())):
             with self._lock:
                 if run.parent == root or run.parent in tenant:
                     tenant.adopt(run)

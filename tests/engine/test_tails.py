@@ -116,7 +116,7 @@ def test_a_full_l1_waits_for_the_tails_copy(begin: Begin) -> None:
 
 def test_l1s_events_have_only_full_blocks(over: Over, cold: Bits) -> None:
     engine, shelf = over(None, 16), Shelf()
-    events, first = TierEvents("l1", engine.pool), prompt(1, 40)
+    events, first = TierEvents("l1", lambda: engine.pool), prompt(1, 40)
     engine.generate([first], keep(1))
     shelf.apply(events.take())
     assert not events.waiting

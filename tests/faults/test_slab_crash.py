@@ -43,7 +43,7 @@ def start(directory: Path, kill_at: str = "", first: int = 0) -> Forked:
 def blocks_in(store: FileStore, upto: int) -> int:
     """Read every block ever written; each is a miss or exactly right. Returns how many are right."""
     right = 0
-    held = dict(store.held())
+    held = dict(store.lineage().pairs())
     written = [number for number in range(upto) if child.hash_of(number) in held]  # the others are misses
     assert len(written) == len(held)  # and nothing else is there
     for begin in range(0, len(written), 64):

@@ -108,7 +108,7 @@ def test_nothing_of_a_block_can_be_read_from_the_disk(tmp_path: Path, key: bytes
     assert KEY not in content
     store = open_store(tmp_path, key)
     assert get(store, held) == [Outcome.OK] * len(held)
-    assert sorted(store.held()) == sorted((hash_of(number), hash_of(number - 1)) for number in held)
+    assert sorted(store.lineage().pairs()) == sorted((hash_of(number), hash_of(number - 1)) for number in held)
     store.check()
     store.close()
 
@@ -244,7 +244,7 @@ def test_forged_rows_and_payloads_are_misses(slab_path: Path) -> None:
         for place, other in zip(places, reversed(places), strict=True):
             file.seek(place)
             file.write(whole[other : other + SLOT])
-    assert len(check_slab(slab_path, key=KEY).report.bad_payloads) == 2
+    assert len(check_slab(slab_path, key=KEY).bad_payloads) == 2
     store = open_store(slab_path.parent)
     assert get(store, KEYS) == [Outcome.CHECKSUM if key in (3, 4) else Outcome.OK for key in KEYS]
     store.check()
@@ -302,6 +302,6 @@ def test_slabs_of_other_keys_are_trimmed_beside_ours(slab_path: Path, caplog: py
     neighbour = open_store(slab_path.parent, OTHER, SIZE, fingerprint=b"neighbour".ljust(32, b"."))
     assert slab_path.stat().st_size < size_before
     neighbour.close()
-    assert check_slab(slab_path, key=KEY).report.num_blocks == len(KEYS)
+    assert check_slab(slab_path, key=KEY).num_blocks == len(KEYS)
     with pytest.raises(ConfigError, match="encrypted with key"):
         open_store(slab_path.parent, OTHER)

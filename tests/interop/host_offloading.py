@@ -134,7 +134,7 @@ class HostCopyWorker(OffloadingWorker):
     def _work(self) -> None:
         while transfer := self._waiting.get():
             start = time.perf_counter()
-            step = memory.pieces_per_call(int(transfer.lengths.max(initial=1)))
+            step = max(1, min(1024, memory.COPY_PIECE // int(transfer.lengths.max(initial=1))))
             for first in range(0, len(transfer.lengths), step):
                 part = slice(first, first + step)
                 memory.copy_scattered(transfer.targets[part], transfer.sources[part], transfer.lengths[part])

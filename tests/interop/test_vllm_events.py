@@ -82,7 +82,7 @@ def in_tiers(vllm: Engine) -> tuple[set[Any], ...]:
     names = {record.chain_hash for record in host.records if record is not None}
     in_host = {name for name, held in zip(names, host.pool.holds(list(names)), strict=True) if held}
     external = maybe_convert_block_hash
-    return {external(name) for name in in_host}, {external(name) for name, _ in slab.held()}
+    return {external(name) for name in in_host}, {external(name) for name, _ in slab.lineage().pairs()}
 
 
 @pytest.mark.parametrize("keys", brief(["vllm"], ["vllm", "kvtier"]))

@@ -140,7 +140,7 @@ def open_slab(store: Path) -> FileStore:
 def rewrite(store: Path, *, sealed: bool) -> int:
     """Flip a bit in every stored chunk; `sealed`: under a fresh checksum, so that nobody can tell. How many."""
     slab = open_slab(store)
-    names = [name for name, _ in slab.held()]
+    names = [name for name, _ in slab.lineage().pairs()]
     buffers = [memoryview(bytearray(slab.superblock.slot_bytes)) for _ in names]
     records = [record for record in slab.read(names, buffers) if isinstance(record, BlockRecord)]
     assert len(records) == len(names)

@@ -251,9 +251,9 @@ class Mischief:
         elif what < 0.3:
             host.pool.reset()
         elif what < 0.45:
-            host.pool.evict([name for name, _ in host.held() if dice.random() < 0.3])
+            host.pool.evict([name for name, _ in host.lineage(partial=False).pairs() if dice.random() < 0.3])
         elif what < 0.6:
-            connector.slab.discard([name for name, _ in connector.slab.held() if dice.random() < 0.2])
+            connector.slab.discard([name for name, _ in connector.slab.lineage().pairs() if dice.random() < 0.2])
         elif what < 0.75:
             self.damage_the_slab()
         elif what < 0.85 and live:
@@ -341,7 +341,7 @@ class Mischief:
                 continue
             if not host.verify or checksum(host.region.slot(slot)) == record.checksum:  # else it was damaged
                 yield "L2", record, self._kv(host.region.slot(slot))
-        names = [name for name, _ in slab.held()]
+        names = [name for name, _ in slab.lineage().pairs()]
         buffers = [memoryview(bytearray(slab.superblock.slot_bytes)) for _ in names]
         for result, buffer in zip(slab.read(names, buffers), buffers, strict=True):
             if isinstance(result, BlockRecord):  # others were damaged, and that was seen

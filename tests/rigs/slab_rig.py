@@ -10,7 +10,7 @@ import numpy as np
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.file_io import FileIO
-from kvtier.tiers.file.slab_check import VerifyReport, check_payloads
+from kvtier.tiers.file.slab_check import SlabCheck, check_payloads
 from kvtier.tiers.file.slab_file import read_header, read_rows
 from kvtier.tiers.file.store import FileStore
 from kvtier.tiers.tier import BlockRecord, Outcome
@@ -56,7 +56,7 @@ def ended(store: FileStore, at_end: ExitStack) -> FileStore:
     return store
 
 
-def verify(store: FileStore) -> VerifyReport:
+def verify(store: FileStore) -> SlabCheck:
     """Read the whole slab of an idle store and compare it with what the store believes of it; repairs nothing."""
     with store._inside() as is_open:
         assert is_open, "a closed store"
@@ -74,7 +74,7 @@ def verify(store: FileStore) -> VerifyReport:
         bad, unreadable = check_payloads(store._payload, store.superblock, good, store._codec, rows[whole])
         bad_rows = [slot for slot in held if slot not in good or says[slot] != believed[slot]]
     names = ([held[slot] for slot in found] for found in (bad, bad_rows, unreadable))
-    return VerifyReport(store.superblock.num_slots, len(held), *names)
+    return SlabCheck(store.superblock, len(held), *names, num_bad_headers=0, is_repaired=False)
 
 
 def num_on_disk(directory: Path) -> int:

@@ -379,7 +379,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.refs = [0] * NUM_SLOTS
         self.names: dict[ChainHash, int] = {}  # → block id
         self.open_tables: list[list[int]] = []
-        self.source, self.shelf = TierEvents("l1", self.pool), Shelf()
+        self.source, self.shelf = TierEvents("l1", lambda: self.pool), Shelf()
 
     @rule(target=tables, path=PATHS)
     def admit(self, path: Path) -> tuple[Path, list[int]] | MultipleResults[tuple[Path, list[int]]]:

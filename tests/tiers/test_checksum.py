@@ -9,21 +9,13 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvtier.tiers.checksum import _Hashing, checksum, checksum_of
+from kvtier.tiers.checksum import checksum
 
 
 @pytest.mark.parametrize("size", [0, 1, 32_767, 32_768, 32_769, 100_000, 131_072, 1_000_003])
 def test_it_is_xxh3_of_the_whole(size: int) -> None:
     payload = np.random.default_rng(size).bytes(size)
     assert checksum(memoryview(payload)) == xxhash.xxh3_64_intdigest(payload)
-
-
-@pytest.mark.parametrize("lets_go", [False, True])
-@pytest.mark.parametrize("size", [0, 1, 32_768, 32_769, 131_072, 1_000_003])
-def test_a_slots_way_to_it_is_the_same_checksum(size: int, lets_go: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Hashing, "lets_go", lets_go)
-    payload = memoryview(np.random.default_rng(size).bytes(size))
-    assert checksum_of(size)(payload) == checksum(payload)
 
 
 @pytest.fixture

@@ -1,14 +1,10 @@
 """Blocks that commit 8547b276 stored, before the core was rewritten, are found and verified: no name, no byte changed.
 
-`stored_before.xz` holds a slab, an archive, Redis's records and a bucket's objects. It was written by this file's
-`main`, run in a checkout of that commit (with its rigs on PYTHONPATH).
+`stored_before.xz` holds a slab, an archive, Redis's records and a bucket's objects, as that commit wrote them.
 """
 
 import asyncio
 import lzma
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,12 +13,12 @@ import msgpack
 import object_rig
 import pytest
 import redis_stories
-from doubles import BLOCK_SIZE, hierarchy_of, store
+from doubles import BLOCK_SIZE, hierarchy_of
 from fault_rig import FINGERPRINT, fetch, over_slab
 from object_rig import NO_OBJECTS, object_server
 from redis_rig import NO_REDIS, standalone
 
-from kvtier.service.archive.archive import export_blocks, import_blocks
+from kvtier.service.archive.archive import import_blocks
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.tier import Outcome
 
@@ -54,8 +50,9 @@ def test_a_slab() -> None:
     with TemporaryDirectory() as folder:
         for name, content in held()["slab"].items():
             (Path(folder) / name).write_bytes(content)
-        with slab_in(Path(folder)) as hierarchy:
-            assert [fetch(hierarchy, chain) for chain in chains()] == [2, 2, 2]
+        hierarchy = over_slab(Path(folder), size=1 << 20)
+        assert [fetch(hierarchy, chain) for chain in chains()] == [2, 2, 2]
+        hierarchy.close()
 
 
 def test_an_archive(tmp_path: Path) -> None:
@@ -89,45 +86,3 @@ def test_objects_in_a_bucket(tmp_path: Path) -> None:
         with object_rig.opened(server.endpoint) as tier:
             assert [tier.locate(chain.hashes) for chain in chains()] == [2, 2, 2]
             assert [object_rig.read(tier, chain) for chain in chains()] == [[Outcome.OK] * 2] * 3
-
-
-@contextmanager
-def slab_in(folder: Path) -> Iterator[Any]:
-    hierarchy = over_slab(folder, size=1 << 20)
-    yield hierarchy
-    hierarchy.close()
-
-
-def main() -> None:
-    """Store the chains in every tier, and write what lies there to the path given."""
-    kept: dict[str, Any] = {"names": [chain.hashes for chain in chains()]}
-    with TemporaryDirectory() as folder:
-        with slab_in(Path(folder)) as hierarchy:
-            for chain in chains():
-                store(hierarchy, chain)
-            assert hierarchy.drain(60)
-            path = Path(folder).with_suffix(".archive")
-
-            async def export() -> None:
-                async for _ in export_blocks(hierarchy, FINGERPRINT, BLOCK_SIZE, path):
-                    pass
-
-            asyncio.run(export())
-            kept["archive"] = path.read_bytes()
-            path.unlink()
-        kept["slab"] = {each.name: each.read_bytes() for each in Path(folder).iterdir() if each.stat().st_size}
-    with standalone() as server:
-        with redis_stories.opened(server.url) as tier:
-            for chain in chains():
-                redis_stories.written(tier, chain)
-        kept["redis"] = {key: server.value_of(key) for key in server.all_keys()}
-    with TemporaryDirectory() as folder, object_server(Path(folder)) as objects:
-        with object_rig.opened(objects.endpoint) as bucket:
-            for chain in chains():
-                object_rig.written(bucket, chain)
-        kept["objects"] = {key: objects.content(key) for key in objects.keys("")}
-    Path(sys.argv[1]).write_bytes(lzma.compress(msgpack.packb(kept), preset=9))
-
-
-if __name__ == "__main__":
-    main()

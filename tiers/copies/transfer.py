@@ -47,7 +47,7 @@ class BlockCopier:
         self._device = block_bytes_view(device)
         self._region = region
         self._rows_of_device = self._device.reshape(len(self._device), -1)
-        self._copy_blocks = memory.compiled_blocks_copy()
+        self._copy_blocks = memory.compiled("copy_blocks") or _copy_blocks
         self._owner = device  # the view is by address and keeps nothing alive
         self.num_blocks, self.num_layers, self.layer_bytes = self._device.shape
         if self.num_layers * self.layer_bytes != region.slot_bytes:
@@ -61,73 +61,37 @@ class BlockCopier:
         """Copy now. Returns why it failed, or None. `cancelled` is called before every 32 MiB."""
         blocks, slots, num_layers = copies.device_blocks, copies.host_slots, self.num_layers
         first, last = copies.layers or (0, num_layers)
-        offset, length, copy_blocks = first * self.layer_bytes, (last - first) * self.layer_bytes, self._copy_blocks
-        is_short = len(blocks) * length <= memory.COPY_PIECE
-        if not (copy_blocks is not None and is_short and 0 <= first < last <= num_layers):
-            return self._copy_in_pieces(direction, copies, (offset, length), cancelled)
-        if cancelled():
-            return CANCELLED
-        try:
-            copy_blocks(self._rows_of_device, blocks, self._region.array, slots, offset, length, direction == "load")
-        except (IndexError, ValueError) as failure:
-            return self.invalid(copies) or str(failure)
-        return None
-
-    def _copy_in_pieces(
-        self, direction: CopyDirection, copies: BlockCopies, span: tuple[int, int], cancelled: Callable[[], bool]
-    ) -> str | None:
-        """Up to 32 MiB at a time; `span` is first byte and length in each block. Invalid copies are not begun."""
-        blocks, slots = copies.device_blocks, copies.host_slots
-        if (error := self.invalid(copies)) or not len(blocks):
+        offset, length = first * self.layer_bytes, (last - first) * self.layer_bytes
+        is_short = len(blocks) * length <= memory.COPY_PIECE and 0 <= first < last <= num_layers
+        if not is_short and (error := self.invalid(copies)):  # of a short one `_copy_blocks` finds it
             return error
-        copy_blocks, (offset, length) = self._copy_blocks, span
-        most = memory.COPY_PIECE // length if copy_blocks is not None else memory.pieces_per_call(length)
-        for start in range(0, len(blocks), per_call := max(1, most)):
+        device, host, per_call = self._rows_of_device, self._region.array, max(1, memory.COPY_PIECE // length)
+        for start in range(0, max(1, len(blocks)), per_call):
             if cancelled():
                 return CANCELLED
-            some, where = blocks[start : start + per_call], slots[start : start + per_call]
+            part = slice(start, start + per_call)
             try:
-                if copy_blocks is not None:
-                    copy_blocks(
-                        self._rows_of_device, some, self._region.array, where, offset, length, direction == "load"
-                    )
-                elif memory.can_copy_scattered():
-                    self._copy_addresses(direction, some, where, span)
-                else:
-                    self._copy_staged(direction, some, where, span)
-            except (OSError, IndexError, ValueError) as failure:
-                return str(failure)
+                self._copy_blocks(device, blocks[part], host, slots[part], offset, length, direction == "load")
+            except (IndexError, ValueError) as failure:
+                return self.invalid(copies) or str(failure)
         return None
 
-    def _copy_addresses(
-        self, direction: CopyDirection, blocks: NDArray[np.int64], slots: NDArray[np.int64], span: tuple[int, int]
-    ) -> None:
-        """Scattered to scattered in one pass and one release of the GIL, neighbours merged."""
-        offset, length = span
-        order = np.argsort(blocks if direction == "load" else slots)  # ascending targets: 5 % faster, and runs merge
-        blocks, slots = blocks[order], slots[order]
-        device = self._device.ctypes.data + offset + blocks * self._device.strides[0]
-        host = self._region.address + offset + slots * self._region.slot_stride
-        targets, sources = (device, host) if direction == "load" else (host, device)
-        joined = (np.diff(targets) == length) & (np.diff(sources) == length)
-        starts = np.flatnonzero(np.concatenate(([True], ~joined)))
-        lengths = np.diff(np.append(starts, len(blocks))) * length
-        # L1 may be any tensor, but the slots are on huge pages if the kernel has some.
-        memory.copy_scattered(targets[starts], sources[starts], lengths, lookup_targets=direction == "store")
 
-    def _copy_staged(
-        self, direction: CopyDirection, blocks: NDArray[np.int64], slots: NDArray[np.int64], span: tuple[int, int]
-    ) -> None:
-        """Two numpy passes through a cache-sized buffer, if the system call is forbidden."""
-        columns = slice(span[0], sum(span))
-        device, host = self._rows_of_device[:, columns], self._region.array[:, columns]
-        step = max(1, _STAGING_BYTES // span[1])
-        for start in range(0, len(blocks), step):
-            some, where = blocks[start : start + step], slots[start : start + step]
-            if direction == "load":
-                device[some] = host[where]
-            else:
-                host[where] = device[some]
+def _copy_blocks(
+    device: NDArray[np.uint8], blocks: NDArray[np.int64], host: NDArray[np.uint8], slots: NDArray[np.int64],
+    offset: int, length: int, is_load: bool,
+) -> None:  # fmt: skip
+    """Twin of `copy_blocks` in memory_compiled.pyx: two numpy passes through a cache-sized buffer."""
+    for rows, index in ((device, blocks), (host, slots)):
+        if len(index) and not 0 <= index.min() <= index.max() < len(rows):
+            raise IndexError(f"{index.min()}..{index.max()} of {len(rows)}")
+    if blocks.shape != slots.shape or blocks.ndim != 1:
+        raise ValueError(f"{blocks.shape} blocks for {slots.shape} slots")
+    targets, to, sources, of = (device, blocks, host, slots) if is_load else (host, slots, device, blocks)
+    step = max(1, _STAGING_BYTES // length)
+    for start in range(0, len(blocks), step):
+        part = slice(start, start + step)
+        targets[to[part], offset : offset + length] = sources[of[part], offset : offset + length]
 
 
 def invalid_copies(copies: BlockCopies, num_blocks: int, num_layers: int, num_slots: int) -> str | None:
@@ -245,7 +209,7 @@ class EngineBlocks:
 
 
 class PartCopier:
-    """Copies between an engine's blocks in host memory and slots: single runs by system call, others by numpy."""
+    """Copies between an engine's blocks in host memory and slots: single runs by address, others by numpy."""
 
     def __init__(self, blocks: EngineBlocks, region: HostRegion) -> None:
         """ValueError if the blocks are not in host memory or not as large as the region's slots."""
@@ -270,10 +234,7 @@ class PartCopier:
                 if cancelled():
                     return CANCELLED
                 batch = slice(start, start + per_batch)
-                try:
-                    _copy(direction, parts, blocks[batch], slots[batch])
-                except OSError as failure:
-                    return str(failure)
+                _copy(direction, parts, blocks[batch], slots[batch])
         return None
 
 
@@ -308,29 +269,19 @@ class _Views:
 def _copy(
     direction: CopyDirection, parts: Sequence[_Views], blocks: NDArray[np.int64], slots: NDArray[np.int64]
 ) -> None:
-    runs = [part for part in parts if part.is_run and memory.can_copy_pieces()]
-    if runs:
-        _copy_runs(direction, runs, blocks, slots)
+    copy_pieces = memory.compiled("copy_pieces")
+    runs = [part for part in parts if part.is_run and copy_pieces is not None]
+    if runs and copy_pieces is not None:  # all parts of all blocks as one list of pieces
+        engine = np.concatenate([part.engine_address + blocks * part.engine_stride for part in runs])
+        host = np.concatenate([part.slot_address + slots * part.slot_stride for part in runs])
+        lengths = np.repeat(np.array([part.num_bytes for part in runs], np.int64), len(blocks))
+        copy_pieces(*((engine, host) if direction == "load" else (host, engine)), lengths)
     for part in parts:
         if part not in runs:
             if direction == "load":
                 part.engine[blocks] = part.slots[slots]
             else:
                 part.slots[slots] = part.engine[blocks]
-
-
-def _copy_runs(
-    direction: CopyDirection, parts: Sequence[_Views], blocks: NDArray[np.int64], slots: NDArray[np.int64]
-) -> None:
-    """All parts of all blocks as one list of pieces."""
-    engine = np.concatenate([part.engine_address + blocks * part.engine_stride for part in parts])
-    host = np.concatenate([part.slot_address + slots * part.slot_stride for part in parts])
-    lengths = np.repeat(np.array([part.num_bytes for part in parts], np.int64), len(blocks))
-    targets, sources = (engine, host) if direction == "load" else (host, engine)
-    per_call = memory.pieces_per_call(int(lengths.max()))
-    for start in range(0, len(targets), per_call):
-        piece = slice(start, start + per_call)
-        memory.copy_pieces(targets[piece], sources[piece], lengths[piece], lookup_targets=direction == "store")
 
 
 L1: TypeAlias = "torch.Tensor | NDArray[np.generic] | EngineBlocks"

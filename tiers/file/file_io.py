@@ -3,61 +3,32 @@
 Tests replace `FileIO` to inject faults. `ReadQueue` is Linux's own asynchronous I/O (`man io_submit`). One call gives
 sixteen reads to the kernel, so a disk has that depth without a thread for each. A thread costs 30 us of CPU a block,
 a place in the queue 2. Only direct I/O gains by it: `io_submit` does buffered reads one after the other. The extension
-module reads, checks and verifies whole blocks through it without the interpreter's lock.
+module does it all without the interpreter's lock; where it was not built, blocks are read one after the other.
 """
 
-import ctypes
 import errno
 import fcntl
 import logging
 import math
 import mmap
 import os
-import platform
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property, partial, partialmethod
 from pathlib import Path
 from types import ModuleType
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvtier.tiers import BlockRecord, ChainHash, forget_descriptor, hide_from_children
 from kvtier.tiers.compiled import extension
 from kvtier.tiers.host import memory
 
 _log = logging.getLogger(__name__)
-
-_CALLS: Final = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}  # setup, destroy, getevents, submit
-_READ: Final = 7  # IOCB_CMD_PREADV
-_WAKE: Final = 4  # a wait ends when a quarter of the reads in flight has ended: fewer wake-ups, and the disk stays busy
-
-# `struct iocb` and `struct io_event` of linux/aio_abi.h, little-endian.
-_REQUEST: Final = np.dtype(
-    [
-        ("number", "<u8"),
-        ("key", "<u4"),
-        ("rw_flags", "<u4"),
-        ("operation", "<u2"),
-        ("priority", "<i2"),
-        ("fd", "<u4"),
-        ("iovecs", "<u8"),
-        ("num_iovecs", "<u8"),
-        ("offset", "<i8"),
-        ("unused", "<u8"),
-        ("flags", "<u4"),
-        ("event_fd", "<u4"),
-    ]
-)
-_EVENT: Final = np.dtype([("number", "<u8"), ("request", "<u8"), ("moved", "<i8"), ("more", "<i8")])
-
-_syscall = ctypes.CDLL(None, use_errno=True).syscall
-_syscall.restype = ctypes.c_long
 
 
 def compiled_reads() -> ModuleType | None:
@@ -66,7 +37,7 @@ def compiled_reads() -> ModuleType | None:
 
 
 class SlabLayout(NamedTuple):
-    """What the extension module needs of a slab in the clear."""
+    """What the extension module needs of a slab."""
 
     places: tuple[
         object, ...
@@ -79,117 +50,44 @@ def round_up(value: int, unit: int) -> int:
 
 
 class ReadQueue:
-    """Reads of one thread at a time, up to `depth` in flight. The caller repeats short reads."""
+    """Reads of one thread at a time, up to `depth` in flight, by the extension module. The caller repeats failed ones.
 
-    def __init__(self, depth: int, compiled: ModuleType | None = None) -> None:
-        """`compiled`: the extension module for `read_blocks`.
+    Slots ascend; buffers are as large as a payload, whole pages. `fds`: of payloads and table.
+    """
 
-        OSError if the kernel gives no queue: unknown architecture, a sandbox, or too many queues.
-        """
-        calls = _CALLS.get(platform.machine())
-        if calls is None or ctypes.sizeof(ctypes.c_void_p) != 8:  # a 32-bit process has other numbers for its calls
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-        self.depth = depth
+    def __init__(self, depth: int, compiled: ModuleType) -> None:
+        """OSError if the kernel gives no queue: a sandbox, or too many queues."""
+        self._depth = depth
         self._compiled = compiled
-        setup, self._destroy, self._getevents, self._submit = map(ctypes.c_long, calls)
-        self._queue = ctypes.c_ulong(0)
-        self._events = np.zeros(depth, _EVENT)
-        if _syscall(setup, ctypes.c_uint(depth), ctypes.byref(self._queue)) < 0:
-            raise OSError(code := ctypes.get_errno(), os.strerror(code))
+        self._queue: int = compiled.open_queue(depth)
         self.is_open = True  # until it is closed, by its owner or by a failure
 
-    def read(
-        self,
-        fd: int,
-        offsets: Sequence[int],
-        iovecs: NDArray[np.uint64],
-        counts: Sequence[int],
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> Generator[tuple[int, int], None, None]:
-        """Read n stretches of a file; yields each one's number, as it ends, and the bytes read or minus the errno.
-
-        `iovecs`, `[m, 2]`: addresses and lengths of the stretches' buffers, one after another, `counts` of them for
-        each. The buffers must live until this ends; a caller that stops early waits for reads in flight. `meanwhile`
-        is called once, before anything is yielded, while the first reads are in flight.
-        """
-        requests = np.zeros(len(offsets), _REQUEST)
-        requests["number"] = np.arange(len(offsets))
-        requests["operation"], requests["fd"] = _READ, fd
-        requests["offset"], requests["num_iovecs"] = offsets, counts
-        firsts = np.cumsum(counts) - counts
-        requests["iovecs"] = iovecs.ctypes.data + 16 * firsts
-        pointers = (requests.ctypes.data + _REQUEST.itemsize * np.arange(len(offsets))).astype(np.uint64)
-        begun = ended = 0
-        is_first = True
-        try:
-            while ended < len(offsets):
-                refusal = 0
-                if room := min(len(offsets) - begun, self.depth - (begun - ended)):
-                    taken = self._call(self._submit, ctypes.c_long(room), _at(pointers, begun))
-                    if taken > 0:
-                        begun += taken
-                    elif taken != -errno.EAGAIN or begun == ended:  # with others in flight there may be room later
-                        begun, ended, refusal = begun + 1, ended + 1, taken or -errno.EAGAIN
-                if is_first:
-                    is_first = False
-                    meanwhile()
-                if refusal:
-                    yield begun - 1, refusal
-                    continue
-                came = self._wait(max(1, (begun - ended) // _WAKE))
-                ended += len(came)
-                yield from came
-        finally:
-            while ended < begun:
-                ended += len(self._wait(1))
-
     def read_blocks(
-        self,
-        fds: tuple[int, int],
-        layout: SlabLayout,
-        slots: list[int],
-        names: list[ChainHash],
-        into: list[memoryview],
-    ) -> list[BlockRecord | None] | None:
-        """Read and verify blocks by the extension module, their slots ascending. None, and nothing done, without it.
+        self, fds: tuple[int, int], layout: SlabLayout, slots: list[int], names: list[ChainHash], into: list[memoryview]
+    ) -> list[BlockRecord | None]:
+        """Read and verify blocks of a slab in the clear.
 
-        `fds`: of payloads and table. Returns records, or None for a row or payload that is not whole: the Python path
-        finds the reason. Buffers are as large as a payload, whole pages.
+        Returns records, or None for a row or payload that is not whole: the Python path finds the reason.
         """
-        if self._compiled is None:
-            return None
-        reads = self._compiled.BlockReads(self._queue.value, self.depth, *fds, slots, into, *layout.places)
+        reads = self._compiled.BlockReads(self._queue, self._depth, *fds, slots, into, *layout.places)
         found: list[BlockRecord | None] = reads.run(names, BlockRecord, *layout.rule)
-        if reads.is_lost:
-            self._queue.value, self.is_open = 0, False
+        self.is_open = not reads.is_lost
         return found
+
+    def read_payloads(
+        self, fds: tuple[int, int], layout: SlabLayout, slots: list[int], into: Sequence[memoryview]
+    ) -> list[bool]:
+        """Which payloads came whole."""
+        reads = self._compiled.BlockReads(self._queue, self._depth, *fds, slots, list(into), *layout.places)
+        came: list[bool] = reads.fill()
+        self.is_open = not reads.is_lost
+        return came
 
     def close(self) -> None:
         """Give the queue back. Idempotent."""
-        if self._queue.value:
-            _syscall(self._destroy, self._queue)
-            self._queue.value, self.is_open = 0, False
-
-    def _wait(self, least: int) -> list[tuple[int, int]]:
-        """The reads that have ended, `least` or more. OSError, after the kernel has ended all, if it cannot say."""
-        while True:
-            bounds = ctypes.c_long(least), ctypes.c_long(self.depth)
-            num_came = self._call(self._getevents, *bounds, _at(self._events, 0), None)
-            if num_came > 0:
-                came = self._events[:num_came]
-                return list(zip(came["number"].tolist(), came["moved"].tolist(), strict=True))
-            if num_came != -errno.EINTR:
-                self.close()
-                raise OSError(-num_came, os.strerror(-num_came))
-
-    def _call(self, call: ctypes.c_long, *arguments: object) -> int:
-        """The kernel's return value, or minus the errno."""
-        answer: int = _syscall(call, self._queue, *arguments)
-        return answer if answer >= 0 else -ctypes.get_errno()
-
-
-def _at(array: NDArray[np.generic], index: int) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data + index * array.itemsize)
+        if self.is_open:
+            self.is_open = False
+            self._compiled.close_queue(self._queue)
 
 
 PAGE: Final = 4096  # alignment of addresses, lengths and offsets that every O_DIRECT file system accepts
@@ -259,8 +157,11 @@ class FileIO:
         return compiled_reads()
 
     def queue(self, depth: int) -> ReadQueue | None:
-        """A queue of `depth` reads in flight. OSError: the kernel has none. None: `preadv` was replaced, use that."""
-        return ReadQueue(depth, self.compiled) if type(self).preadv is _PREADV else None
+        """A queue of `depth` reads in flight. OSError: the kernel has none.
+
+        None: there is no extension module, or `preadv` was replaced; use that.
+        """
+        return ReadQueue(depth, self.compiled) if self.compiled and type(self).preadv is _PREADV else None
 
     def read_rows(self, fd: int, offsets: Sequence[int], size: int, into: memoryview) -> bytes | None:
         """Read `size` bytes from each offset in one call. Returns a byte for each: whether they came whole.
@@ -420,11 +321,6 @@ def address(buffer: memoryview) -> int:
     return data[0]
 
 
-def writable_address(buffer: memoryview) -> int:
-    """`address` of a buffer that may be written, in a tenth of the time."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-
-
 class Scratch(threading.local):
     _memory: mmap.mmap | None = None
 
@@ -516,13 +412,6 @@ _PROBE_SECONDS: Final = 0.1  # after this no further probe step is begun
 _WORTH: Final = 0.7  # O_DIRECT stays the choice unless buffered I/O is clearly faster
 
 
-class RunRead(NamedTuple):
-    """The result of a read of neighbouring slots."""
-
-    run: slice  # of the requested slots
-    readable: Sequence[bool]  # each slot's
-
-
 class PayloadIO:
     """Payload transfers of one slab file. Thread-safe; each thread has its own scratch memory.
 
@@ -584,9 +473,8 @@ class PayloadIO:
     def read_blocks(
         self, table_fd: int, layout: SlabLayout, slots: list[int], names: list[ChainHash], into: list[memoryview]
     ) -> list[BlockRecord | None] | None:
-        """`ReadQueue.read_blocks`; None, and nothing done, without a queue or the extension module."""
-        queue = self._take_queue() if self._io.compiled is not None else None
-        if queue is None:
+        """`ReadQueue.read_blocks`; None, and nothing done, without a queue."""
+        if (queue := self._take_queue()) is None:
             return None
         try:
             return queue.read_blocks((self._fd, table_fd), layout, slots, names, into)
@@ -594,34 +482,25 @@ class PayloadIO:
             if queue.is_open:
                 self._queues.append(queue)
 
-    def read_runs(
-        self, offsets: Sequence[int], into: Sequence[memoryview], meanwhile: Callable[[], None]
-    ) -> Generator[RunRead, None, None]:
-        """Read slots by their ascending offsets; yields runs of neighbours as they come.
+    def read_slots(
+        self, layout: SlabLayout, slots: list[int], offsets: Sequence[int], into: Sequence[memoryview]
+    ) -> list[bool]:
+        """Read ascending slots, scattered ones together if there is a queue; says which could be read.
 
-        `read_each` repeats reads that a queue leaves short. `meanwhile` is called once, before anything is yielded.
+        `read_each` repeats reads that a queue leaves short.
         """
         runs = self.runs(offsets)
-        queue = self._take_queue() if len(runs) > 1 else None
-        if queue is None:
-            meanwhile()
-            for run in runs:
-                yield RunRead(run, self.read_each(offsets[run.start], into[run]))
-            return
-        with ExitStack() as ends:
-            ends.callback(lambda: self._queues.append(queue) if queue.is_open else None)
-            starts = [offsets[run.start] for run in runs]
-            counts = [run.stop - run.start for run in runs]
-            iovecs = np.full((len(into), 2), self.stride, np.uint64)
-            iovecs[:, 0] = [writable_address(buffer) for buffer in into]
-            # A caller that stops early waits for reads in flight before another call gets the queue.
-            came = ends.enter_context(closing(queue.read(self._fd, starts, iovecs, counts, meanwhile)))
-            for number, moved in came:
-                run = runs[number]
-                if moved == counts[number] * self.stride:
-                    yield RunRead(run, [True] * counts[number])
-                else:
-                    yield RunRead(run, self.read_each(offsets[run.start], into[run]))
+        came = [False] * len(slots)
+        if len(runs) > 1 and (queue := self._take_queue()) is not None:
+            try:
+                came = queue.read_payloads((self._fd, self._fd), layout, slots, into)
+            finally:
+                if queue.is_open:
+                    self._queues.append(queue)
+        for run in runs:
+            if not all(came[run]):
+                came[run] = self.read_each(offsets[run.start], into[run])
+        return came
 
     def _take_queue(self) -> ReadQueue | None:
         """A queue for one call, which puts it back if it is still open; None if there is none now."""

@@ -1,12 +1,13 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""The compiled twin of the slab's read path: blocks in flight together, rows checked, payloads hashed as they come.
+"""The slab's read path: blocks in flight together, rows checked, payloads hashed as they come.
 
-The Python way lets go of the interpreter's lock, and takes it back, for every wait; a busy thread beside it may keep it
-for 5 ms each time. Here it is let go of once for all of a call's blocks, and a call costs no array.
+The interpreter's lock is let go of once for all of a call's blocks: a busy thread beside it may keep it for 5 ms each
+time. A call costs no array.
 """
 
 from cpython.buffer cimport Py_buffer, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+from cpython.exc cimport PyErr_SetFromErrno
 from libc.errno cimport EAGAIN, EINTR, errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
@@ -28,6 +29,7 @@ cdef extern from "<linux/aio_abi.h>" nogil:
         int64_t res
 
 cdef extern from "<sys/syscall.h>" nogil:
+    cdef long SYS_io_setup
     cdef long SYS_io_submit
     cdef long SYS_io_getevents
     cdef long SYS_io_destroy
@@ -46,7 +48,20 @@ cdef extern from "digests.h" nogil:
     uint64_t kvtier_xxh3_64_seeded(const void *data, size_t size, uint64_t seed)
 
 cdef enum:
-    WAKE = 4  # as `read_queue._WAKE`
+    WAKE = 4  # a wait ends when a quarter of the reads in flight has ended: fewer wake-ups, and the disk stays busy
+
+
+def open_queue(unsigned int depth):
+    """A queue of the kernel's for `BlockReads`, so many reads in flight. OSError if it gives none."""
+    cdef uint64_t queue = 0
+    if syscall(SYS_io_setup, depth, &queue) < 0:
+        PyErr_SetFromErrno(OSError)
+    return queue
+
+
+def close_queue(uint64_t queue):
+    with nogil:
+        syscall(SYS_io_destroy, queue)
 
 
 def read_rows(int fd, offsets, size_t size, unsigned char[::1] out):
@@ -103,7 +118,7 @@ cdef bint is_whole(const Row *row, const unsigned char *at, size_t size, uint64_
 
 
 cdef class BlockReads:
-    """Reads blocks of one slab by one queue: `run`, once. The slots ascend; neighbours are one read."""
+    """Reads blocks of one slab by one queue: `run` or `fill`, once. The slots ascend; neighbours are one read."""
 
     cdef readonly bint is_lost  # the kernel lost the queue, and has ended all that was in flight
     cdef uint64_t queue
@@ -119,11 +134,12 @@ cdef class BlockReads:
     cdef uint64_t *slots
     cdef unsigned char *rows
     cdef uint64_t *digests
-    cdef char *came  # of each block: its payload came whole, and is hashed
+    cdef char *came  # of each block: its payload came whole
     cdef char *whole  # … and its row
     cdef long *firsts
-    cdef long *fresh  # numbers of reads that came and are not hashed yet
+    cdef long *fresh  # numbers of reads that came and were not taken yet
     cdef long num_fresh
+    cdef bint hashes  # what came
 
     def __cinit__(self, uint64_t queue, long depth, int fd, int table_fd, list slots, list into, list table_offsets,
                   list payload_offsets, int64_t per_extent, size_t row_bytes, size_t size, size_t longest):
@@ -220,14 +236,11 @@ cdef class BlockReads:
             raise ValueError(f"rows of {self.row_bytes} bytes with {most_tokens} tokens")
         rule.ready, rule.payload_bytes, rule.most_tokens = ready, <uint32_t>self.size, most_tokens
         rule.least_seq, rule.end_seq, rule.seed = least_seq, end_seq, seed
+        self.hashes = True
         with nogil:
             self.submit()
             self.read_table(&rule)  # while payloads are on their way
-            while self.ended < self.num_reads or self.num_fresh:
-                self.submit()
-                self.hash_fresh()  # while the next ones are on their way
-                if self.ended < self.begun:
-                    self.reap()
+            self.finish()
         for i in range(self.num_blocks):
             row = <const Row *>(self.rows + i * self.row_bytes)
             name = <bytes?>names[i]
@@ -238,6 +251,19 @@ cdef class BlockReads:
             else:
                 found.append(None)
         return found
+
+    def fill(self):
+        """Wait for all payloads; returns which came whole."""
+        with nogil:
+            self.finish()
+        return [self.came[i] != 0 for i in range(self.num_blocks)]
+
+    cdef void finish(self) noexcept nogil:
+        while self.ended < self.num_reads or self.num_fresh:
+            self.submit()
+            self.take_fresh()  # while the next ones are on their way
+            if self.ended < self.begun:
+                self.reap()
 
     cdef void read_table(self, const Rule *rule) noexcept nogil:
         """The blocks' rows, neighbours in one call, and which are whole."""
@@ -291,10 +317,11 @@ cdef class BlockReads:
                 self.num_fresh += 1
         self.ended += came
 
-    cdef void hash_fresh(self) noexcept nogil:
+    cdef void take_fresh(self) noexcept nogil:
         cdef long i, at
         for i in range(self.num_fresh):
             for at in range(self.firsts[self.fresh[i]], self.firsts[self.fresh[i] + 1]):
-                self.digests[at] = kvtier_xxh3_64(self.parts[at].iov_base, self.size)
+                if self.hashes:
+                    self.digests[at] = kvtier_xxh3_64(self.parts[at].iov_base, self.size)
                 self.came[at] = 1
         self.num_fresh = 0

@@ -19,32 +19,20 @@ ReportProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """The result of a whole read of a slab, each block by its name."""
+class SlabCheck:
+    """The result of a whole read of a slab that no process has open, each bad block by its name."""
 
-    num_slots: int
+    superblock: Superblock
     num_blocks: int
     bad_payloads: list[ChainHash]  # the bytes are not those stored
     bad_rows: list[ChainHash]  # rows that are not whole (the name may be rubbish): lost at the next start
     unreadable: list[ChainHash]  # the disk reported an error
-
-    @property
-    def is_clean(self) -> bool:
-        return not (self.bad_payloads or self.bad_rows or self.unreadable)
-
-
-@dataclass(frozen=True, slots=True)
-class SlabCheck:
-    """The result of `check_slab` for a slab that no process has open, and whether it was repaired."""
-
-    superblock: Superblock
-    report: VerifyReport
     num_bad_headers: int  # of the superblock's two copies; the other one serves
     is_repaired: bool
 
     @property
     def is_clean(self) -> bool:
-        return self.report.is_clean and not self.num_bad_headers
+        return not (self.bad_payloads or self.bad_rows or self.unreadable or self.num_bad_headers)
 
 
 def check_slab(
@@ -89,7 +77,9 @@ def _check(
     bad_rows = np.flatnonzero(~whole & ~is_blank).tolist()
     held = np.flatnonzero(whole & (rows["seq"] >= superblock.min_seq))
     bad, unreadable = check_payloads(payload, superblock, held.tolist(), codec, rows[held], progress)
-    names = (rows["chain_hash"][slots].tolist() for slots in (bad, bad_rows, unreadable))
+    payload_names, row_names, unread_names = (
+        rows["chain_hash"][slots].tolist() for slots in (bad, bad_rows, unreadable)
+    )
     # A crash may leave two whole entries for one block; both are checked, it is one block.
     num_blocks = len(set(rows["chain_hash"][held].tolist()))
     if repair:
@@ -97,8 +87,7 @@ def _check(
             write_superblock(io, file.fd, superblock)
         blank_slots(io, file.fd, superblock, sorted([*bad, *bad_rows, *unreadable]))
         io.sync(file.fd)
-    report = VerifyReport(superblock.num_slots, num_blocks, *names)
-    return SlabCheck(superblock, report, num_bad_headers, is_repaired=repair)
+    return SlabCheck(superblock, num_blocks, payload_names, row_names, unread_names, num_bad_headers, repair)
 
 
 def check_payloads(

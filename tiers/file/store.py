@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -34,7 +34,7 @@ from kvtier.tiers.config import show_size
 from kvtier.tiers.file import slab
 from kvtier.tiers.file.extents import ExtentMap, Owner
 from kvtier.tiers.file.file_io import FileIO, GroupSync, Mode, PayloadIO, probe_mode, write_all
-from kvtier.tiers.file.slab import Codec, SlabEntry, Superblock, codec_of, verified
+from kvtier.tiers.file.slab import Codec, Superblock, codec_of, verified
 from kvtier.tiers.file.slab_file import (
     SlabFile,
     blank_slots,
@@ -327,11 +327,6 @@ class FileStore(Tier):
         with self._lock:
             return [slot >= 0 for slot in self._blocks.index.find_each(list(hashes))]
 
-    def held(self) -> list[tuple[ChainHash, ChainHash]]:
-        with self._lock:
-            slots = self._blocks.index.named()
-            return list(zip(self._blocks.index.names(slots), self._rows.parents_of(slots), strict=True))
-
     def lineage(self) -> Lineage:
         index, names, parents = self._blocks.index, [], []
         for first in range(0, index.num_slots, _PIECE):
@@ -407,21 +402,15 @@ class FileStore(Tier):
         found: list[BlockRecord | Outcome],
     ) -> None:
         """Put each block's result at its position; positions are in the order of their slots."""
-        held = [slots[position] for position in positions]
-        entries = list[SlabEntry | Outcome]()
-        offsets = [self._file.superblock.payload_offset(slot) for slot in held]
-        buffers = [into[position] for position in positions]
-        # The entries are read while payloads are in flight; the buffers stay valid until the reads end.
-        with closing(
-            self._payload.read_runs(offsets, buffers, lambda: entries.extend(self._rows.entries(held)))
-        ) as reads:
-            for run, readable in reads:
-                for at, is_there in zip(range(run.start, run.stop), readable, strict=True):
-                    position, entry = positions[at], entries[at]
-                    if isinstance(entry, Outcome):
-                        found[position] = entry
-                    elif is_there:
-                        found[position] = verified(self._codec, entry, hashes[position], buffers[at])
+        superblock, held = self._file.superblock, [slots[position] for position in positions]
+        entries, buffers = self._rows.entries(held), [into[position] for position in positions]
+        offsets = [superblock.payload_offset(slot) for slot in held]
+        came = self._payload.read_slots(superblock.layout, held, offsets, buffers)
+        for position, entry, is_there, buffer in zip(positions, entries, came, buffers, strict=True):
+            if isinstance(entry, Outcome):
+                found[position] = entry
+            elif is_there:
+                found[position] = verified(self._codec, entry, hashes[position], buffer)
 
     def _record_results(
         self,

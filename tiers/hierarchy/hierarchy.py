@@ -20,7 +20,6 @@ from kvtier.tiers import (
     Lineage,
     Metrics,
     Outcome,
-    Tier,
     tracing,
 )
 from kvtier.tiers.hierarchy.cache_tiers import PENDING, Attribution, Claim, Overlap, Pending, ProgressCondition
@@ -35,7 +34,6 @@ from kvtier.tiers.pool import (
     EvictionLog,
     EvictionReason,
     Lease,
-    Places,
     causes_of,
     eviction_reason,
 )
@@ -122,7 +120,7 @@ class Hierarchy:
             claim.trace = trace
         wanted = claim.hashes[num_l1:] if num_l1 else claim.hashes
         is_sealing = bool(self.stores.unsealed)  # read first: else a block published in between is found nowhere
-        places: Places | None = None
+        places: list[int] | None = None
         if wanted and (self.rates.policy != "recompute" or not block_size or overlap is Overlap.BACK):
             places = self.promoter.lease_whole(claim, wanted)
             if claim.promised is not None:
@@ -321,15 +319,15 @@ class Hierarchy:
         self,
         hashes: Sequence[ChainHash],
         num_l1: int,
-        places: Places | None = None,
+        places: list[int] | None = None,
         avoid: TierPort | None = None,
-    ) -> tuple[Attribution, Places]:
+    ) -> tuple[Attribution, list[int]]:
         """Where the blocks are, and L2's slots of the leading ones after those in L1 (`places`, if known)."""
         ports = self.ports if avoid is None else [port for port in self.ports if port is not avoid]
         pool = self.host.pool
         if places is None:
             places = pool.places(hashes[num_l1:] if num_l1 else hashes)
-        at = num_l1 + len(places.slots)
+        at = num_l1 + len(places)
         found = {L2: at - num_l1}
         if at < len(hashes) and ports:  # L2 lacks the next block
             rest, upper = hashes[at:], ports[0]
@@ -354,7 +352,7 @@ class Hierarchy:
             found[name] = found.get(name, 0) + num_blocks
         return end
 
-    def _look(self, claim: LocalClaim, places: Places | None = None) -> None:
+    def _look(self, claim: LocalClaim, places: list[int] | None = None) -> None:
         """Look up the indexes. At the run's end wait for a store, query shared tiers once; load what is worth it."""
         is_sealing = bool(self.stores.unsealed)  # read first: see `submit`
         where, places = self._lookup(claim.hashes, claim.num_l1, places, claim.avoid)
@@ -417,7 +415,7 @@ class Hierarchy:
             by_name.pop(chain_hash, None)  # stored by now
         return [ChildBlock(*child) for child in by_name.items()][:MAX_CHILDREN]
 
-    def _promote(self, claim: LocalClaim, where: Attribution, places: Places, num_blocks: int) -> None:
+    def _promote(self, claim: LocalClaim, where: Attribution, places: list[int], num_blocks: int) -> None:
         """Load the blocks beyond `num_l1`.
 
         If computing those below L2, or computing some while the rest is loaded, is faster, claim only those in L2. A
@@ -425,7 +423,7 @@ class Hierarchy:
         """
         block_bytes = self.host.region.slot_bytes
         below_l2 = {port.name: where.by_tier.get(port.name, 0) * block_bytes for port in self.ports}
-        num_in_l2, first, size = len(places.slots), claim.num_l1, claim.block_size
+        num_in_l2, first, size = len(places), claim.num_l1, claim.block_size
         num_sure = 0 if claim.overlap is Overlap.WHOLE else num_in_l2  # loaded in any case
         span = Span((first + num_sure) * size, (num_blocks - num_sure) * size, below_l2)
         if claim.overlap is Overlap.ALLOWED and span.num_tokens >= MIN_FRONT:
@@ -524,18 +522,12 @@ def held_runs(hierarchy: Hierarchy) -> list[HeldRun]:
 
     No I/O, but it visits every block: not for a serving thread. Blocks may be added or evicted meanwhile.
     """
-    parents: dict[ChainHash, ChainHash] = {}
-    for port in hierarchy.ports:
-        tier = port.tier  # a probe may detach it meanwhile
-        if tier is not None:
-            parents.update(tier.held())
-    parents.update(hierarchy.host.held())
-    return in_runs(parents)
+    return in_runs(dict(pair for each in lineages(hierarchy, partial=False).values() for pair in each.pairs()))
 
 
-def lineages(hierarchy: Hierarchy) -> dict[str, Lineage]:
+def lineages(hierarchy: Hierarchy, *, partial: bool = True) -> dict[str, Lineage]:
     """The blocks of L2 and of each tier that lists its own, by tier name, as arrays. No I/O."""
-    found = {L2: hierarchy.host.lineage()}
+    found = {L2: hierarchy.host.lineage(partial=partial)}
     for port in hierarchy.ports:
         tier = port.tier  # a probe may detach it meanwhile
         if tier is not None and (lineage := tier.lineage()) is not None:
@@ -592,7 +584,7 @@ class EventSource:
         """Visits every block: with a large slab, not on a thread that serves requests."""
         self._hierarchy = hierarchy
         self._host = hierarchy.host
-        self._ports = [_PortEvents(port) for port in hierarchy.ports]
+        self._ports = [TierEvents(port.name, partial(_change_feed, port)) for port in hierarchy.ports]
         self._host.pool.listen()
 
     @property
@@ -615,50 +607,34 @@ class EventSource:
 
 
 class TierEvents:
-    """Changes in one tier outside a hierarchy, such as an engine's L1. As `EventSource`, for one reader."""
+    """Changes in one tier, which may be closed and reopened. As `EventSource`, for one reader."""
 
-    def __init__(self, tier: str, change_feed: ChangeFeed) -> None:
-        self._tier = tier
-        self._feed = change_feed
-        change_feed.listen()
-
-    @property
-    def waiting(self) -> bool:
-        return self._feed.waiting
-
-    def take(self, limit: int = MOST) -> list[Event]:
-        """Events since the last call; at most `limit` new blocks, the others with the next call."""
-        return list(events_of(self._tier, self._feed.take(limit)))
-
-
-class _PortEvents:
-    """The events of one lower tier, which may be closed and reopened."""
-
-    def __init__(self, port: TierPort) -> None:
-        self._port = port
-        self._followed = _change_feed(port.tier)
+    def __init__(self, tier: str, feed: Callable[[], ChangeFeed | None]) -> None:
+        """`feed`: the tier's now; None: it is closed, or tells nothing."""
+        self._tier, self._feed, self._followed = tier, feed, feed()
         if self._followed is not None:
             self._followed.listen()
 
     @property
     def waiting(self) -> bool:
-        tier = _change_feed(self._port.tier)
-        return tier is not self._followed or (tier is not None and tier.waiting)
+        feed = self._feed()
+        return feed is not self._followed or (feed is not None and feed.waiting)
 
-    def take(self, limit: int) -> Iterator[Event]:
-        tier, name = _change_feed(self._port.tier), self._port.name
-        if tier is not self._followed:
+    def take(self, limit: int = MOST) -> list[Event]:
+        """Events since the last call; at most `limit` new blocks, the others with the next call."""
+        feed, events = self._feed(), list[Event]()
+        if feed is not self._followed:
             known = self._followed.stop_listening() if self._followed is not None else []
             if known:
-                yield Removed(name, tuple(known), all=True)
-            self._followed = tier
-            if tier is not None:
-                tier.listen()
-        if tier is not None:
-            yield from events_of(name, tier.take(limit))
+                events.append(Removed(self._tier, tuple(known), all=True))
+            self._followed = feed
+            if feed is not None:
+                feed.listen()
+        return events if feed is None else [*events, *events_of(self._tier, feed.take(limit))]
 
 
-def _change_feed(tier: Tier | None) -> ChangeFeed | None:
+def _change_feed(port: TierPort) -> ChangeFeed | None:
+    tier = port.tier  # a probe may detach it meanwhile
     return None if tier is None else tier.change_feed
 
 

@@ -15,7 +15,6 @@ from kvtier.tiers import (
     Finding,
     FormatError,
     Fp8Codec,
-    Fp8Loops,
     KVMismatch,
     Metrics,
     Tier,
@@ -157,7 +156,7 @@ def _open_ports(
 ) -> list[TierPort]:
     """`about`: the encoding of blocks in shared tiers, and the model's probe."""
     lossy, probe = about
-    fp8 = None if lossy is None else Fp8Codec.of(lossy, shape.block_bytes, cast("Fp8Loops | None", extension(_LOOPS)))
+    fp8 = None if lossy is None else Fp8Codec.of(lossy, shape.block_bytes, extension(_LOOPS))
     ports: list[TierPort] = []
     openings: list[ProbedOpening] = []
     try:

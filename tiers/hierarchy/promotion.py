@@ -13,7 +13,7 @@ from kvtier.tiers.hierarchy.io_queue import IoQueue, Job, JoinedJob
 from kvtier.tiers.hierarchy.lower_tier import TierPort
 from kvtier.tiers.hierarchy.stores import Sealing
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.pool import Lease, Places, Reservation, make_slot_counts
+from kvtier.tiers.pool import Lease, Reservation, make_slot_counts
 
 _MOST: Final = 8192  # blocks in one query: a longer chain takes several
 _FIRST_LEASE: Final = 256  # blocks looked up at once; doubled while all are found
@@ -175,10 +175,10 @@ class Promoter:
 
     # a claim's life
 
-    def lease_whole(self, claim: LocalClaim, run: list[ChainHash]) -> Places | None:
+    def lease_whole(self, claim: LocalClaim, run: list[ChainHash]) -> list[int] | None:
         """Promise a whole run at once, if L2 has all of it and there is room. Else nothing changes.
 
-        Returns L2's places of the run's leading blocks, if it looked them up and did not promise.
+        Returns L2's slots of the run's leading blocks, if it looked them up and did not promise.
         """
         if self._checking is not None:
             return None
@@ -188,12 +188,12 @@ class Promoter:
                 is_next, most = self._is_next(run), self._most(run)
             if self._line and not is_next:
                 return None
-            lease = self._lease_whole(run)
-            if isinstance(lease, Places):
+            lease: Lease | list[int] = self._lease_whole(run)
+            if isinstance(lease, list):
                 return lease
             if self._waited.at_most + len(run) > most and self._waited.room(run, lease.slots, most) < len(run):
                 lease.release()
-                return Places(lease.slots, lease.generations)
+                return lease.slots
             if is_next:
                 self._next_piece = None
             claim.run, claim.leases, claim.done, claim.polled_at = run, (lease,), True, self.clock()
@@ -207,7 +207,7 @@ class Promoter:
         claim: LocalClaim,
         run: list[ChainHash],
         parent: ChainHash,
-        places: Places,
+        places: list[int],
         source: tuple[TierPort, int] | None,
         patience: tuple[float, float],
     ) -> None:
@@ -226,7 +226,7 @@ class Promoter:
             self.active.add(claim)
             room, is_next = len(run), False
             if self._next_piece is not None or self._waited.at_most + room > self._max_waiting:
-                room, is_next = self._waited.room(run, places.slots, self._most(run)), self._is_next(run)
+                room, is_next = self._waited.room(run, places, self._most(run)), self._is_next(run)
             if is_next:
                 self._next_piece = None
             if for_room > 0 and ((self._line and not is_next) or room < min(claim.end, self._max_waiting)):
@@ -392,7 +392,7 @@ class Promoter:
         """Start the claims in the line, oldest first, until one does not get the room it needs."""
         while claim := next(iter(self._line), None):
             places = self.host.pool.places(claim.run)
-            room = self._waited.room(claim.run, places.slots, self._most(claim.run))
+            room = self._waited.room(claim.run, places, self._most(claim.run))
             if room < min(claim.end, self._max_waiting):  # it waits for no more than the limit
                 return
             del self._line[claim]
@@ -403,7 +403,7 @@ class Promoter:
         """Take a claim out of the line; it gets what room there is."""
         del self._line[claim]
         places = self.host.pool.places(claim.run)
-        self._begin(claim, places, self._waited.room(claim.run, places.slots, self._most(claim.run)))
+        self._begin(claim, places, self._waited.room(claim.run, places, self._most(claim.run)))
 
     def _is_next(self, run: Sequence[ChainHash]) -> bool:
         """Whether the run is the next piece of the request that took one."""
@@ -418,7 +418,7 @@ class Promoter:
             self._next_piece, room = None, 0
         return self._max_waiting - room
 
-    def _begin(self, claim: LocalClaim, places: Places, room: int) -> None:
+    def _begin(self, claim: LocalClaim, places: list[int], room: int) -> None:
         """Count what there is `room` for, lease what L2 has of it, and read the rest."""
         run = claim.run
         claim.deadline = self.clock() + claim.patience
@@ -428,14 +428,11 @@ class Promoter:
         if room < claim.end:
             self._shorten(claim, room, Outcome.NO_SLOT)
         wanted = run if claim.end == len(run) else run[: claim.end]
-        if not (num_held := len(places.slots)):
+        if not (num_held := len(places)):
             self._waited.hold(claim, wanted, [])
             self._advance(claim)
             return
-        if num_held < len(wanted):
-            first = self.host.pool.lease(wanted[:num_held], places)
-        else:
-            first = self.host.pool.lease(wanted, places if num_held == len(wanted) else None)
+        first = self.host.pool.lease(wanted[:num_held])
         self._waited.hold(claim, wanted, first.slots)
         if self._checking is None and len(first.slots) == claim.end:  # L2 has all of it
             claim.leases = (first,)
@@ -533,10 +530,12 @@ class Promoter:
 
     def _check(self, claim: LocalClaim, start: int, lease: Lease, queue: IoQueue) -> None:
         """Verify leased blocks of L2, starting with the run's block `start`."""
-        slots, times = lease.slots, lease.generations
         for first in range(0, len(lease), self._batch):
             at = slice(first, first + self._batch)
-            checked = self.host.pool.lease(lease.hashes[at], Places(slots[at], times[at]))
+            slots, checked = lease.slots[at], self.host.pool.lease(lease.hashes[at])
+            if checked.slots != slots[: len(checked)]:  # stored anew meanwhile: not the slots that the claim leased
+                checked.release()
+                checked = self.host.pool.lease([])
             if len(checked):
                 check = HostCheck(self, claim, start + first, checked)
                 claim.checks.add(check)
@@ -545,7 +544,7 @@ class Promoter:
                     claim.checks.discard(check)
                     self._shorten(claim, start + first, Outcome.QUEUE_FULL)
                     return
-            if len(checked) < len(slots[at]):  # evicted since it was leased, as a damaged one is
+            if len(checked) < len(slots):  # evicted since it was leased, as a damaged one is
                 self._shorten(claim, start + first + len(checked), Outcome.EVICTED)
                 return
 

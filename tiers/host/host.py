@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.tiers import BlockRecord, ChainHash, ChildBlock, ConfigError, Lineage, checksum_of, cut_off_in_children
+from kvtier.tiers import BlockRecord, ChainHash, ChildBlock, ConfigError, Lineage, checksum, cut_off_in_children
 from kvtier.tiers.compiled import extension
 from kvtier.tiers.config import format_size, show_size
 from kvtier.tiers.host import memory
@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 _PREFAULT_PIECE: Final = 4 << 20  # bytes per madvise, in a ms or a few: close() and the engine's own mmap wait for it
 _LARGEST_BLOCK: Final = 256  # tokens, unless the caller gives a number
-_HELD_BATCH: Final = 4096  # blocks checked under the pool's lock at a time
 # Memory that a device may still write to: mapped and pinned until the process ends.
 _KEPT: Final[list[tuple[object, ...]]] = []
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -60,7 +59,7 @@ class HostRegion:
         flat = np.frombuffer(mapping, np.uint8, num_slots * self.slot_stride)
         self.array: NDArray[np.uint8] = flat.reshape(num_slots, self.slot_stride)
         self.pinning: PinnedPieces | None = None  # the slots that a device may copy asynchronously
-        self._checksums = memory.compiled_checksums()
+        self._checksums: Callable[..., list[int]] | None = memory.compiled("checksums")
         self._huge_pages = False
         self._kept = False
         self._closing = threading.Event()
@@ -121,9 +120,7 @@ class HostRegion:
             raise IndexError(f"slots {min(slots)}..{max(slots)}: the region has {self.num_slots}")
         if self._checksums is not None:
             return self._checksums(self.array, np.array(slots, np.int64), self.slot_bytes)
-        view, stride, size = self._view, self.slot_stride, self.slot_bytes
-        digest = checksum_of(size)
-        return [digest(view[slot * stride : slot * stride + size]) for slot in slots]
+        return [checksum(self.slot(slot)) for slot in slots]
 
     def pin(self, device: int, driver: PinDriver | None = None) -> None:
         """Have the region pinned for a CUDA device, in the background (`pinning`). Idempotent; needs a driver."""
@@ -265,7 +262,7 @@ class BlockRecords:
         pack, rows, stride, width = self._row.pack_into, self._rows, self._row.size, 4 * self.block_size
         names, generations, name_at = self._names, self._generations, _NAME.unpack_from
         columns = zip(slots, chain_hashes, parents, tokens, checksums, strict=True)
-        for slot, chain_hash, parent, block_tokens, checksum in columns:
+        for slot, chain_hash, parent, block_tokens, sum_of_payload in columns:
             if len(block_tokens) > width or len(parent) > _HASH_BYTES:
                 raise ValueError(
                     f"a parent of {len(parent)} bytes and {len(block_tokens) // 4} tokens: a name has {_HASH_BYTES}, "
@@ -274,7 +271,7 @@ class BlockRecords:
             if name_at(names, slot * _HASH_BYTES)[0] != chain_hash:
                 raise ValueError(f"chain_hash: slot {slot} is named for another block")
             lengths = len(parent) << _SIZE_BITS | len(block_tokens)
-            pack(rows, slot * stride, parent, checksum, generations[slot] & _GENERATION, lengths, block_tokens)
+            pack(rows, slot * stride, parent, sum_of_payload, generations[slot] & _GENERATION, lengths, block_tokens)
 
     def lineage(self, slots: NDArray[np.int64]) -> Lineage:
         """Names and parents of the blocks in these slots, if they were described and have a parent."""
@@ -393,7 +390,7 @@ class HostTier:
 
     def parent_of(self, chain_hash: ChainHash) -> ChainHash | None:
         """The name of the block before this one; None if it is not held."""
-        found = self.pool.places([chain_hash]).slots
+        found = self.pool.places([chain_hash])
         return self.parent_in(found[0], chain_hash) if found else None
 
     def parent_in(self, slot: int, chain_hash: ChainHash) -> ChainHash | None:
@@ -401,25 +398,10 @@ class HostTier:
         record = self.records[slot]
         return record.parent if record is not None and record.chain_hash == chain_hash else None
 
-    def held(self, *, partial: bool = False) -> list[tuple[ChainHash, ChainHash]]:
-        """Name and parent of every block, partial ones only if `partial`; the pool's lock is taken by pieces."""
-        unfinished: set[ChainHash] = set()
-        if not partial:
-            unfinished = {record.chain_hash for slot in list(self.pool.partial) if (record := self.records[slot])}
-        pairs: list[tuple[ChainHash, ChainHash]] = []
-        for first in range(0, len(self.records), _HELD_BATCH):
-            batch = [  # may include blocks that were evicted
-                record
-                for slot in range(first, min(first + _HELD_BATCH, len(self.records)))
-                if (record := self.records[slot]) is not None and record.chain_hash not in unfinished
-            ]
-            flags = self.pool.holds([record.chain_hash for record in batch])
-            pairs += [(r.chain_hash, r.parent) for r, is_held in zip(batch, flags, strict=True) if is_held]
-        return list(dict(pairs).items())
-
-    def lineage(self) -> Lineage:
-        """As `Tier.lineage`; unfinished last blocks are among them."""
-        return self.records.lineage(self.pool.ready_slots())
+    def lineage(self, *, partial: bool = True) -> Lineage:
+        """As `Tier.lineage`; unfinished last blocks are among them only if `partial`."""
+        slots = self.pool.ready_slots()
+        return self.records.lineage(slots if partial else np.setdiff1d(slots, list(self.pool.partial)))
 
     def close(self) -> None:
         """Give the memory back; idempotent."""

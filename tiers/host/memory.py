@@ -6,10 +6,8 @@ GIL can wait a switch interval (5 ms) to get it back. So each call here releases
 
 import ctypes
 import errno
-import functools
 import os
-from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,9 +29,7 @@ _MADV_HUGEPAGE: Final = 14
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 _MADV_COLLAPSE: Final = 25  # Linux 6.1
 _MLOCK_PIECE: Final = 2 << 20  # far below the usual RLIMIT_MEMLOCK of 8 MiB
-_IOV_MAX: Final = 1024
-_TWIN: Final = "kvtier.tiers.host.memory_compiled"
-COPY_PIECE: Final = 32 << 20  # bytes per system call: a cancelled copy stops after at most one
+COPY_PIECE: Final = 32 << 20  # bytes copied at once: a cancelled copy stops after at most so many
 
 _libc = ctypes.CDLL(None, use_errno=True)  # CDLL releases the GIL around every call, PyDLL would not
 _madvise = _libc.madvise
@@ -43,10 +39,11 @@ _mmap.argtypes = [*(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int
 _mmap.restype = ctypes.c_void_p
 _mlock, _munlock = _libc.mlock, _libc.munlock
 _mlock.argtypes = _munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_process_vm_readv, _process_vm_writev = _libc.process_vm_readv, _libc.process_vm_writev
-for _call in (_process_vm_readv, _process_vm_writev):
-    _call.argtypes = [*(ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)]
-    _call.restype = ctypes.c_ssize_t
+_process_vm_readv = _libc.process_vm_readv
+_process_vm_readv.argtypes = [
+    *(ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)
+]
+_process_vm_readv.restype = ctypes.c_ssize_t
 
 
 def advise_huge_pages(address: int, num_bytes: int) -> bool:
@@ -61,8 +58,7 @@ def collapse(address: int, num_bytes: int) -> bool:
 
     Before its first touch that is much cheaper: behind `populate` the kernel would copy all of its small pages. But it
     collapses nothing that is empty, so one page of each huge page is faulted in first. Only whole huge pages are made,
-    and only if the mapping lies as its file does. Since Linux 6.1. Copies of scattered blocks by `copy_scattered` gain
-    most: the kernel looks up one page where it looked up 512. Raises OSError as `populate`.
+    and only if the mapping lies as its file does. Since Linux 6.1. Raises OSError as `populate`.
     """
     length = num_bytes // HUGE_PAGE * HUGE_PAGE
     for offset in range(0, length, HUGE_PAGE):
@@ -107,79 +103,26 @@ def _populate_by_mlock(address: int, num_bytes: int) -> None:
         _munlock(address + offset, length)
 
 
-@functools.cache
-def can_copy_scattered() -> bool:
-    """Whether this process may read and write itself so (a container's seccomp profile can forbid it)."""
-    source = np.arange(8, dtype=np.uint8)
-    for writes in (False, True):
-        target = np.zeros(8, np.uint8)
-        ends = (np.array([each], np.int64) for each in (target.ctypes.data, source.ctypes.data, 8))
-        try:
-            copy_scattered(*ends, lookup_targets=writes)
-        except OSError:
-            return False
-        if not np.array_equal(source, target):
-            return False
-    return True
-
-
-def pieces_per_call(piece_bytes: int) -> int:
-    """How many pieces of that many bytes one `copy_scattered` call takes."""
-    return max(1, min(_IOV_MAX, COPY_PIECE // piece_bytes))
-
-
-def copy_scattered(
-    targets: NDArray[np.int64], sources: NDArray[np.int64], lengths: NDArray[np.int64], *, lookup_targets: bool = False
-) -> None:
+def copy_scattered(targets: NDArray[np.int64], sources: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
     """Copy `lengths[i]` bytes from address `sources[i]` to `targets[i]` for every i, in one system call.
 
-    The kernel looks up the sources' pages one by one, or with `lookup_targets` the targets': the side on huge pages
-    should be that one. At most 1,024 pieces and 2 GiB. The caller vouches that no target overlaps another piece.
-    Addresses that are not mapped raise OSError (EFAULT), not a signal; the targets then hold rubbish.
+    At most 1,024 pieces and 2 GiB. The caller vouches that no target overlaps another piece. Addresses that are not
+    mapped raise OSError (EFAULT), not a signal; the targets then hold rubbish.
     """
-    call, near, far = _process_vm_readv, targets, sources
-    if lookup_targets:
-        call, near, far = _process_vm_writev, sources, targets
     vectors = np.empty((2, len(targets), 2), np.int64)
-    vectors[0, :, 0], vectors[1, :, 0] = near, far
+    vectors[0, :, 0], vectors[1, :, 0] = targets, sources
     vectors[:, :, 1] = lengths
     ours, count = vectors.ctypes.data, len(targets)
-    copied = call(os.getpid(), ours, count, ours + vectors[0].nbytes, count, 0)
+    copied = _process_vm_readv(os.getpid(), ours, count, ours + vectors[0].nbytes, count, 0)
     if copied != int(lengths.sum()):
         code = ctypes.get_errno() if copied < 0 else errno.EFAULT
-        raise OSError(code, os.strerror(code), "process_vm_writev" if lookup_targets else "process_vm_readv")
+        raise OSError(code, os.strerror(code), "process_vm_readv")
 
 
-def copy_pieces(
-    targets: NDArray[np.int64], sources: NDArray[np.int64], lengths: NDArray[np.int64], *, lookup_targets: bool = False
-) -> None:
-    """`copy_scattered` by the extension module if that was built: for memory that the caller keeps mapped."""
-    if (module := extension(_TWIN)) is not None:
-        module.copy_pieces(targets, sources, lengths)
-    else:
-        copy_scattered(targets, sources, lengths, lookup_targets=lookup_targets)
-
-
-def can_copy_pieces() -> bool:
-    """Whether `copy_pieces` works here."""
-    return is_compiled() or can_copy_scattered()
-
-
-def is_compiled() -> bool:
-    """Whether `copy_pieces` is the extension module: faster than any other way, whatever the pieces."""
-    return extension(_TWIN) is not None
-
-
-def compiled_blocks_copy() -> Callable[..., None] | None:
-    """`copy_blocks` of the extension module, see there; None: not built."""
-    module = extension(_TWIN)
-    return None if module is None else module.copy_blocks
-
-
-def compiled_checksums() -> "Callable[[NDArray[np.uint8], NDArray[np.int64], int], list[int]] | None":
-    """(rows, places, bytes) → the checksum of so many bytes of each of these rows, compiled; None: not built."""
-    module = extension(_TWIN)
-    return None if module is None else module.checksums
+def compiled(name: str) -> Any:
+    """A function of the extension module `memory_compiled`, see there; None: not built."""
+    module = extension("kvtier.tiers.host.memory_compiled")
+    return None if module is None else getattr(module, name)
 
 
 def bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:

@@ -161,31 +161,21 @@ class HashCache:
 
     def find(self, kind: bytes, parent: ChainHash, tokens: memoryview, run_bytes: int) -> list[ChainHash]:
         """The names of the leading runs that are kept. `tokens` are bytes, of which each run has `run_bytes`."""
-        module = compiled()
-        kept_runs = self._leading if module is None else module.kept_runs
+        names: list[ChainHash] = []
+        used: list[int] = []
         with self._lock:
-            names, used = kept_runs(self._runs, kind, parent, tokens, run_bytes)
+            for end in range(run_bytes, len(tokens) + 1, run_bytes):
+                made_of = kind + parent + tokens[end - run_bytes : end]
+                key = xxhash.xxh3_64_intdigest(made_of)
+                run = self._runs.get(key)
+                if run is None or run[0] != made_of:
+                    break
+                names += run[1]
+                parent = names[-1]
+                used.append(key)
             for key in reversed(used):  # a prompt's end is dropped first: without its beginning it is never found
                 self._runs.move_to_end(key)
         return names
-
-    @staticmethod
-    def _leading(
-        runs: Mapping[int, NamedRun], kind: bytes, parent: ChainHash, tokens: memoryview, run_bytes: int
-    ) -> tuple[list[ChainHash], list[int]]:
-        """The names of the leading runs that are kept, and their keys."""
-        names: list[ChainHash] = []
-        used: list[int] = []
-        for end in range(run_bytes, len(tokens) + 1, run_bytes):
-            made_of = kind + parent + tokens[end - run_bytes : end]
-            key = xxhash.xxh3_64_intdigest(made_of)
-            run = runs.get(key)
-            if run is None or run[0] != made_of:
-                break
-            names += run[1]
-            parent = names[-1]
-            used.append(key)
-        return names, used
 
     def enter(
         self, kind: bytes, parent: ChainHash, tokens: memoryview, run_bytes: int, names: Sequence[ChainHash]

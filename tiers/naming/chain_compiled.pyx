@@ -1,4 +1,4 @@
-"""The innermost loops of naming: ids into u32, the chain of names over plain blocks, and kept runs. Twin of chain.py.
+"""The innermost loops of naming: ids into u32, and the chain of names over plain blocks. Twin of chain.py.
 
 For little-endian machines.
 """
@@ -6,12 +6,11 @@ For little-endian machines.
 from cpython.bytearray cimport PyByteArray_AS_STRING
 from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
-from cpython.dict cimport PyDict_GetItemWithError
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE, PyList_New, PyList_SET_ITEM
-from cpython.ref cimport Py_INCREF, PyObject
+from cpython.ref cimport Py_INCREF
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcmp, memcpy, strcmp
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, strcmp
 
 cdef extern from *:
     """
@@ -65,7 +64,6 @@ cdef extern from "digests.h" nogil:
     const uint32_t *kvtier_sha256_start
     void kvtier_sha256(uint32_t *state, const uint8_t *data, size_t num_chunks)
     uint64_t kvtier_xxh3_64_seeded(const void *data, size_t size, uint64_t seed)
-    uint64_t kvtier_xxh3_64(const void *data, size_t size)
     kvtier_digest128 kvtier_xxh3_128(const void *data, size_t size)
     int kvtier_take_way(int number)
 
@@ -291,58 +289,3 @@ cdef inline uint32_t _number(const uint8_t *at, Py_ssize_t num_bytes) noexcept n
     for i in range(num_bytes):
         number = number << 8 | at[i]
     return number
-
-
-def kept_runs(runs, bytes kind not None, bytes parent not None, tokens, Py_ssize_t run_bytes):
-    """The names of the leading runs of `tokens`, bytes, that are kept, and their keys: `HashCache.find`."""
-    cdef Py_buffer view
-    cdef Py_ssize_t size = PyBytes_GET_SIZE(kind) + NAME + run_bytes
-    cdef uint8_t *made_of
-    if not isinstance(runs, dict):
-        raise TypeError(f"runs: {type(runs).__name__} is no dict")
-    if PyBytes_GET_SIZE(parent) != NAME or run_bytes < 1:
-        raise ValueError(f"runs of {run_bytes} bytes behind a name of {len(parent)}: must be some, and {NAME}")
-    made_of = <uint8_t *> malloc(size)
-    if made_of == NULL:
-        raise MemoryError
-    memcpy(made_of, PyBytes_AS_STRING(kind), PyBytes_GET_SIZE(kind))
-    try:
-        PyObject_GetBuffer(tokens, &view, PyBUF_C_CONTIGUOUS)
-        try:
-            return _kept_runs(runs, parent, <const uint8_t *> view.buf, view.len, run_bytes, made_of, size)
-        finally:
-            PyBuffer_Release(&view)
-    finally:
-        free(made_of)
-
-
-cdef tuple _kept_runs(
-    object runs,
-    bytes parent,
-    const uint8_t *tokens,
-    Py_ssize_t num_bytes,
-    Py_ssize_t run_bytes,
-    uint8_t *made_of,
-    Py_ssize_t size,
-):
-    cdef list names = [], keys = []
-    cdef Py_ssize_t at = 0
-    cdef PyObject *found
-    cdef bytes known
-    while at + run_bytes <= num_bytes:
-        memcpy(made_of + size - run_bytes - NAME, PyBytes_AS_STRING(parent), NAME)
-        memcpy(made_of + size - run_bytes, tokens + at, run_bytes)
-        key = kvtier_xxh3_64(made_of, size)
-        found = PyDict_GetItemWithError(runs, key)
-        if found == NULL:
-            break
-        known, its_names = <tuple?> (<object> found)
-        if known is None or PyBytes_GET_SIZE(known) != size or memcmp(PyBytes_AS_STRING(known), made_of, size):
-            break
-        names += its_names
-        keys.append(key)
-        parent = <bytes?> names[len(names) - 1]
-        if PyBytes_GET_SIZE(parent) != NAME:
-            raise ValueError(f"a name of {len(parent)} bytes is kept: must be {NAME}")
-        at += run_bytes
-    return names, keys

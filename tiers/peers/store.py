@@ -485,12 +485,9 @@ class PeersStore(Tier):
             self.close()
 
     def _connect(self, address: PeerAddress, seconds: float) -> PeerLink:
-        deadline = time.monotonic() + min(seconds, self._config.connect_timeout)
-
-        def link() -> PeerLink:
-            return PeerLink.opened(address, self._key, self._blocks, deadline - time.monotonic())
-
-        probe, opened = self._probe, link()
+        seconds, probe = min(seconds, self._config.connect_timeout), self._probe
+        deadline = time.monotonic() + seconds
+        opened = PeerLink.opened(address, self._key, self._blocks, seconds)
         if probe is not None:
             try:
                 opened.compare(probe, deadline)
@@ -499,9 +496,7 @@ class PeersStore(Tier):
                 if failed.reason == "other_kv" and not self._warned_other_kv:
                     self._warned_other_kv = True
                     _log.warning(_OTHER_KV, address_text(address))
-                if failed.reason != "hung_up":
-                    raise
-                opened = link()  # a peer of a release without probes
+                raise
         opened.compared_probe = probe
         return opened if self._memory is None else self._with_memory(opened, self._memory, address, deadline)
 
@@ -514,9 +509,9 @@ class PeersStore(Tier):
         except PeerFailed as failed:
             opened.close()
             self._by_stream_until[address] = time.monotonic() + _BY_STREAM
-            if failed.reason not in ("hung_up", "nixl"):
+            if failed.reason != "nixl":
                 raise
-            return self._connect(address, deadline - time.monotonic())  # a peer of a release without it
+            return self._connect(address, deadline - time.monotonic())
         self._by_stream_until[address] = 0.0 if reads else time.monotonic() + _BY_STREAM
         return opened
 

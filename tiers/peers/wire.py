@@ -11,7 +11,7 @@ little-endian:
    that many blocks follow, the leading ones of the question's: head, payload, tag each
 
 KV_PROBE compares models: the borrower's packed KV probe in place of names, filled up with zeros. If the lender's model
-computes otherwise, the number is 1, and it sends no blocks on this connection. Releases without it hang up.
+computes otherwise, the number is 1, and it sends no blocks on this connection.
 
 MEMORY is for [peers] transport "nixl": behind the number, NIXL's metadata of the lender's memory, filled up with zeros;
 the number is its length, or 0: none. Then PLACES replaces LEND: of each block come head, address (u64) and tag. The

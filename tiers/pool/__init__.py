@@ -16,4 +16,4 @@ from kvtier.tiers.pool.eviction_log import (
     eviction_reason,
 )
 from kvtier.tiers.pool.policy import MAX_CHILDREN, lease_type, make_child_index, make_core, make_index, make_slot_counts
-from kvtier.tiers.pool.pool import FILLING, READY, Places, Reservation, SlotPool
+from kvtier.tiers.pool.pool import FILLING, READY, Reservation, SlotPool

@@ -1069,17 +1069,9 @@ class SlotCore:
 
     # --- queries ------------------------------------------------------------------------------------------------
 
-    @cython.locals(first=cython.Py_ssize_t, end=cython.Py_ssize_t, i=cython.Py_ssize_t, slot=cython.longlong)
     def lookup(self, names: list) -> int:
         """How many leading blocks are ready."""
-        for first in range(0, len(names), AT_ONCE):
-            end = min(first + AT_ONCE, len(names))
-            self.index.find_each(names, first, end)
-            for i in range(end - first):
-                slot = self.index.found[i]
-                if slot < 0 or self.state[slot] != READY:
-                    return first + i
-        return len(names)
+        return len(self.find_run(names))
 
     @cython.ccall
     @cython.locals(first=cython.Py_ssize_t, end=cython.Py_ssize_t, i=cython.Py_ssize_t, slot=cython.longlong)
@@ -1098,16 +1090,12 @@ class SlotCore:
 
     def find(self, names: list) -> list:
         """The ready slot of each block, -1 where there is none."""
-        slots: list = self.find_named(names)
+        slots: list = self.index.find_all(names)
         return [slot if slot >= 0 and self.state[slot] == READY else -1 for slot in slots]
-
-    def find_named(self, names: list) -> list:
-        """The slot of each name, ready or filling, -1 where there is none."""
-        return self.index.find_all(names)
 
     @cython.locals(i=cython.Py_ssize_t)
     def find_tagged(self, names: list) -> tuple:
-        """As `find_named`, and the names' tags, a word each."""
+        """The slot of each name, ready or filling, -1 where there is none; and the names' tags, a word each."""
         slots = self.index.find_all(names)
         tags = np.empty(len(names), np.uint64)
         view: cython.ulonglong[::1] = _view(tags)
@@ -1171,22 +1159,6 @@ class SlotCore:
             self._ref(self._checked(slot))
             generations.append(self.generation[slot])
         return generations
-
-    @cython.locals(i=cython.Py_ssize_t, slot=cython.longlong)
-    def lease_at(self, slots: list, generations: list) -> tuple:
-        """As `lease`, of blocks that were ready in these slots at these generations; up to the first that has left."""
-        count: cython.Py_ssize_t = len(slots)
-        if len(generations) != count:
-            raise ValueError(f"lease: {count} slots and {len(generations)} generations")
-        for i in range(count):
-            slot = self._checked(slots[i])
-            if self.state[slot] != READY or self.generation[slot] != generations[i]:
-                slots, generations = slots[:i], generations[:i]
-                break
-        self.order.tick()
-        for slot in slots:
-            self._ref(slot)
-        return slots, generations
 
     @cython.cfunc
     @cython.inline
@@ -1277,7 +1249,7 @@ class SlotCore:
         first: cython.longlong = -1 if parent is None else self.index.find(parent)
         num_new: cython.longlong = 0
         num_named: cython.longlong = 0
-        held: list = self.find_named(names)
+        held: list = self.index.find_all(names)
         guarded: list = []
         for slot in held:
             num_new += slot < 0
@@ -1559,7 +1531,7 @@ class SlotCore:
     def drop_idle(self, names: list) -> list:
         """Drop those without a lease and other children, a chain's end first; True for each block that is gone now."""
         slot: cython.longlong
-        slots: list = self.find_named(names)
+        slots: list = self.index.find_all(names)
         going: dict = {}
         orphaned: dict = {}  # slot → its children that go
         for slot in slots:
@@ -1803,7 +1775,7 @@ class SlotCore:
         assert ready[list(self.partial)].all(), "an unfinished block that is not ready"
         named = self.index.named()
         assert len(named) == self.index.num_names, "names"
-        assert self.find_named(self.names_of(named.tolist())) == named.tolist(), "a name leads to another slot"
+        assert self.index.find_all(self.names_of(named.tolist())) == named.tolist(), "a name leads to another slot"
         assert np.count_nonzero(ready[named]) == self.num_ready, "a ready slot has no name"
         is_reserved = filling & (refs == 0)
         assert (ready | is_reserved)[named].all(), "a name leads to a slot that is neither ready nor reserved"
@@ -1992,23 +1964,21 @@ class Leases:
     _release: object
     _core: SlotCore
     _dropped: object
-    _places: object
 
-    def __init__(self, lock, core: SlotCore, dropped, places):
+    def __init__(self, lock, core: SlotCore, dropped):
         self._acquire, self._release = lock.acquire, lock.release
         self._core = core
         self._dropped = dropped
-        self._places = places
 
     def whole(self, names: list):
-        """A lease of all of these blocks if all are ready, else `Places` of the leading ready ones. It has the list."""
+        """A lease of all of these blocks if all are ready, else the slots of the leading ready ones. Has the list."""
         core: SlotCore = self._core
         self._acquire()
         try:
             slots: list = core.find_run(names)
             if len(slots) == len(names):
                 return Lease(names, slots, core.lease_found(slots), self)
-            return self._places(slots, core.generations(slots))
+            return slots
         finally:
             self._release()
 

@@ -1,6 +1,6 @@
 """SlotPool: a fixed set of slots, the index of the blocks they hold, and who may take which slot when.
 
-Besides leases (core.py) it hands out `Places`, and a `Reservation` to fill.
+Besides leases (core.py) it hands out a `Reservation` to fill.
 """
 
 import sys
@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.tiers import BlockRecord, ChainHash, Changes, Outcome
-from kvtier.tiers.pool.backlog import Backlog
 from kvtier.tiers.pool.changes import ChangeLog, Slots
-from kvtier.tiers.pool.core import Lease, Leases
+from kvtier.tiers.pool.core import Lease, Leases, Line, SlotCore
 from kvtier.tiers.pool.eviction_log import EVICTED_CODE, REMOVED, RESET, EvictionLog
 from kvtier.tiers.pool.policy import form, learned, lease_type, make_core
 from kvtier.tiers.reuse import ClassifiedEnd, RequestEnd
@@ -49,17 +48,6 @@ class PoolCounts:
     quarantined: int
     dirty: int  # of the ready ones: those no lower tier holds
     tails: int  # of the ready ones: partial blocks
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Slots of blocks and their generations when found: one not taken since, and ready, still has its block."""
-
-    slots: list[int]
-    generations: list[int]
-
-    def __len__(self) -> int:
-        return len(self.slots)
 
 
 @dataclass(eq=False, slots=True)
@@ -108,6 +96,70 @@ def picked(items: Sequence[T], at: Sequence[int]) -> list[T]:
     return list(items) if len(at) == len(items) else [items[i] for i in at]
 
 
+class Backlog:
+    """Ready blocks of a pool in line, each once, in the order they were added. Thread-safe: under the pool's lock.
+
+    Evicting a block costs nothing here: a slot is remembered with its generation, and compared when its turn comes.
+    What has left by then is counted. The bound is the pool's own: a slot is in line once. Its arrays, 25 bytes a slot,
+    are made for the first block.
+    """
+
+    def __init__(self, core: SlotCore, lock: threading.Lock) -> None:
+        self._core = core
+        self._lock = lock
+        self._line: Line | None = None
+        self.is_used = False  # whether any block was ever in line: before that no look is needed
+        self._num_lost = 0
+
+    def __len__(self) -> int:
+        """Blocks in line, with those that left unnoticed. No lock is taken."""
+        return 0 if self._line is None else len(self._line)
+
+    def add(self, names: Sequence[ChainHash]) -> None:
+        """Put blocks in line, at its end; those that are in line stay where they are. What the pool lacks has left."""
+        with self._lock:
+            slots = [slot for slot in self._core.find(list(names)) if slot >= 0]
+            self._num_lost += len(names) - len(slots)
+            if slots:
+                if self._line is None:
+                    self._line, self.is_used = self._core.line(), True
+                self._num_lost += self._line.add(slots)
+
+    def take(self, count: int) -> tuple[list[ChainHash], list[int]]:
+        """Take the first `count` blocks that are still held out of line, or all there are: their names and slots."""
+        names: list[ChainHash] = []
+        slots: list[int] = []
+        while len(names) < count and len(self) and self._line is not None:
+            with self._lock:
+                held, num_lost = self._line.take(min(count - len(names), _PIECE))
+                self._num_lost += num_lost
+                names += self._core.names_of(held)
+                slots += held
+        return names, slots
+
+    def remove(self, names: Sequence[ChainHash]) -> None:
+        """They need not be given any more. Fine if they are not in line."""
+        if len(self) and self._line is not None:
+            with self._lock:
+                self._line.remove([slot for slot in self._core.find(list(names)) if slot >= 0])
+
+    def take_lost(self, *, look: bool = False) -> int:
+        """Blocks that left the pool while in line, since the last call; with `look` all, in O(slots), by pieces."""
+        if look and len(self) and self._line is not None:
+            for first in range(0, self._core.num_slots, _PIECE):
+                with self._lock:
+                    self._num_lost += self._line.drop_lost(first, first + _PIECE)
+        with self._lock:
+            lost, self._num_lost = self._num_lost, 0
+        return lost
+
+    def clear(self) -> None:
+        """Forget all, lost ones too. Called under the pool's lock."""
+        if self._line is not None:
+            self._line.reset()
+        self._num_lost = 0
+
+
 class SlotPool:
     """A fixed set of slots and the index of the blocks they hold. Thread-safe.
 
@@ -132,7 +184,7 @@ class SlotPool:
         self._dropped: deque[Lease | Reservation] = deque()
         self.num_leaked = 0  # leases that were dropped, not released; counted by the verb after
         self._lease = lease_type()
-        self._on_release: Leases = form().Leases(self._lock, self._core, self._dropped, Places)
+        self._on_release: Leases = form().Leases(self._lock, self._core, self._dropped)
         self.lease_whole = self._on_release.whole  # it settles no dropped lease: the next verb does
 
     @property
@@ -167,11 +219,10 @@ class SlotPool:
         with self._lock:
             return self._core.lookup(hashes if type(hashes) is list else list(hashes))
 
-    def places(self, hashes: Sequence[ChainHash]) -> Places:
-        """Where the leading ready blocks are, for a `lease` that need not look their names up again."""
+    def places(self, hashes: Sequence[ChainHash]) -> list[int]:
+        """The slots of the leading ready blocks."""
         with self._lock:
-            slots = self._core.find_run(hashes if type(hashes) is list else list(hashes))
-            return Places(slots, self._core.generations(slots))
+            return self._core.find_run(hashes if type(hashes) is list else list(hashes))
 
     def return_gaps(self) -> NDArray[np.float64] | None:
         """`[ages]`: requests that returned after so long, by the ages of `tiers.reuse`; None: not learned."""
@@ -333,19 +384,12 @@ class SlotPool:
 
     # --- protection ---------------------------------------------------------------------------------------------
 
-    def lease(self, hashes: Sequence[ChainHash], places: Places | None = None) -> Lease:
-        """Protect the leading ready blocks, and count a use. `places`: of exactly these, whose list the lease keeps."""
+    def lease(self, hashes: Sequence[ChainHash]) -> Lease:
+        """Protect the leading ready blocks, and count a use."""
         with self._lock:
             if self._dropped:
                 self._settle_dropped()
-            if places is None:
-                slots, times = self._core.lease(hashes if type(hashes) is list else list(hashes))
-            elif len(hashes) < len(places.slots):
-                raise ValueError(f"lease: {len(hashes)} names, {len(places.slots)} places")
-            else:
-                slots, times = self._core.lease_at(places.slots, places.generations)
-            if places is not None and isinstance(hashes, list) and len(slots) == len(hashes):
-                return self._lease(hashes, slots, times, self._on_release)
+            slots, times = self._core.lease(hashes if type(hashes) is list else list(hashes))
             return self._lease(list(hashes[: len(slots)]), slots, times, self._on_release)
 
     def ended(self, end: RequestEnd) -> ClassifiedEnd | None:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 from kvtier.tiers import Outcome, checksum
 from kvtier.tiers.compiled import extension
@@ -38,41 +38,20 @@ class BlockMac(Protocol):
         """16 bytes."""
 
 
-class Transfer(Protocol):
-    """Rows of buffers to send, each answered by a row of places, or either alone; and how many were moved.
+class PlainTransfer:
+    """Rows of buffers to send, each answered by a row of places, or either alone; and how many were moved. In Python:
+    over any stream, with many bytes in each call.
 
     A reply is as usual if it begins with `opening` and ends with CRLF; without `opening` every one is. Of each reply
     the second place is hashed. With `expected` a row to send is head, payload and tag, and goes only if the payload has
     that checksum. `mac` makes its tag if that is a bytearray, and the tags of replies of that form.
     """
 
-    whole: int
-    """Replies received as usual."""
-    part: int
-    """Bytes behind them that are in their places."""
-    num_sent: int
-    """Rows sent."""
-    sent: int
-    """Bytes of the next one that were sent."""
-    unlike: bool
-    """Whether it stopped at a reply that is not as usual, or a payload that has another checksum."""
-
-    def run(self, stream: "ByteStream", under_way: int, deadline: float, until: int) -> None:
-        """Go on until `until` replies are whole, or all rows sent that have none, until `deadline` (time.monotonic),
-        `unlike` or the end of the connection. Raises nothing.
-
-        A row is sent when less than `under_way` bytes, of rows sent and of their replies, are still to come.
-        """
-
-    def hash_at(self, i: int) -> int:
-        """xxh3-64 of a whole reply's payload."""
-
-    def tag_at(self, i: int) -> bytes:
-        """The tag that a whole reply should have."""
-
-
-class PlainTransfer:
-    """A `Transfer` in Python: over any stream, with many bytes in each call."""
+    whole: int  # replies received as usual
+    part: int  # bytes behind them that are in their places
+    num_sent: int  # rows sent
+    sent: int  # bytes of the next one that were sent
+    unlike: bool  # whether it stopped at a reply that is not as usual, or a payload that has another checksum
 
     def __init__(
         self,
@@ -88,6 +67,11 @@ class PlainTransfer:
         self._sends, self._receives, self._opening, self._mac, self._expected = sends, receives, opening, mac, expected
 
     def run(self, stream: "ByteStream", under_way: int, deadline: float, until: int) -> None:
+        """Go on until `until` replies are whole, or all rows sent that have none, until `deadline` (time.monotonic),
+        `unlike` or the end of the connection. Raises nothing.
+
+        A row is sent when less than `under_way` bytes, of rows sent and of their replies, are still to come.
+        """
         rows = len(self._receives)
         together = max(under_way, _TOGETHER) if rows else under_way
         with suppress(StorageFailed):
@@ -100,9 +84,11 @@ class PlainTransfer:
                     return
 
     def hash_at(self, i: int) -> int:
+        """xxh3-64 of a whole reply's payload."""
         return checksum(self._receives[i][1])
 
     def tag_at(self, i: int) -> bytes:
+        """The tag that a whole reply should have."""
         assert self._mac is not None
         head, payload, _ = self._receives[i]
         return self._mac.tag(head, payload)
@@ -151,6 +137,10 @@ class PlainTransfer:
                 return
             self.part -= size
             self.whole += 1
+
+
+Transfer: TypeAlias = PlainTransfer
+"""What `ByteStream.transfer` makes: this, or the same compiled."""
 
 
 class ByteStream:

@@ -311,8 +311,8 @@ def test_a_large_job_travels_in_calls_of_bounded_size_and_ends_as_one() -> None:
     jobs.close(10)
 
 
-def test_without_the_scattered_copy_the_same_bytes_arrive(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.tiers.host.memory.can_copy_scattered", lambda: False)
+def test_where_nothing_is_compiled_the_same_bytes_arrive(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_COMPILED", "off")
     story.tier.fill(chain_of(6))
     story.load(1, *range(6))
     assert story.ended().outcomes == [Outcome.OK] * 6

@@ -155,7 +155,7 @@ def test_what_a_reset_disowned_is_no_damage(slab: Slab) -> None:
     assert any(slab.path.read_bytes()[slab.superblock.row_offset(0) :][:100])  # the rows are still there
     check = check_slab(slab.path, repair=True)
     assert check.is_clean
-    assert check.report.num_blocks == 0
+    assert check.num_blocks == 0
     assert any(slab.path.read_bytes()[slab.superblock.row_offset(0) :][:100])
 
 
@@ -173,8 +173,8 @@ def test_blocks_the_disk_does_not_give_are_named_each(slab: Slab) -> None:
             return super().preadv(fd, buffers, offset)
 
     check = check_slab(slab.path, io=BadSector())
-    assert check.report.unreadable == [hash_of(9)]
-    assert check.report.bad_payloads == check.report.bad_rows == []
+    assert check.unreadable == [hash_of(9)]
+    assert check.bad_payloads == check.bad_rows == []
     assert max(sizes) > 20 * slab.superblock.stride  # in large calls
     check_slab(slab.path, io=BadSector(), repair=True)
     assert served(slab.path.parent) == [key for key in KEYS if key != 9]

@@ -68,7 +68,7 @@ def test_a_block_that_changed_in_memory_is_a_miss_and_leaves_its_node(key: Path,
     with borrowing(key, node.address, transport="nixl") as tier:
         assert tier.locate(chain.hashes) == 3
         assert tier.read(chain.hashes[:2], buffers(2)) == [record(chain, 0), record(chain, 1)]  # they have tags now
-        slot = node.hierarchy.host.pool.places(chain.hashes).slots[1]
+        slot = node.hierarchy.host.pool.places(chain.hashes)[1]
         node.hierarchy.host.region.slot(slot)[7] ^= 1
         found = tier.read(chain.hashes, buffers(3))
         assert found == [record(chain, 0), Outcome.CHECKSUM, Outcome.CHECKSUM]

@@ -309,31 +309,6 @@ def _pageable_index(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
 
 
-def _event_of_the_other_direction(patch: pytest.MonkeyPatch) -> None:
-    real = CudaCopyStream._issue
-
-    def crossed(self: CudaCopyStream, direction: CopyDirection, *rest: object) -> None:
-        real(self, direction, *rest)  # type: ignore[arg-type]
-        other = self._streams["load" if direction == "store" else "store"]
-        event = rest[-1]
-        if isinstance(event, CudaEvent) and event._event is not None:
-            event._event.record(other)
-
-    patch.setattr(CudaCopyStream, "_issue", crossed)
-
-
-def _recorded_too_early(patch: pytest.MonkeyPatch) -> None:
-    real = packer.Packer.copy
-    held: list[Callable[[], None]] = []
-
-    def late(self: packer.Packer, direction: CopyDirection, copies: BlockCopies, *, is_chained: bool) -> None:
-        for each in held:
-            each()
-        held[:] = [lambda: real(self, direction, copies)]
-
-    patch.setattr(packer.Packer, "copy", late)
-
-
 def _blocking_copies(patch: pytest.MonkeyPatch) -> None:
     real = torch.Tensor.copy_
     patch.setattr(torch.Tensor, "copy_", lambda target, source, non_blocking=False: real(target, source))
@@ -349,19 +324,6 @@ def _neighbours_joined_wrongly(patch: pytest.MonkeyPatch) -> None:
 
 def _joined_across_pinned_pieces(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(packer, "ends_of_runs", lambda slots, region: np.diff(slots) != 1)
-
-
-def _batches_joined_across_pinned_pieces(patch: pytest.MonkeyPatch) -> None:
-    real = packer.pieces_of
-
-    def pieces_of(direction: Any, runs: Any, blocks: Any, slots: Any, region: HostRegion) -> Any:
-        pinning, region.pinning = region.pinning, None
-        try:
-            return real(direction, runs, blocks, slots, region)
-        finally:
-            region.pinning = pinning
-
-    patch.setattr(packer, "pieces_of", pieces_of)
 
 
 def _batches_read_before_the_store_they_follow(patch: pytest.MonkeyPatch) -> None:
@@ -384,14 +346,11 @@ FAULTS: list[tuple[str, Callable[[pytest.MonkeyPatch], None]]] = [
     ("groups", _unrecorded),
     ("own, by copies", _fence_on_another_device),
     ("own, by kernel", _pageable_index),
-    ("whole", _event_of_the_other_direction),
-    ("groups", _recorded_too_early),
     ("own, by copies", _blocking_copies),
     ("own, by kernel", _kernel_on_stream_0),
     ("own, by copies", _neighbours_joined_wrongly),
     ("groups", _layers_forgotten),
     ("own, by copies", _joined_across_pinned_pieces),
-    ("own, by batches", _batches_joined_across_pinned_pieces),
     ("whole, by batches", _batches_read_before_the_store_they_follow),
 ]
 

@@ -19,7 +19,6 @@ from kvtier.tiers.copies.transfer import (
     PartCopier,
     block_bytes_view,
 )
-from kvtier.tiers.host import memory
 from kvtier.tiers.host.host import HostRegion
 
 BLOCKS, LAYERS, HEADS, TOKENS, DIM, SLOTS = 10, 3, 2, 8, 4, 16
@@ -48,13 +47,12 @@ def tensors() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("parts", [keys_and_values, whole_layers, dimension_first])
-@pytest.mark.parametrize("way", ["compiled", "kernel", "numpy"])
+@pytest.mark.parametrize("way", ["compiled", "numpy"])
 def test_a_block_comes_back_as_it_was(
     parts: Layout, way: str, tensors: list[torch.Tensor], region: HostRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way != "compiled":
         monkeypatch.setenv("KVTIER_COMPILED", "off")
-        monkeypatch.setattr(memory, "can_copy_pieces", lambda: way == "kernel")
     copier = PartCopier(EngineBlocks(parts(tensors), SLOT), region)
     before = [tensor.clone() for tensor in tensors]
     assert copier.copy("store", pairs([7, 0, 3], [2, 9, 5])) is None
@@ -83,21 +81,6 @@ def test_a_range_of_layers_leaves_the_others_alone(tensors: list[torch.Tensor], 
     assert torch.equal(tensors[1][5], before[1][4])
     for layer in (0, 2):
         assert torch.equal(tensors[layer], before[layer])
-
-
-def test_groups_have_block_tables_of_their_own(tensors: list[torch.Tensor], region: HostRegion) -> None:
-    parts = [
-        BlockPart(tensors[0], 0, 0, group=0),
-        BlockPart(tensors[1], 1, 2 * PLANE, group=1),
-        BlockPart(tensors[2], 2, 4 * PLANE, group=1),
-    ]
-    blocks = EngineBlocks(parts, SLOT)
-    copier = PartCopier(blocks, region)
-    assert copier.copy("store", pairs([3, BLOCKS + 8], [0, 0])) is None  # block 3 of group 0, block 8 of group 1
-    slot = torch.frombuffer(region.slot(0), dtype=torch.bfloat16).view(LAYERS, HEADS, TOKENS, 2 * DIM)
-    for layer, block in ((0, 3), (1, 8), (2, 8)):
-        assert torch.equal(slot[layer], tensors[layer][block])
-    assert copier.invalid(pairs([2 * BLOCKS], [0])) is not None
 
 
 def test_cancelled_between_batches(
@@ -139,16 +122,11 @@ def test_parts_that_cannot_be_right_are_refused(tensors: list[torch.Tensor], reg
         PartCopier(EngineBlocks(whole_layers(tensors), SLOT + 64), region)
 
 
-# Copies where no extension module was built: one system call for many blocks, or numpy where that is forbidden.
-
-
 @pytest.mark.parametrize("direction", ["load", "store"])
-@pytest.mark.parametrize("is_scattered", [True, False])
-def test_scattered_blocks_and_layers_of_blocks_arrive(
-    monkeypatch: pytest.MonkeyPatch, direction: CopyDirection, is_scattered: bool
+def test_scattered_blocks_and_layers_of_blocks_arrive_where_nothing_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, direction: CopyDirection
 ) -> None:
-    monkeypatch.setattr(memory, "compiled_blocks_copy", lambda: None)
-    monkeypatch.setattr(memory, "can_copy_scattered", lambda: is_scattered)
+    monkeypatch.setenv("KVTIER_COMPILED", "off")
     dice = np.random.default_rng(0)
     l1: NDArray[np.uint8] = dice.integers(0, 256, (20, 2, 128 << 10), np.uint8)
     region = HostRegion.allocate(18, 256 << 10, huge_pages=False, prefault=False)

@@ -270,59 +270,18 @@ def test_the_byte_view_refuses_strided_memory() -> None:
         block_bytes_view(np.zeros((2, 3, 4)).transpose(1, 0, 2))
 
 
-def test_batches_larger_than_one_system_call_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    real = memory.copy_scattered
-
-    def counted(
-        targets: NDArray[np.int64], sources: NDArray[np.int64], lengths: NDArray[np.int64], *, lookup_targets: bool
-    ) -> None:
-        assert lookup_targets  # a store's: the region has huge pages, this L1 has none
-        calls.append(len(targets))
-        real(targets, sources, lengths, lookup_targets=lookup_targets)
-
-    monkeypatch.setenv("KVTIER_COMPILED", "off")
-    monkeypatch.setattr(memory, "copy_scattered", counted)
-    monkeypatch.setattr(memory, "pieces_per_call", lambda piece_bytes: 5)
-    l1 = np.random.default_rng(1).integers(0, 256, (12, 3, 4096), np.uint8)
-    region = HostRegion.allocate(16, 3 * 4096)
-    stream = ManualCopyStream(l1, region)
-    # blocks of three whole pages: neighbours touch, and a call of five blocks in two runs is two pieces
-    stream.store(pairs([7, 6, 0, 1, 2, 8], [10, 9, 3, 4, 5, 11]))
-    stream.complete_all()
-    assert calls == [2, 1]
-    assert np.array_equal(region.array[3:6], l1.reshape(12, -1)[0:3])
-    assert np.array_equal(region.array[9:12], l1.reshape(12, -1)[6:9])
-    # a layer range is not whole blocks: its pieces never touch
-    calls.clear()
-    stream.store(pairs([0, 1, 2], [3, 4, 5], (0, 2)))
-    stream.complete_all()
-    assert calls == [3]
-    stream.close(0)
-    region.close()
-
-
 @pytest.mark.parametrize("twin", ["host", "host-at-once"])
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (OSError(14, "Bad address", "process_vm_readv"), "Bad address"),
-        (ZeroDivisionError("oops"), "ZeroDivisionError: oops"),
-    ],
-)
-def test_a_copy_that_raises_fails_and_spares_the_next(
-    monkeypatch: pytest.MonkeyPatch, twin: str, error: Exception, told: str
-) -> None:
-    def fault(*addresses: object, lookup_targets: bool) -> None:
-        raise error
+def test_a_copy_that_raises_fails_and_spares_the_next(monkeypatch: pytest.MonkeyPatch, twin: str) -> None:
+    def fault(*copies: object) -> None:
+        raise ZeroDivisionError("oops")
 
-    monkeypatch.setenv("KVTIER_COMPILED", "off")  # the compiled copy asks nobody
     rig = Rig(*TWINS[twin])
+    assert isinstance(rig.stream, HostCopyStream)
     with monkeypatch.context() as patch:
-        patch.setattr(memory, "copy_scattered", fault)
+        patch.setattr(rig.stream._copier, "_copy_blocks", fault)
         failed = rig.stream.load(pairs([0], [0]))
         assert failed.wait(60)
-    assert told in (failed.error or "")
+    assert failed.error == "ZeroDivisionError: oops"
     rig.finish(rig.stream.load(pairs([0], [0])))
     rig.stream.close(1)
     rig.region.close()
@@ -429,18 +388,19 @@ def test_a_caller_that_is_interrupted_leaves_nothing_under_way(monkeypatch: pyte
 def test_close_stops_a_large_copy_between_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     entered, calls = threading.Event(), []
 
-    def slow(targets: NDArray[np.int64], *rest: object, lookup_targets: bool) -> None:
-        calls.append(len(targets))
+    def slow(device: object, blocks: NDArray[np.int64], *rest: object) -> None:
+        calls.append(len(blocks))
         entered.set()
         time.sleep(0.02)
 
-    monkeypatch.setattr(memory, "copy_scattered", slow)
-    monkeypatch.setattr(memory, "pieces_per_call", lambda piece_bytes: 1)
-    monkeypatch.setenv("KVTIER_COMPILED", "off")  # the twin asks nobody
+    monkeypatch.setattr(memory, "COPY_PIECE", BLOCK_BYTES)
     rig = Rig(*TWINS["host"])
+    assert isinstance(rig.stream, HostCopyStream)
+    monkeypatch.setattr(rig.stream._copier, "_copy_blocks", slow)
     event = rig.stream.store(pairs(list(range(NUM_BLOCKS)), list(range(NUM_BLOCKS))))
     assert entered.wait(60)
     rig.stream.close(0)
     assert event.error == "cancelled: the stream was closed"
+    assert calls == [1] * len(calls)
     assert len(calls) < NUM_BLOCKS
     rig.region.close()

@@ -1,6 +1,5 @@
 """The slab's extension modules beside Python: the same rows, names, bytes and errors, whatever they are given."""
 
-import ctypes
 import os
 import random
 from collections.abc import Iterator
@@ -51,14 +50,6 @@ def file(disk_dir: Path) -> Iterator[int]:
     os.close(fd)
 
 
-def rows_of(slots: list[int]) -> slab.Rows:
-    """Whole rows, as they lie on the disk."""
-    codec = Codec(PLAN)
-    rows = codec.make_rows(slots, [record_of(slot) for slot in slots], [b""] * len(slots))
-    rows["seq"] = np.arange(len(slots)) + 1
-    return codec.seal_rows(rows)
-
-
 class Blocks:
     """A file laid out as a slab: the rows of all slots, then payloads, each known by its slot."""
 
@@ -95,7 +86,6 @@ class Blocks:
         """What the twin says of the blocks, and what lies in their buffers then."""
         into = [memoryview(bytearray(SLOT)) for _ in slots]
         found = queue.read_blocks((self.fd, self.fd), self.layout, slots, names or [self.names[i] for i in slots], into)
-        assert found is not None
         return found, [bytes(buffer) for buffer in into]
 
     def expected(self, slots: list[int], names: list[bytes]) -> list[BlockRecord | None]:
@@ -159,17 +149,6 @@ def test_a_block_is_whole_by_one_rule(
         assert came == [blocks.payloads[slot] for slot in slots]
     finally:
         blocks.rows[:], blocks.payloads = rows, payloads
-
-
-def test_a_codec_reads_few_rows_as_many() -> None:
-    """One by one, and all at once."""
-    slots = [7, 1, 2, 9, 30, 4]
-    codec, rows = Codec(PLAN), rows_of(slots)
-    rows["state"][2] = 0
-    expected = [(record, b"") for record in codec.to_records(rows)]
-    found = codec.entries(rows, slots)
-    assert found == [None if at == 2 else entry for at, entry in enumerate(expected)]
-    assert codec.entries(np.tile(rows, 5), slots * 5) == found * 5
 
 
 def test_reads_of_nowhere_and_queues_of_no_depth_are_refused(compiled: ModuleType) -> None:
@@ -236,11 +215,12 @@ def test_what_the_kernel_refuses_or_the_file_lacks_is_not_brought(queue: ReadQue
     assert [record is not None for record in found] == [False] * 3 + [False]  # three are one read, and it came short
     found, _ = blocks.read(queue, slots)
     assert [record is not None for record in found] == [True] * 5 + [False]
+    assert queue.read_payloads((blocks.fd, blocks.fd), blocks.layout, slots, buffers) == [True] * 5 + [False]
     assert queue.is_open
 
 
 def test_a_queue_that_the_kernel_lost_brings_nothing_and_is_closed(queue: ReadQueue, blocks: Blocks) -> None:
-    ctypes.CDLL(None).syscall(queue._destroy, queue._queue)
+    queue._compiled.close_queue(queue._queue)
     found, _ = blocks.read(queue, [0, 2, 4, 6, 8, 10])
     assert found == [None] * 6  # nobody can tell what came
 

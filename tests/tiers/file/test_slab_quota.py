@@ -56,7 +56,7 @@ def bounded(store: FileStore, bounds: Bounds) -> int:
 
 
 def blocks_of(store: FileStore, number: int) -> list[int]:
-    keys = sorted(int.from_bytes(name[:4], "big") for name, _ in store.held())
+    keys = sorted(int.from_bytes(name[:4], "big") for name, _ in store.lineage().pairs())
     return [key for key in keys if key // TENANT == number]
 
 

@@ -371,7 +371,7 @@ def test_a_closed_slab_above_its_share_is_cut_and_one_long_unused_goes(
     os.utime(first.path, ns=(1, 1))
     open_store(2).close()
     assert not first.path.exists()
-    held = check_slab(second.path).report.num_blocks
+    held = check_slab(second.path).num_blocks
     assert held > second.superblock.num_slots // 2
     # One that is there already takes nobody's blocks who was there lately, and those of one unused for a week.
     assert open_store(1).num_recovered == held

@@ -98,19 +98,6 @@ def test_a_slab_that_falls_behind_gets_what_was_seen_before() -> None:
     settle(hierarchy)
 
 
-@pytest.mark.parametrize("admit_after", [1, "auto"])
-def test_a_tier_that_keeps_up_gets_everything(admit_after: int) -> None:
-    tier = MemoryTier()
-    settings = HierarchySettings(admit_after=admit_after, store_queue=8 * SLOT_BYTES)
-    hierarchy = hierarchy_of(slots=64, tier=tier, settings=settings)
-    for number in range(8):
-        store(hierarchy, new(number))
-        assert hierarchy.ports[0].queue.drain(60)
-    assert all(tier.lookup(new(number).hashes) == 4 for number in range(8))
-    assert dropped(hierarchy, "not_admitted") == 0
-    settle(hierarchy)
-
-
 def test_a_tier_whose_blocks_go_before_requests_return_gets_what_was_seen_before() -> None:
     clock, metrics = FakeClock(), Metrics()
     eviction_log = EvictionLog("file", 64, 64, clock)

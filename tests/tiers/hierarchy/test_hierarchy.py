@@ -214,5 +214,7 @@ def test_a_block_that_returned_to_another_slot_is_reported_once() -> None:
         hierarchy.host.pool.evict([*chain.hashes, *other.hashes])
         store(hierarchy, kept)
     assert hierarchy.drain(60)
-    assert sorted(hierarchy.host.held()) == sorted(zip(chain.hashes, [chain.root, chain.hashes[0]], strict=True))
+    assert sorted(hierarchy.host.lineage(partial=False).pairs()) == sorted(
+        zip(chain.hashes, [chain.root, chain.hashes[0]], strict=True)
+    )
     settle(hierarchy)

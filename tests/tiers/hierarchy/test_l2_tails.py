@@ -91,7 +91,7 @@ def test_a_tail_enters_no_other_tier_and_no_archive(write_policy: str) -> None:
     assert set(tier.blocks) == set(chain_of(2).hashes)
     assert hierarchy.host.pool.counts().dirty == 0
     assert [run.hashes for run in held_runs(hierarchy)] == [chain_of(2).hashes]
-    assert dict(hierarchy.host.held(partial=True))[tail.chain_hash] == tail.parent
+    assert dict(hierarchy.host.lineage().pairs())[tail.chain_hash] == tail.parent
     close(hierarchy)
 
 

@@ -9,7 +9,7 @@ from fault_rig import Settled
 
 from kvtier.tiers.hierarchy.cache_tiers import PENDING
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, PortSettings
-from kvtier.tiers.pool import Lease, Places
+from kvtier.tiers.pool import Lease
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 
@@ -108,9 +108,9 @@ def test_what_is_dropped_before_it_is_looked_at_is_not_promised(
     pool = hierarchy.host.pool
     lease = pool.lease
 
-    def lease_and_lose(hashes: Sequence[ChainHash], places: Places | None = None) -> Lease:
+    def lease_and_lose(hashes: Sequence[ChainHash]) -> Lease:
         """Somebody else finds block 1 bad just after it was leased."""
-        leased = lease(hashes, places)
+        leased = lease(hashes)
         monkeypatch.setattr(pool, "lease", lease)
         hierarchy.host.region.slot(leased.slots[1])[:1] = b"?"
         pool.evict(chain.hashes[1:2])

@@ -12,7 +12,6 @@ from kvtier.tiers.hierarchy.hierarchy import Hierarchy
 from kvtier.tiers.hierarchy.lower_tier import HierarchySettings, LoadPolicy, PortSettings, Rates, TierPort
 from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
-from kvtier.tiers.pool.pool import Places
 from kvtier.tiers.tier import BlockRecord, ChainHash, Outcome
 
 
@@ -123,15 +122,6 @@ def test_a_second_failure_is_final(bench: Bench) -> None:
     bench.tiers.cancel(claim)
 
 
-def test_known_blocks_need_no_query(bench: Bench) -> None:
-    chain = chain_of(4)
-    store(bench.hierarchy, chain)
-    claim = bench.tiers.submit(chain.hashes, chain.root, block_size=4)
-    assert bench.tiers.poll(claim) == 4
-    assert bench.shared.questions == []
-    bench.tiers.cancel(claim)
-
-
 @pytest.fixture
 def hashing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
     """Stored blocks are hashed only while it is set; a question waits for that for a minute."""
@@ -174,8 +164,8 @@ def test_a_block_published_while_it_is_looked_for_is_found(
     look = bench.hierarchy._lookup
 
     def overtaken(
-        hashes: Sequence[ChainHash], num_l1: int = 0, places: Places | None = None, avoid: TierPort | None = None
-    ) -> tuple[Attribution, Places]:
+        hashes: Sequence[ChainHash], num_l1: int = 0, places: list[int] | None = None, avoid: TierPort | None = None
+    ) -> tuple[Attribution, list[int]]:
         where = look(hashes, num_l1, places, avoid)
         hashing.set()  # behind this look the store ends
         assert bench.hierarchy.drain(60)

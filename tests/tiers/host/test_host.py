@@ -15,7 +15,7 @@ import pytest
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.host import host, memory
-from kvtier.tiers.host.host import HostRegion, HostTier
+from kvtier.tiers.host.host import HostRegion
 
 MIB = 1 << 20
 
@@ -184,24 +184,12 @@ def test_a_size_below_one_block_is_refused(slots: int, slot_bytes: int) -> None:
         HostRegion.allocate(slots, slot_bytes)
 
 
-def test_the_tier_has_a_record_and_a_pool_slot_for_every_slot() -> None:
-    tier = HostTier(HostRegion.allocate(6, 4096))
-    assert len(tier.records) == tier.pool.num_slots == 6
-    reservation = tier.pool.reserve([bytes([n]) * 32 for n in range(6)])
-    assert reservation is not None
-    assert sorted(reservation.slots) == list(range(6))
-    tier.pool.abandon(reservation)
-    tier.pool.check()
-    tier.close()
-
-
-@pytest.mark.parametrize(("lookup_targets", "call"), [(False, "process_vm_readv"), (True, "process_vm_writev")])
-def test_scattered_copies_report_an_unmapped_address_instead_of_dying(lookup_targets: bool, call: str) -> None:
+def test_scattered_copies_report_an_unmapped_address_instead_of_dying() -> None:
     region = HostRegion.allocate(1, 4096)
     one, mapped, nowhere = np.array([4096], np.int64), np.array([region.address]), np.array([8], np.int64)
     for targets, sources in ((mapped, nowhere), (nowhere, mapped)):
-        with pytest.raises(OSError, match=call):
-            memory.copy_scattered(targets, sources, one, lookup_targets=lookup_targets)
+        with pytest.raises(OSError, match="process_vm_readv"):
+            memory.copy_scattered(targets, sources, one)
     region.close()
 
 
@@ -227,12 +215,9 @@ def huge_kib() -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith("ShmemPmdMapped"))
 
 
-@pytest.mark.parametrize("way", ["compiled", "python"])
 @pytest.mark.parametrize("seed", range(20))
-def test_pieces_of_any_size_arrive(seed: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if way == "python":
-        monkeypatch.setenv("KVTIER_COMPILED", "off")
-    elif not memory.is_compiled():
+def test_pieces_of_any_size_arrive(seed: int) -> None:
+    if (copy_pieces := memory.compiled("copy_pieces")) is None:
         pytest.skip("not built: `make compiled`")
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, rng.choice([3, 300, 9000]), 40)
@@ -244,26 +229,26 @@ def test_pieces_of_any_size_arrive(seed: int, way: str, monkeypatch: pytest.Monk
     expected = target.copy()
     for start, place, length in zip(starts, places, lengths, strict=True):
         expected[place : place + length] = source[start : start + length]
-    memory.copy_pieces(target.ctypes.data + places, source.ctypes.data + starts, lengths)
+    copy_pieces(target.ctypes.data + places, source.ctypes.data + starts, lengths)
     assert np.array_equal(target, expected)
 
 
 def test_the_twin_refuses_what_is_not_as_many() -> None:
-    if not memory.is_compiled():
+    if (copy_pieces := memory.compiled("copy_pieces")) is None:
         pytest.skip("not built: `make compiled`")
     target, source = np.zeros(8, np.uint8), np.ones(8, np.uint8)
     at, of = np.array([target.ctypes.data]), np.array([source.ctypes.data])
     for lengths in (np.array([8, 8]), np.zeros(0, np.int64), np.array([-1])):
         with pytest.raises(ValueError, match="length"):
-            memory.copy_pieces(at, of, lengths)
+            copy_pieces(at, of, lengths)
     with pytest.raises(ValueError, match="targets"):
-        memory.copy_pieces(np.zeros(0, np.int64), of, np.array([8]))
+        copy_pieces(np.zeros(0, np.int64), of, np.array([8]))
     assert not target.any()
 
 
 @pytest.mark.parametrize("gil_bytes", [0, 1 << 20])
 def test_rows_are_copied_whole_or_not_at_all(gil_bytes: int) -> None:
-    if (copy_blocks := memory.compiled_blocks_copy()) is None:
+    if (copy_blocks := memory.compiled("copy_blocks")) is None:
         pytest.skip("not built: `make compiled`")
     device, host = np.zeros((6, 64), np.uint8), np.arange(5 * 128, dtype=np.int64).astype(np.uint8).reshape(5, 128)
     blocks, slots = np.array([5, 0, 1, 3]), np.array([4, 0, 1, 2])

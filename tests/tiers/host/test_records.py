@@ -74,9 +74,11 @@ def test_rows_tell_what_a_dict_would_whatever_comes_and_goes(tier: HostTier, see
             assert tier.parent_of(name) == model[name].parent
         # what is told of slots whose block has left is still of one block
         assert all(record == model[record.chain_hash] for record in tier.records if record is not None)
-        assert dict(tier.held(partial=True)) == {name: model[name].parent for name in held}
+        assert dict(tier.lineage().pairs()) == {name: model[name].parent for name in held}
         unfinished = {name for name in held if len(model[name].tokens) < 4 * BLOCK_SIZE}
-        assert dict(tier.held()) == {name: model[name].parent for name in held if name not in unfinished}
+        assert dict(tier.lineage(partial=False).pairs()) == {
+            name: model[name].parent for name in held if name not in unfinished
+        }
         told = tier.children(parent, 8)
         assert {(child.chain_hash, child.tokens) for child in told} <= {
             (name, model[name].tokens) for name in held if model[name].parent == parent and model[name].tokens

@@ -127,10 +127,6 @@ def test_what_is_out_of_bounds_is_refused() -> None:
         names_of(None, words, 0, 1, 16)
     with pytest.raises(ValueError, match="scheme 'md5': use sha256 or xxh3"):
         TWIN.names("md5", ROOT, words, 0, 1, 16)
-    key = xxhash.xxh3_64_intdigest(b"k" + ROOT + bytes(16))
-    assert TWIN.kept_runs({key: (None, [ROOT])}, b"k", ROOT, bytes(16), 16) == ([], [])
-    with pytest.raises(TypeError, match="NoneType"):
-        TWIN.kept_runs({}, None, ROOT, bytes(16), 16)
     assert TWIN.digests(bytes(5000), 0, -1) == TWIN.digests(bytes(5000), 0, 0)
     assert not TWIN.fill(words, [1, 2], 0, 3)
     assert not TWIN.fill(words, [1, 2], -1, 1)

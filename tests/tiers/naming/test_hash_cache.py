@@ -43,7 +43,7 @@ def hashed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
             seen.extend(names)
             return names
 
-        module = SimpleNamespace(fill=module.fill, kept_runs=module.kept_runs, names=counted)
+        module = SimpleNamespace(fill=module.fill, names=counted)
     monkeypatch.setattr(chain_module, "compiled", lambda: module)
     return seen
 

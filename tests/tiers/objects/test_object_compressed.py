@@ -373,11 +373,3 @@ def test_the_start_says_what_is_used_and_bad_options_are_one_line(
     with pytest.raises(ConfigError, match=r"\[objects\] compression .*pip install 'zstandard>=0\.23'"):
         open_store(server.endpoint, compression="zstd")
     open_store(server.endpoint).close()  # whoever does not ask for it needs no package
-
-
-def test_a_server_that_dies_in_the_middle_costs_hits_alone(server: ObjectServer) -> None:
-    with opened(server.endpoint, compression="zstd", deadline="300ms", connect_timeout="300ms") as store:
-        wait_until(lambda: set(object_rig.write(store, CHAIN)) == {Outcome.OK})
-        with server.frozen():
-            assert set(read(store, CHAIN)) == {Outcome.TIMEOUT}
-        wait_until(lambda: set(read(store, CHAIN)) == {Outcome.OK})

@@ -150,24 +150,6 @@ def test_a_node_whose_model_computes_otherwise_lends_nothing(
         wait_until(lambda: tier.locate(chain.hashes) == 4)
 
 
-def test_a_node_that_knows_no_probes_lends_all_the_same(key: Path) -> None:
-    def script(
-        connection: socket.socket, session: wire.PeerSession, verb: wire.PeerVerb, names: list[ChainHash]
-    ) -> None:
-        if verb is wire.PeerVerb.KV_PROBE:
-            raise wire.ProtocolError("question")
-        says_held(connection, session, names)
-
-    peer = ScriptedPeer(key, script)
-    try:
-        with borrowing(key, peer.address) as tier:
-            tier.set_kv_probe(probe_of(1.0).packed())
-            wait_until(lambda: tier.locate(chain_of(4).hashes) == 4)
-            assert not [name for name in tier.stats() if name.startswith("failed")]
-    finally:
-        peer.close()
-
-
 def test_a_dead_peer_costs_its_blocks_only_and_comes_back(key: Path, made: list[Node]) -> None:
     chain, other = chain_of(4), chain_of(4, first_token=100)
     made += [Node(key), Node(key)]

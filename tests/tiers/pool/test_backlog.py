@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 from pools import Chain, PoolOf, store
 
-from kvtier.tiers.pool.backlog import Backlog
-from kvtier.tiers.pool.pool import SlotPool
+from kvtier.tiers.pool.pool import Backlog, SlotPool
 from kvtier.tiers.tier import ChainHash
 
 

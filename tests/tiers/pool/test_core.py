@@ -139,8 +139,8 @@ class Program:
             if self.hung:
                 pool.settle(self.hung.pop())
             return None
-        if verb in ("lease", "places"):
-            self.leases.append(pool.lease(hashes, pool.places(hashes) if verb == "places" else None))
+        if verb == "lease":
+            self.leases.append(pool.lease(hashes))
             return self._taken(self.leases[-1])
         if verb == "touch":
             pool.lease(hashes).release()
@@ -328,10 +328,6 @@ def test_a_block_leased_twice_at_once_is_held_twice(form: str) -> None:
 @pytest.mark.parametrize(
     ("verb", "arguments"),
     [
-        ("lease_at", ([-1], [0])),
-        ("lease_at", ([9], [0])),
-        ("lease_at", ([0, 1], [0])),
-        ("lease_at", (["0"], [0])),
         ("unref", ([1 << 70],)),
         ("unref", (["0"],)),
         ("names_of", ([-1],)),
@@ -421,8 +417,6 @@ def test_names_that_contradict_each_other_make_no_ring(form: str) -> None:
         pool.seal(reservation, [0])
     reservation.generations = times
     pool.abandon(reservation)
-    with pytest.raises(ValueError, match="0 names, 1 places"):
-        pool.lease([], pool.places([a]))
 
 
 @needs_both
@@ -434,7 +428,6 @@ def test_names_are_held_no_longer_than_needed() -> None:
     for _ in range(50):
         store(pool, names)
         pool.lease(names).release()
-        pool.lease(names, pool.places(names)).release()
         assert all(pool.holds(names))
         with pytest.raises(ValueError, match="must be 32"):
             pool.lookup([*names, b""])

@@ -1,12 +1,9 @@
 """The policy "predicted": blocks of requests that return least go first; without reports it goes by age."""
 
-import gzip
 import hashlib
-import json
 import random
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,9 +33,7 @@ from kvtier.tiers.reuse.predictor import (
 )
 from kvtier.tiers.tier import ChainHash
 
-ROOT = Path(__file__).resolve().parents[3]
 NO_TAGS = np.zeros(0, np.uint64)
-TRACE = ROOT.parent / "shared" / "traces" / "conversation_trace.jsonl.gz"
 
 
 class Served:
@@ -309,21 +304,6 @@ def test_chance_does_not_hand_over() -> None:
     assert not rival.leads
 
 
-def test_lru_is_expected_to_hold_as_many_blocks_as_there_are_slots() -> None:
-    """Requests of ten blocks, each continued after so many others: within the slots LRU has them, beyond it has not."""
-    for others, expects in ((8, True), (12, False)):
-        rival, number = make_shadow(100), 0
-        for _ in range(300):
-            first = list(range(10 * number, 10 * number + 10))
-            rival.ended(first, 10, 0)
-            for i in range(others):
-                start = 10 * (number + 1 + i)
-                rival.ended(list(range(start, start + 10)), 10, 0)
-            number += others + 1
-            rival.ended(first, 10, 0)
-        assert (rival.num_takeovers > 0) is expects
-
-
 def test_a_sample_stands_for_all_blocks_and_is_the_same_in_equal_beginnings() -> None:
     rival, rng = make_shadow(40_000), np.random.default_rng(1)
     every, counts = 40_000 // 512, []
@@ -473,23 +453,6 @@ def test_on_recorded_agents_it_beats_lru_by_far(num_slots: int, lead: float) -> 
     replay, asked = TraceReplay(without_hints(agents), 1), int(agents.num_prompt.sum())
     lru, tail = (replay.run(Capacity(num_slots, policy=policy)).found.sum() / asked for policy in ("lru", "predicted"))
     assert tail >= lru + lead
-
-
-@pytest.mark.skipif(not TRACE.exists(), reason="the production trace is not here")
-def test_on_the_production_trace_it_beats_lru_by_far() -> None:
-    """The first third of it, in the capacity of the design's table, scaled."""
-    shares = {}
-    with gzip.open(TRACE, "rt") as lines:
-        rows = [json.loads(line) for line, _ in zip(lines, range(4000), strict=False)]
-    for policy in ("predicted", "lru"):
-        served = Served(2048, policy)
-        for row in rows:
-            served.clock.now = row["timestamp"] / 1e3
-            names = [block.to_bytes(32, "little") for block in row["hash_ids"][: row["input_length"] // 512]]
-            served.serve(names, len(names), tokens=row["output_length"])
-        served.pool.check()
-        shares[policy] = served.num_hits / served.num_asked
-    assert shares["predicted"] >= shares["lru"] + 0.02
 
 
 def note(returns: ReusePredictor, now: float, tags: list[int], **told: Any) -> int:

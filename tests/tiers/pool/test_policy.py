@@ -65,24 +65,6 @@ def test_a_list_of_slots_is_a_deque(steps: list[tuple[str, int]]) -> None:
     assert sorted(in_list, key=lambda slot: lists.stamps[slot]) == list(model)
 
 
-def test_lru_orders_by_last_use() -> None:
-    order = Order(LRU, 4)
-    for slot in range(4):
-        order.put(slot, 100 + slot)
-    order.use(0)
-    order.order.leave(2)
-    assert order.evict(2) == [1, 3]
-    assert order.is_victim(0, 1, 2) == [True, False, False]
-    # A victim given back goes before those that stayed.
-    order.order.give_back(3)
-    order.order.enter(2)
-    assert order.evict(9) == [3, 0, 2]
-    order.put(1, 7)
-    order.lists.reset()
-    order.order.reset()
-    assert order.evict(9) == []
-
-
 def test_s3fifo_lets_a_scan_pass_and_keeps_what_is_used() -> None:
     order = Order(S3FIFO, 20)  # small queue: 2 of 20
     for slot in range(20):

@@ -2,7 +2,6 @@
 
 import gc
 import random
-from collections.abc import Iterable, Sequence
 from functools import partial
 
 import pytest
@@ -138,31 +137,6 @@ def test_exhaustion_is_an_answer_not_a_wait(pool_of: PoolOf, chain: Chain, polic
     assert pool.num_evicted == 0
 
 
-def test_reset_forgets_everything_but_bytes_in_use(pool_of: PoolOf, chain: Chain, policy: str) -> None:
-    pool, blocks = pool_of(5, policy), chain(1, 2, 3)
-    store(pool, blocks)
-    lease = pool.lease(blocks[:2])
-    filling = reserved(pool, chain(7))
-    pool.mark_dirty(blocks)
-    pool.reset()
-    assert pool.lookup(blocks) == 0
-    assert pool.check() == PoolCounts(free=2, filling=3, ready=0, leased=0, quarantined=0, dirty=0, tails=0)
-    # The same blocks arrive anew, beside the old bytes that are still being read.
-    store(pool, blocks[:1])
-    assert pool.lookup(blocks) == 1
-    # What began filling before the reset is never named, and goes with its lease.
-    again = reserved(pool, chain(7))
-    late = pool.seal(filling)
-    assert len(late) == 1
-    assert pool.lookup(chain(7)) == 0
-    pool.abandon(filling)  # too late: the slot is leased
-    late.release()
-    pool.seal(again).release()
-    assert pool.lookup(chain(7)) == 1
-    lease.release()
-    assert pool.check() == PoolCounts(free=3, filling=0, ready=2, leased=0, quarantined=0, dirty=0, tails=0)
-
-
 def test_a_hash_given_twice_or_of_another_length_is_refused(pool_of: PoolOf, chain: Chain) -> None:
     pool, one = pool_of(4), chain(1)
     with pytest.raises(ValueError, match="comes twice among 3"):
@@ -231,16 +205,6 @@ def test_of_a_decoding_step_that_has_too_little_room_each_sequence_gets_what_it_
     pool.check()
 
 
-def test_a_block_that_two_requests_of_a_step_store_is_taken_once(chain: Chain, pool_of: PoolOf) -> None:
-    pool = pool_of(slots=8)
-    first, second = pool.reserve_each([(chain(1, 2), None), (chain(1, 2, 3), None)])
-    assert first is not None
-    assert second is not None
-    assert (first.indices, second.indices) == ([0, 1], [2])
-    pool.abandon(first)
-    pool.abandon(second)
-
-
 def test_a_chain_without_blocks_among_what_a_step_stores_takes_nothing(chain: Chain, pool_of: PoolOf) -> None:
     pool = pool_of(slots=8)
     first, nothing, last = pool.reserve_each([(chain(1, 2), None), ([], None), (chain(3), chain(1, 2)[-1])])
@@ -270,56 +234,6 @@ def test_a_block_in_a_preallocated_slot_keeps_its_parent_from_making_room(pool_o
     store(pool, chain(11, 12, 13, 14, 15))  # one block more than is free
     assert pool.holds([parent, child]) == [True, False]
     pool.check()
-
-
-# SlotPool under write-back: dirty blocks outlive clean ones, and are listed in the order they must be written.
-
-
-def test_clean_blocks_are_evicted_before_dirty_ones(pool_of: PoolOf, chain: Chain, policy: str) -> None:
-    pool, dirty, clean = pool_of(4, policy), chain(1, 2), chain(11, 12)
-    store(pool, dirty)  # older
-    store(pool, clean)
-    pool.mark_dirty([*dirty, *chain(99)])
-    assert pool.counts().dirty == 2
-    assert pool.oldest_dirty(9) == dirty  # parents before children
-    assert pool.oldest_dirty(1) == dirty[:1]
-    store(pool, chain(21, 22))
-    assert (pool.lookup(dirty), pool.lookup(clean)) == (2, 0)
-    # Written at last, they are the oldest again.
-    pool.mark_clean(dirty[:1])
-    pool.mark_clean(dirty[1:])
-    assert pool.oldest_dirty(9) == []
-    store(pool, chain(31, 32))
-    assert pool.lookup(dirty) == 0
-    assert pool.num_dirty_dropped == 0
-
-
-# SlotPool under several threads, and under whole traces of prompts.
-
-
-def hit_share(trace: Iterable[Sequence[ChainHash]], num_slots: int, policy: str) -> float:
-    """The share of a trace's blocks that a pool with this policy would have held; each item is one prompt's chain."""
-    pool = SlotPool(num_slots, policy=policy)
-    num_blocks = num_hits = 0
-    for hashes in trace:
-        with pool.lease(hashes) as hits:
-            num_blocks += len(hashes)
-            num_hits += len(hits)
-            reservation = pool.reserve(hashes)
-            if reservation is not None:
-                pool.seal(reservation).release()
-    return num_hits / num_blocks
-
-
-def test_s3fifo_keeps_what_comes_back(chain: Chain) -> None:
-    # A system prompt used by every other request, among prompts that never return.
-    system = chain(*range(20))
-    trace = []
-    for i in range(200):
-        trace.append(system if i % 4 == 0 else chain(*range(1000 + 30 * i, 1030 + 30 * i)))
-    shares = {name: hit_share(trace, 64, name) for name in ("lru", "s3fifo")}
-    assert shares["lru"] < 0.01  # three strangers in between push it out
-    assert shares["s3fifo"] > 0.1  # of at most 20 × 49 / (20 × 50 + 30 × 150) = 0.178
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "predicted"])

@@ -54,7 +54,7 @@ def test_a_bound_costs_the_oldest() -> None:
 def test_a_strict_reader_meets_no_contradiction() -> None:
     rng, clock = random.Random(7), FakeClock()
     changes = SharedChanges(10.0, limit=10, clock=clock)
-    source, shelf = TierEvents("redis", changes), Shelf()
+    source, shelf = TierEvents("redis", lambda: changes), Shelf()
     for _ in range(2000):
         some = rng.sample(range(len(RECORDS)), rng.randint(1, 4))
         match rng.randint(0, 9):
@@ -80,7 +80,7 @@ def test_a_strict_reader_meets_no_contradiction() -> None:
 
 def test_two_nodes_tell_what_each_wrote_or_read(redis_server: RedisServer) -> None:
     with opened(redis_server.url) as one, opened(redis_server.url) as two:
-        ours, theirs = TierEvents("redis", one.change_feed), TierEvents("redis", two.change_feed)
+        ours, theirs = TierEvents("redis", lambda: one.change_feed), TierEvents("redis", lambda: two.change_feed)
         here, there = Shelf(), Shelf()
         written(one, CHAIN)
         here.read(ours)

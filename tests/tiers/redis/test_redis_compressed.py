@@ -229,14 +229,6 @@ def test_an_encrypted_record_comes_back_and_no_other() -> None:
     assert taken(HIDDEN, value[: HIDDEN.head_bytes] + put(HIDDEN)[HIDDEN.head_bytes :]) is Outcome.CHECKSUM
 
 
-def test_lengths_of_encrypted_records_are_few() -> None:
-    payloads = [kv_of(hashlib.sha256(bytes([i])).digest()) for i in range(40)]
-    lengths = {len(put(HIDDEN, payload)) - HIDDEN.head_bytes for payload in payloads}
-    assert len({len(put(FORMS["sealed"], payload)) for payload in payloads}) > 10
-    assert len(lengths) <= 2
-    assert {length % PART for length in lengths} == {0}
-
-
 # Over a server.
 
 
@@ -281,14 +273,6 @@ def test_what_it_saved_is_told_to_prometheus(server: RedisServer, monkeypatch: p
     plain = over_redis(server.url)
     assert not [name for name in plain.stats() if name.startswith("kvtier_compression")]
     settle(plain)
-
-
-@on_a_server
-def test_blocks_that_do_not_shrink_take_what_they_take_without(server: RedisServer) -> None:
-    with opened(server.url, compression="zstd") as store:
-        written(store, CHAIN)
-        assert whole(read(store, CHAIN))
-        assert {len(server.value_of(key_of(store, name))) for name in CHAIN.hashes} == {store.space.value_bytes}
 
 
 @on_a_server

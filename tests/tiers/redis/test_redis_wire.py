@@ -330,40 +330,6 @@ def taken(wire: Wire, items: Sequence[Item], *, as_run: bool) -> list[object]:
     return found
 
 
-@pytest.mark.parametrize("asked", [1, 40, 200])
-def test_a_connection_that_dies_in_a_run_gives_what_was_whole(asked: int) -> None:
-    """At each byte: the values before it are served, the one it is in costs the connection."""
-    value = spelled(b"v" * (8 + SHORT))
-    said = value * 3
-    for end in range(len(said)):
-        wire = scripted(said[:end], 3, [asked] * 99)
-        buffers = [memoryview(bytearray(SHORT)) for _ in range(3)]
-        got: list[object] = []
-        with pytest.raises(WireError):
-            got.extend(together(wire, 8, buffers))
-        assert got == [b"v" * 8] * (end // len(value))
-        assert buffers[: len(got)] == [b"v" * SHORT] * len(got)
-        assert not wire.is_clean
-
-
-def test_many_parts_are_sent_in_order(ends: tuple[Wire, socket.socket]) -> None:
-    wire, server = ends
-    parts = [bytes([i % 256]) * (i % 70) for i in range(3000)]
-    received: list[bytes] = []
-
-    def drain() -> None:
-        while data := server.recv(1 << 16):
-            received.append(data)
-
-    peer = threading.Thread(target=drain)
-    peer.start()
-    wire.begin(time.monotonic() + 10)
-    wire.send([memoryview(part) for part in parts], 0)
-    wire._stream._sock.shutdown(socket.SHUT_WR)  # type: ignore[attr-defined]
-    peer.join()
-    assert b"".join(received) == b"".join(parts)
-
-
 @pytest.mark.parametrize("at", ["line", "payload", "run"])
 def test_a_server_that_drips_cannot_outlast_the_deadline(ends: tuple[Wire, socket.socket], at: str) -> None:
     wire, server = ends
