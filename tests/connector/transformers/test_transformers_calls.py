@@ -100,7 +100,7 @@ def test_an_answer_ends_at_a_stop_string_after_a_hit(open_tier: Open) -> None:
     model, words = model_of("llama"), PreTrainedTokenizerFast(tokenizer_object=tokenizer())
     tokens = torch.tensor([prompt(1, 70)])
     whole = model.generate(tokens, **GREEDY)
-    at, letter = next((at, text) for at in range(70, 78) if (text := words.decode(whole[0, at])).isascii())
+    at, letter = next((at, text) for at in range(70, 78) if (text := str(words.decode(whole[0, at]))).isascii())
     kv = open_tier(model)
     for num_cached in (0, 64):
         answered = kv.generate(tokens, **GREEDY, stop_strings=[letter], tokenizer=words)
