@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from threading import Event, Lock
 from typing import Any
 
+import numpy as np
+
 from kvtier.tiers.checksum import checksum
 from kvtier.tiers.hierarchy.cache_tiers import Wanted
 from kvtier.tiers.hierarchy.hierarchy import Hierarchy
@@ -14,7 +16,7 @@ from kvtier.tiers.host.host import HostRegion, HostTier
 from kvtier.tiers.metrics import Metrics
 from kvtier.tiers.naming.chain import TokenChain, root_hash
 from kvtier.tiers.pool.pool import Reservation
-from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Outcome, Tier
+from kvtier.tiers.tier import BlockRecord, ChainHash, Direction, Lineage, Outcome, Tier
 
 BLOCK_SIZE = 4
 SLOT_BYTES = 4096
@@ -95,8 +97,10 @@ class MemoryTier(Tier):
     def holds(self, hashes: Sequence[ChainHash]) -> list[bool]:
         return [h in self.blocks for h in hashes]
 
-    def held(self) -> list[tuple[ChainHash, ChainHash]]:
-        return [(record.chain_hash, record.parent) for record, _ in self.blocks.values()]
+    def lineage(self) -> Lineage:
+        records = [record for record, _ in self.blocks.values()]
+        columns = [record.chain_hash for record in records], [record.parent for record in records]
+        return Lineage(*(np.frombuffer(b"".join(each), np.uint64).reshape(-1, 4) for each in columns))
 
     def read(self, hashes: Sequence[ChainHash], into: Sequence[memoryview]) -> list[BlockRecord | Outcome]:
         self.gate.wait(30)
