@@ -57,7 +57,9 @@ def plain(server: ServerThread, question: Asked, **options: Any) -> Any:
 
 
 def share_right(texts: Sequence[str], questions: Sequence[Asked]) -> float:
-    return sum(text == f" {written([each.answer])}" for text, each in zip(texts, questions, strict=True)) / len(questions)
+    return sum(text == f" {written([each.answer])}" for text, each in zip(texts, questions, strict=True)) / len(
+        questions
+    )
 
 
 def said(raw: Any) -> str:
