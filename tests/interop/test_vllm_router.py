@@ -1,6 +1,7 @@
 """The router before a real vLLM server: by vLLM's own events a conversation goes where its KV is, to the very token."""
 
 import json
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,9 @@ def spec(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
 class Asked:
     """A router before that server and a replica that says nothing of what it holds."""
 
-    def __init__(self, router: RoutedReplicas, vllm: str, mode: str) -> None:
+    def __init__(self, router: RoutedReplicas, vllm: str) -> None:
         self._router, self._vllm = router, vllm
-        self.mode = mode  # all modes ask one vLLM: what one has asked, the next must not
+        self.salt = uuid.uuid4().hex  # all stories use one vLLM: what one has sent, no other finds
         self.num_known = 0  # tokens of the last prompt, as the router knew it
 
     @property
@@ -56,10 +57,11 @@ class Asked:
         return found
 
     def until_vllm(self, path: str, **body: Any) -> tuple[Any, str, int]:
-        """Ask until vLLM is who answers: the answer, why it was asked, and what was promised."""
+        """Ask until vLLM answers and the router knows what vLLM computed: the answer, the reason, what was promised."""
         for _ in range(2):
-            before = self._router.metrics()
-            asked = {"model": MODEL, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **body}
+            before, held = self._router.metrics(), self.held
+            asked = {"model": MODEL, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+            asked |= {"cache_salt": self.salt, **body}
             answer = self._router.client.post(path, json=asked)
             assert answer.status_code == 200, answer.text
             if answer.headers["x-kvtier-replica"] == self._vllm:
@@ -69,7 +71,11 @@ class Asked:
                     for name in ("kvtier_route_prompt_tokens_total", "kvtier_route_promised_tokens_total")
                 )
                 self.num_known = prompt
-                return answer.json(), self._router.status()["decisions"][0]["reason"], promised
+                reason = self._router.status()["decisions"][0]["reason"]
+                usage = answer.json()["usage"]  # the last token was sampled and not computed
+                expected = held + (usage["total_tokens"] - 1) // BLOCK - whole_blocks(usage) // BLOCK
+                until(lambda expected=expected: self.held >= expected)
+                return answer.json(), reason, promised
         raise AssertionError("they take turns, and vLLM had none")
 
 
@@ -80,7 +86,7 @@ def asked(request: pytest.FixtureRequest, model: Path, spec: str) -> Iterator[As
     with replicas(1, {"id": MODEL, "object": "model"}) as silent, routed(spec, silent[0].url, **own) as router:
         until(lambda: router.status()["replicas"][0]["state"] == "up")
         until(lambda: router.status()["replicas"][0]["events"]["state"] == "live")
-        yield Asked(router, spec.partition(",")[0].removeprefix("http://"), request.param)
+        yield Asked(router, spec.partition(",")[0].removeprefix("http://"))
 
 
 TOOL = {
@@ -105,42 +111,35 @@ def test_an_agents_chat_is_known_to_the_token(asked: Asked) -> None:
         assert asked.num_known == answer["usage"]["prompt_tokens"]
         if number:
             assert reason == "prefix"
-            assert promised == whole_blocks(answer) > 0
-        until_held(asked, answer["usage"]["prompt_tokens"])
+            assert promised == whole_blocks(answer["usage"]) > 0
         call = {"id": f"call_{number}", "type": "function", "function": {"name": "ls", "arguments": '{"path": "/é"}'}}
         messages.append({"role": "assistant", "content": None, "reasoning_content": "Look.", "tool_calls": [call]})
         messages.append({"role": "tool", "tool_call_id": f"call_{number}", "content": "nothing, again"})
 
 
-def whole_blocks(answer: dict[str, Any]) -> int:
+def whole_blocks(usage: dict[str, Any]) -> int:
     """Cached tokens without those of a block that was reused in part: the router promises whole blocks."""
-    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"]) // BLOCK * BLOCK
-
-
-def until_held(asked: Asked, num_tokens: int) -> None:
-    until(lambda: asked.held >= num_tokens // BLOCK)
+    return int(usage["prompt_tokens_details"]["cached_tokens"]) // BLOCK * BLOCK
 
 
 def test_a_chat_with_vllm_stays_with_vllm(asked: Asked) -> None:
     messages = [{"role": "user", "content": "Once upon a time there was a cache that knew what it held. " * 2}]
-    answer, _, promised = asked.until_vllm("/v1/chat/completions", messages=messages, cache_salt=asked.mode)
+    answer, _, promised = asked.until_vllm("/v1/chat/completions", messages=messages)
     assert promised == 0
     for _ in range(3):
-        until_held(asked, answer["usage"]["total_tokens"] - 1)  # the last token was told and not computed
         messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
         messages.append({"role": "user", "content": "And then what did it say?"})
-        answer, reason, promised = asked.until_vllm("/v1/chat/completions", messages=messages, cache_salt=asked.mode)
+        answer, reason, promised = asked.until_vllm("/v1/chat/completions", messages=messages)
         assert reason == "prefix"
-        assert promised == whole_blocks(answer) > 0
+        assert promised == whole_blocks(answer["usage"]) > 0
 
 
 def test_a_tenants_prompt_is_that_tenants(asked: Asked) -> None:
-    prompt = [len(asked.mode), *range(3, 199)]
-    before = asked.held
-    asked.until_vllm("/v1/completions", prompt=prompt, cache_salt="alice")
-    until(lambda: asked.held >= before + len(prompt) // BLOCK)
-    answer, reason, promised = asked.until_vllm("/v1/completions", prompt=prompt, cache_salt="alice")
+    prompt = list(range(3, 203))
+    alice, bob = ({"prompt": prompt, "cache_salt": f"{name} {asked.salt}"} for name in ("alice", "bob"))
+    asked.until_vllm("/v1/completions", **alice)
+    answer, reason, promised = asked.until_vllm("/v1/completions", **alice)
     assert (reason, promised) == ("prefix", 192)
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
-    answer, _, promised = asked.until_vllm("/v1/completions", prompt=prompt, cache_salt="bob")
+    answer, _, promised = asked.until_vllm("/v1/completions", **bob)
     assert (promised, answer["usage"]["prompt_tokens_details"]["cached_tokens"]) == (0, 0)
