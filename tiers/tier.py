@@ -254,6 +254,9 @@ class Tier(ABC):
     bounds: "TenantBounds | None" = None
     """Set by the holder: bounds of tenants here. A tier without quotas ignores them."""
 
+    breaker_limits: tuple[int, float] = 5, 1.0
+    """Set by the holder, at any time, for breakers of the tier's own: failures in a row; seconds to the first probe."""
+
     def used_by(self, tenant: ChainHash) -> int:
         """Bytes of the tenant's blocks that were stored under a bound since the tier was opened. No I/O."""
         return 0

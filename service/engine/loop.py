@@ -407,7 +407,10 @@ class EngineLoop:
             _log.exception("a reset failed: %s", error)
             done.set_exception(_engine_error())
         else:
-            self.fingerprint = self.engine.identity.fingerprint().hex()
+            fingerprint = self.engine.identity.fingerprint()
+            if self._feed is not None:
+                self._feed.follow(fingerprint)
+            self.fingerprint = fingerprint.hex()
             done.set_result(self.fingerprint)
 
     def _refuse(self, request: LiveRequest, error: OpenAIError) -> None:

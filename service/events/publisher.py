@@ -242,6 +242,7 @@ _QUEUE: Final = 1000  # batches that may wait for one subscriber
 _MAX_REQUEST: Final = 1024  # bytes that a subscriber may say at once
 _MAX_REPLAYS: Final = 32  # subscribers served side by side
 _REPLAY_DEADLINE: Final = 10.0  # seconds a subscriber may take no message of its replay
+_MAX_CLOSED: Final = 64  # models that are closed: a replay still says so
 _STEP: Final = 64  # messages of a replay between two looks at the rest
 _HEARTBEAT: Final = 2000  # milliseconds; a subscriber that is gone is noticed after three
 _POLL: Final = 1000  # milliseconds without anything to do
@@ -290,6 +291,7 @@ class Publisher:
         self._tasks: deque[tuple[int, Callable[[], None]]] = deque()
         self._num_waiting = 0
         self._announced: dict[bytes, AnnouncedBlocks] = {}  # by model; from here on the thread's own
+        self._closed: dict[bytes, None] = {}  # of these, oldest first
         self._most_buffered = config.buffer
         self._buffer: deque[NumberedBatch] = deque()
         self._num_buffered = 0  # bytes
@@ -315,7 +317,7 @@ class Publisher:
         self._submit(1, lambda: self._send(fingerprint, self._announced_of(fingerprint).begin_at(root)))
 
     def forget(self, fingerprint: bytes) -> None:
-        self._submit(1, lambda: self._send(fingerprint, self._announced_of(fingerprint).clear()))
+        self._submit(1, lambda: self._forget(fingerprint))
 
     def tells_all(self, fingerprint: bytes) -> bool:
         announced = self._announced.get(fingerprint)
@@ -414,7 +416,15 @@ class Publisher:
             self.counts["keys_refused"] += 1
 
     def _announced_of(self, fingerprint: bytes) -> AnnouncedBlocks:
+        self._closed.pop(fingerprint, None)
         return self._announced.setdefault(fingerprint, AnnouncedBlocks(fingerprint))
+
+    def _forget(self, fingerprint: bytes) -> None:
+        self._send(fingerprint, self._announced_of(fingerprint).clear())
+        self._closed[fingerprint] = None
+        if len(self._closed) > _MAX_CLOSED:  # weights that change at each step of a training are a model each
+            oldest = next(iter(self._closed))
+            del self._closed[oldest], self._announced[oldest]
 
     def _apply(self, fingerprint: bytes, events: Sequence[Event]) -> None:
         blocks = self._announced_of(fingerprint)
@@ -521,6 +531,14 @@ class TierFeed:
                 if events := source.take(MOST):
                     self._publisher.announce(self._fingerprint, events)
         return any(source.waiting for source in self._sources)
+
+    def follow(self, fingerprint: bytes) -> None:
+        """The tiers are empty, and name blocks after other weights now."""
+        if fingerprint != self._fingerprint:
+            self.pump()
+            self.close()
+            self._fingerprint, self._has_all_roots = fingerprint, True
+            self._roots.clear()
 
     def close(self) -> None:
         self._publisher.forget(self._fingerprint)

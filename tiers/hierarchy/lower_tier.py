@@ -425,6 +425,8 @@ class TierPort:
         self.settings = replace(self.settings, failures=failures, retry_after=retry_after)
         for breaker in self.breakers.values():
             breaker.set_limits(failures, retry_after)
+        if (tier := self.tier) is not None:
+            tier.breaker_limits = failures, retry_after
 
     def failed(self, direction: Direction) -> None:
         """An operation of this tier ran past its deadline."""
@@ -561,6 +563,7 @@ class TierPort:
                     elif self.is_shared and self._sent is None:
                         self.eviction_log = self._sent = EvictionLog(self.name, _SENT, clock=self._clock)
                     tier.bounds = self._bounds
+                    tier.breaker_limits = self.settings.failures, self.settings.retry_after
                     self.tier = tier
                     return
                 forgot_at = self.epoch

@@ -97,7 +97,7 @@ class PeersStore(Tier):
     def __init__(self, config: Config, blocks: LentBlocks, key: bytes) -> None:
         """Use `PeersStore.open`."""
         self._config = config.peers
-        self._breaker = config.breaker
+        self.breaker_limits = config.breaker.failures, config.breaker.retry_after
         self._blocks = blocks
         self._key = key
         self._holders = KnownNames[PeerAddress](_NAME_LIFETIME)  # by the replies of peers
@@ -415,6 +415,8 @@ class PeersStore(Tier):
         while not self._closing.is_set():
             try:
                 self._adopt_addresses()
+                for peer in self._peers.values():
+                    peer.breaker.set_limits(*self.breaker_limits)
                 self._tend_away([peer for peer in self._peers.values() if peer.is_away])
                 self._following.tend({} if self._owners.ring is not None else self._peers, self._fail)
             except Exception:  # no thread or file is free
@@ -464,9 +466,7 @@ class PeersStore(Tier):
         """Use these peers and no others."""
         peers = {
             address: self._peers.get(address)
-            or OtherNode(
-                address, self._connect, Breaker(self._breaker.failures, self._breaker.retry_after, time.monotonic)
-            )
+            or OtherNode(address, self._connect, Breaker(*self.breaker_limits, time.monotonic))
             for address in addresses
         }
         for peer in peers.values():

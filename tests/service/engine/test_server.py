@@ -2,11 +2,13 @@
 
 import json
 import signal
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+import torch
 from command_rig import kvtier
 from extent import brief
 from fork_rig import ENGINE, Forked
@@ -315,3 +317,26 @@ def test_events_tell_what_the_engine_holds(model: Path, disk_dir: Path) -> None:
     wait_for(lambda: known() == {})  # an engine that ends holds nothing
     assert not index.counts
     consumer.close()
+
+
+def test_events_follow_new_weights(model: Path) -> None:
+    """A router that follows the model's new topic knows what the engine has now, and what it no longer has."""
+    ids, room = tokenizer().encode(LONG).ids, len(LONG) // BLOCK
+    events, index = event_ports(), PrefixIndex(BLOCK)
+    with serving(model, events=events) as server, ExitStack() as consumers:
+
+        def send_and_wait(name: str) -> str:
+            fingerprint = server.engine.identity.fingerprint()
+            consumer = EventConsumer(name, index, events["publish"], events["replay"], topic=topic_of(fingerprint))
+            consumers.enter_context(closing(consumer))
+            server.client.completions.create(model=MODEL, prompt=ids, max_tokens=1)
+            wait_for(lambda: index.matches(prompt_hashes(ids, BLOCK)).get(name) == {"GPU": room})
+            return fingerprint.hex()
+
+        before = send_and_wait("before")
+        with torch.no_grad():
+            next(server.engine.model.module.parameters()).mul_(2.0)
+        assert server.http.post("/admin/reset", json={}).json() != {"reset": [before]}
+        wait_for(lambda: not index.matches(prompt_hashes(ids, BLOCK)))
+        assert send_and_wait("after") != before
+        assert list(index.matches(prompt_hashes(ids, BLOCK))) == ["after"]

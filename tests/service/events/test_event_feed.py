@@ -124,6 +124,20 @@ def test_frames_and_replay_are_vllms() -> None:
         assert publisher.counts["snapshots"] == 0
 
 
+def test_of_closed_models_the_last_are_kept() -> None:
+    """Weights that change at each step of a training are a model each: a replay may not grow with them."""
+    config = addresses(buffer=1)
+    with Publisher(config) as publisher:
+        models = [number.to_bytes(2, "big") * 16 for number in range(200)]
+        publisher.announce(MODEL, [stored(chain_of(1))])
+        for model in models:
+            publisher.announce(model, [stored(chain_of(1, model=model))])
+            publisher.forget(model)
+        assert publisher.flush(DEADLINE)
+        topics = {topic for _, topic, _, _ in replayed(config, 0)[:-1]}
+    assert topics == {topic_of(model).encode() for model in [MODEL, *models[-64:]]}
+
+
 def test_readers_late_and_early_end_alike() -> None:
     config = addresses()
     early, late = PrefixIndex(SIZE), PrefixIndex(SIZE)

@@ -293,7 +293,10 @@ def test_a_lying_peer_is_a_miss_with_a_reason_and_is_left_alone(
 
     peer = ScriptedPeer(key, script)
     deadline = "200ms" if outcome is Outcome.TIMEOUT else "20s"
-    with borrowing(key, peer.address, failures=2, retry_after="60s", deadline=deadline) as tier:
+    with borrowing(key, peer.address, deadline=deadline) as tier:
+        tier.breaker_limits = 2, 60.0  # as at SIGHUP: nodes known before have the new limits, too
+        (known,) = tier._peers.values()
+        wait_until(lambda: known.breaker._limit == 2)
         for _ in range(2):
             wait_until(lambda: tier.locate(chain.hashes) == 3)
             assert read(tier, chain.hashes) == [outcome] * 3
