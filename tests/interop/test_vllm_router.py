@@ -38,6 +38,7 @@ def spec(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
     events |= {"endpoint": f"tcp://*:{publish}", "replay_endpoint": f"tcp://*:{replay}"}  # without * it connects
     command = ["vllm", "serve", str(model), "--served-model-name", MODEL, "--port", str(port)]
     command += ["--kv-events-config", json.dumps(events)]
+    command += ["--num-gpu-blocks-override", "2000"]  # no story evicts another's blocks
     with serving(command, tmp_path_factory.mktemp("vllm") / "log") as server:
         yield f"{server.url},events=tcp://127.0.0.1:{publish},replay=tcp://127.0.0.1:{replay},block_size={BLOCK}"
 
