@@ -7,7 +7,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -286,6 +286,7 @@ class Transfers:
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
         self._is_copying = False
+        self._traced: set[bytes] = set()  # models, by fingerprint
 
     async def export(self, body: ExportBody) -> Steps:
         async with self._copying(), self._held_open(body.model) as namespace:
@@ -318,10 +319,12 @@ class Transfers:
                 await asyncio.to_thread(namespace.tiers.quotas.recount)
 
     async def trace(self, body: TraceBody) -> Steps:
-        async with self._held_open(body.model) as namespace:
+        async with self._held_open(body.model) as namespace, AsyncExitStack() as at_end:
             tiers = namespace.tiers
-            if tiers.recorder is not None:
+            if namespace.fingerprint in self._traced:
                 raise TierUnavailable("a trace of this model is being recorded already; wait for its end")
+            self._traced.add(namespace.fingerprint)  # before anything is awaited: another request would pass
+            at_end.callback(self._traced.discard, namespace.fingerprint)
             recorder = tiers.recorder = await node.TraceRecorder.start(await self._archive(body.file))
             until = time.monotonic() + (body.duration or float("inf"))
             try:

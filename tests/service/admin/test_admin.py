@@ -4,6 +4,7 @@ import json
 import re
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -339,7 +340,16 @@ def test_lookups_are_recorded(home: Path, daemon: DaemonProcess, tiers: RemoteTi
     assert requests[0].input_length == 16
     assert requests[0].hash_ids == (0, 1, 2, 3)
     assert requests[-1].hash_ids == (0, 1)  # the same blocks, the same numbers
-    # Its end leaves room for another.
+    # Its end leaves room for another, but not for two that come at once.
+    wait_until(lambda: post(daemon, "trace", file="again.jsonl", duration=1).status_code == 200)
+    with ThreadPoolExecutor(4) as clients:
+        files = [{"file": f"{number}.jsonl", "duration": 2} for number in range(4)]
+        assert sorted(each.status_code for each in clients.map(lambda one: post(daemon, "trace", **one), files)) == [
+            200,
+            503,
+            503,
+            503,
+        ]
     shown = says(daemon, "trace", str(home / "third.jsonl"), "--duration", "1s")
     assert shown.startswith("recorded 0 lookups, 0 dropped, 0 bytes in ")
 
