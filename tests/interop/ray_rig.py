@@ -26,8 +26,12 @@ from kvtier.service.ray import RayOptions, build
 
 MODEL: Final = "tiny"
 _STORE: Final = 100 << 20  # bytes of Ray's own object store, at each node
-SLOW: Final = dict.fromkeys(("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S"), "60")
-"""Variables of Ray: on a busy machine it starts its proxy anew as long as that takes more than its 5 seconds."""
+SLOW: Final = {
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_worker_niceness": "0",
+}
+"""Variables of Ray for a busy machine: its workers have nice 15, and a proxy not ready in 5 s is started anew."""
 
 _PATIENCE: Final = 400.0  # seconds: what takes longer hangs, on however busy a machine
 
