@@ -23,6 +23,7 @@ def main() -> None:
     connector = {"kv_connector": "KVTierConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     variables = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     ray.init(
+        address="local",  # never another test's cluster
         num_cpus=16,
         include_dashboard=False,
         object_store_memory=100 << 20,
