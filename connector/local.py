@@ -35,8 +35,12 @@ def open_apart(
 
     Returns that identity; its fingerprint names the blocks. Without a probe nothing is compared. A probe with NaN
     matches none: such models share one more namespace. Raises as `open_tiers`; KVMismatch if every namespace has the
-    KV of another model.
+    KV of another model; ConfigError if blocks are to be cut: these engines have no ranks.
     """
+    for option, most in (("share_across_tp", identity.num_kv_heads), ("share_across_pp", len(identity.layers))):
+        if min(size := getattr(config.cache, option) or 1, most) > 1:
+            fix = 'leave it out, and give vLLM keys "kvtier" and share_across_tp 1: then all find one another\'s'
+            raise ConfigError(f"[cache] {option} {size}: this engine keeps blocks whole; {fix}")
     if probe is not None and not probe.is_finite:
         problem = "this model computes NaN or infinity of a few plain tokens"
         _log.warning("%s: look at its weights and dtype; its blocks are kept apart, and compared with none", problem)

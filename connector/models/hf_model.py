@@ -19,6 +19,7 @@ from kvtier.tiers.naming import DTYPE_BYTES, KVShape, ModelIdentity, config_dige
 
 _REMOTE: Final = "transformers_modules"  # the package of checkpoints' own code
 _UNQUANTISED: Final = "load the model unquantised, or as a checkpoint whose quantised weights are plain tensors"
+_UNDIVIDED: Final = "KVTier has no ranks: load the whole model in one process, without tp_plan"
 _ALL_IN_MEMORY: Final = 'load the whole model into memory (a device_map without "disk", and no meta device)'
 
 if TYPE_CHECKING:
@@ -160,7 +161,8 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _readable(name: str, weight: object) -> torch.Tensor:
     plain = _plain(weight)
     if plain is None:
-        why, fix = f"a {type(weight).__module__}.{type(weight).__qualname__}, of which no bytes are known", _UNQUANTISED
+        kind = f"{type(weight).__module__}.{type(weight).__qualname__}"
+        why, fix = f"a {kind}, of which no bytes are known", _UNDIVIDED if "DTensor" in kind else _UNQUANTISED
     elif plain.is_meta:
         why, fix = "on the meta device, so its bytes are elsewhere", _ALL_IN_MEMORY
     elif plain.layout is not torch.strided or plain.is_quantized:

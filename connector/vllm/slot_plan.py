@@ -252,9 +252,8 @@ def divided(plan: SlotPlan, share: int | None, vllm_config: Any, kv_cache_config
         raise ConfigError(f"{problem}: {tp} ranks do not have equal parts of the {heads} KV heads; leave it out")
     if heads % pieces:
         raise ConfigError(f"{problem}: the model has {heads} KV heads; use a number that divides them")
-    by_head = plan.order == "head-token" and not plan.canonical
-    if pieces % parts and (parts % pieces or not by_head):
-        raise ConfigError(f"{problem}: {parts} ranks would cut its pieces; use a multiple of {parts}")
+    if pieces % parts and parts % pieces:
+        raise ConfigError(f"{problem}: {parts} ranks would cut its pieces; use a divisor or a multiple of {parts}")
     return replace(plan, num_parts=parts, replicas=tp // parts, num_pieces=pieces)
 
 

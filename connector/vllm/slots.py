@@ -1,8 +1,8 @@
 """The layout of vLLM's KV in a slot, as data: which bytes of a rank's tensors lie where in it. Needs no vLLM."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Final
 
 import torch
@@ -109,6 +109,13 @@ class SlotPlan:
         return tuple((number, lane) for number, lane in enumerate(self.lanes) if lane.group not in of_states)
 
     @property
+    def rows(self) -> int:
+        """How many rows a layer of a block has in a slot, with all heads of a piece in each."""
+        if self.canonical:
+            return 2 * self.block_size
+        return 1 if self.order == "head-token" else self.block_size
+
+    @property
     def has_one_table(self) -> bool:
         """Whether a request has one table, of K and V: then each block that failed to load can be reported to vLLM.
 
@@ -145,7 +152,7 @@ def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: i
         if plan.num_pieces is not None and (tensor.shape[2] % cuts or tensor[0].nbytes != sizes[name]):
             fix = "leave [cache] share_across_tp out"
             raise ConfigError(f"KV layout: {tensor.shape[2]} heads of {name} cannot be cut into {cuts}; {fix}")
-        start = (plan.around[0] + starts[name]) * plan.num_parts // pieces + part % sharing * sizes[name]
+        start = (plan.around[0] + starts[name]) * plan.num_parts // pieces + part % sharing * sizes[name] // plan.rows
         for cut, heads in enumerate(tensor.chunk(cuts, 2)):
             piece = (part * cuts + cut) // sharing
             for lane_number, lane in plan.attention:
@@ -154,8 +161,9 @@ def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: i
                 offset = piece * piece_bytes + start + lane.place * sizes[name] // cuts
                 native = [heads.permute(*_ORDERS[plan.order])]
                 for view in _keys_and_values(heads, plan.content) if plan.canonical else native:
-                    parts.append(BlockPart(view, number, offset, lane_number))
-                    offset += parts[-1].num_bytes
+                    for row in _rows(view) if sharing > 1 and plan.rows > 1 else [view]:
+                        parts.append(BlockPart(row, number, offset, lane_number))
+                        offset += parts[-1].num_bytes * (sharing if plan.rows > 1 else 1)
     for record, state in enumerate(plan.states, 1):
         offset = part * state.part_bytes
         for number, (name, size) in enumerate(zip(state.layers, state.layer_bytes, strict=True)):
@@ -176,6 +184,13 @@ def _num_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor]) -> int:
 def _split(tensor: torch.Tensor, dimension: int, *sizes: int) -> torch.Tensor:
     split: torch.Tensor = tensor.unflatten(dimension, sizes)  # type: ignore[no-untyped-call]
     return split
+
+
+def _rows(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """`[blocks, …tokens, heads, content]`, token by token: between two tokens of a rank lie other ranks' heads."""
+    for token in product(*map(range, tensor.shape[1:-2])):
+        index: tuple[slice | int, ...] = (slice(None), *token)
+        yield tensor[index]
 
 
 def _keys_and_values(tensor: torch.Tensor, content: str) -> Sequence[torch.Tensor]:

@@ -13,14 +13,19 @@ import torch
 from doubles import wait_until
 from service_rig import FINGERPRINT
 
-from kvtier.connector.local import LocalConnector, open_tiers
+from kvtier.connector.local import LocalConnector, open_apart, open_tiers
 from kvtier.tiers.config.config import Config
 from kvtier.tiers.copies.copy_ways import CopyWays
+from kvtier.tiers.errors import ConfigError
 from kvtier.tiers.file.about import apart_by_size
 from kvtier.tiers.host.host import HostRegion
 from kvtier.tiers.naming.identity import KVShape, ModelIdentity
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_dim=32, block_size=16, dtype="bfloat16")
+ONE = ModelIdentity(
+    model="tiny", revision="ab" * 20, config_digest="0" * 64, dtype="bfloat16", kv_dtype="bfloat16",
+    compute_dtype="bfloat16", num_kv_heads=2, head_dim=8, block_size=4, layers=(0, 1),
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -85,13 +90,18 @@ def test_copies_are_measured_unless_they_are_configured(batch_from: str | None, 
 
 
 def test_engines_of_two_sizes_leave_word_of_it_beside_their_slabs(tmp_path: Path) -> None:
-    one = ModelIdentity(
-        model="tiny", revision="ab" * 20, config_digest="0" * 64, dtype="bfloat16", kv_dtype="bfloat16",
-        compute_dtype="bfloat16", num_kv_heads=2, head_dim=8, block_size=4, layers=(0, 1),
-    )  # fmt: skip
     config = Config.load(host={"size": "1MiB"}, file={"path": tmp_path, "size": "16MiB"})
-    for identity in (one, replace(one, tp_ranks=(0, 2), tp_size=2)):
+    for identity in (ONE, replace(ONE, tp_ranks=(0, 2), tp_size=2)):
         assert list(apart_by_size(tmp_path)) == []
         open_tiers(config, identity.fingerprint(), SHAPE, identity).close()
         wait_until((tmp_path / f"{identity.fingerprint().hex()}.about.json").exists)
     assert list(apart_by_size(tmp_path)) == ["tiny, tp_size 1 and 2: [cache] share_across_tp"]
+
+
+@pytest.mark.parametrize("option", ["share_across_tp", "share_across_pp"])
+def test_an_engine_without_ranks_refuses_to_cut_blocks(option: str) -> None:
+    """KVTier and kvtier's engine: what one head or layer has cannot be cut, so there any number says the same."""
+    with pytest.raises(ConfigError, match=rf"\[cache\] {option} 4: this engine keeps blocks whole; leave it out"):
+        open_apart(Config.load(cache={option: 4}), ONE, SHAPE, None)
+    for size, identity in ((1, ONE), (4, replace(ONE, num_kv_heads=1, layers=(0,)))):
+        open_apart(Config.load(host={"size": "1MiB"}, cache={option: size}), identity, SHAPE, None)[0].close()

@@ -1,6 +1,7 @@
 """An application of `ray.serve.llm` with two replicas of vLLM; prints what its answers say of cached tokens, as JSON.
 
-Argument: JSON of `model`, `server` (a class, or null for Ray's own) and `tiers`. It runs where Ray and vLLM both are.
+Argument: JSON of `model`, `server` and `router` (a class each, or null for Ray's own) and `tiers`. It runs where Ray
+and vLLM both are.
 """
 
 import json
@@ -22,19 +23,22 @@ def main() -> None:
     connector = {"kv_connector": "KVTierConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     variables = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     ray.init(
+        address="local",  # never another test's cluster
         num_cpus=16,
         include_dashboard=False,
         object_store_memory=100 << 20,
         log_to_driver=False,
         runtime_env={"env_vars": variables},
     )
+    router = {"request_router_config": {"request_router_class": given["router"]}} if given["router"] else {}
     config = LLMConfig(
         model_loading_config={"model_id": "tiny", "model_source": given["model"]},
         server_cls=given["server"],
-        deployment_config={"num_replicas": 2},
+        deployment_config={"num_replicas": 2, **router},
         placement_group_config={"bundles": [{"CPU": 1}]},
         engine_kwargs={
             **{"dtype": "float32", "max_model_len": 1024, "enforce_eager": True, "block_size": BLOCK},
+            "num_gpu_blocks_override": 40,  # fewer than a replica's prompts have: later turns are read from the tiers
             "enable_prompt_tokens_details": True,
             "kv_transfer_config": {**connector, "kv_connector_extra_config": given["tiers"]},
         },

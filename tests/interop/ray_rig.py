@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +26,14 @@ from kvtier.service.ray import RayOptions, build
 
 MODEL: Final = "tiny"
 _STORE: Final = 100 << 20  # bytes of Ray's own object store, at each node
-_START: Final = 240.0  # seconds
+SLOW: Final = {
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_worker_niceness": "0",
+}
+"""Variables of Ray for a busy machine: its workers have nice 15, and a proxy not ready in 5 s is started anew."""
+
+_PATIENCE: Final = 400.0  # seconds: what takes longer hangs, on however busy a machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +108,9 @@ class RayApp:
             assert self.ask(turns).text == answer.text
 
     def engines(self) -> list[int]:
-        """The pids of the engines' processes."""
-        programs = {"kvtier.cli", "vllm.entrypoints.openai.api_server"}
-        return pids(lambda words: not programs.isdisjoint(words) and "--model" in words)
+        """The pids of the engines' processes; not of another model's on this machine."""
+        own = "--model", self._options["model"]
+        return pids(lambda words: own in pairwise(words))
 
 
 def _answer(text: str, headers: Any, usage: Any) -> Answer:
@@ -135,10 +143,11 @@ def vllm_checkpoint(folder: Path) -> Path:
 @contextlib.contextmanager
 def ray_cluster(num_nodes: int) -> Iterator[Cluster]:
     """A head without room for replicas, and so many nodes with room for one."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", **SLOW}
     own = {"include_dashboard": False, "object_store_memory": _STORE}
-    cluster = Cluster(initialize_head=True, head_node_args={**own, "num_cpus": 0})
+    cluster = Cluster()
     try:
+        cluster.add_node(**own, num_cpus=0)
         for _ in range(num_nodes):
             add_node(cluster)
         ray.init(address=cluster.address, log_to_driver=False)
@@ -146,7 +155,22 @@ def ray_cluster(num_nodes: int) -> Iterator[Cluster]:
     finally:
         ray.shutdown()
         cluster.shutdown()
-        until(lambda: not pids(lambda words: "raylet" in words[0]), 60)
+        for pid in _nodes():  # of one that did not start in time
+            kill(pid)
+        until(lambda: not _nodes())
+
+
+def _nodes() -> list[int]:
+    """Processes of Ray's that this process has started, and no other."""
+    programs = pids(lambda words: words[0].endswith(("/raylet", "/gcs_server")))
+    return [pid for pid in programs if parent(pid) == os.getpid()]
+
+
+def parent(pid: int) -> int:
+    """0 for a process that has ended."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
 
 
 def add_node(cluster: Cluster) -> Any:
@@ -162,21 +186,21 @@ def application(cluster: Cluster, model: Path, **options: Any) -> Iterator[RayAp
     app = RayApp(cluster, port, model=str(model), env=env, **{"options": ("--exact",), **options})
     try:
         app.deploy()
-        until(app.is_up if "router" in options else app.running, _START)
+        until(app.is_up if "router" in options else app.running)
         yield app
     finally:
         serve.shutdown()
-        until(lambda: not app.engines(), 60)
+        until(lambda: not app.engines())
 
 
-def until(condition: Callable[[], object], timeout: float) -> None:
+def until(condition: Callable[[], object]) -> None:
     """Wait until the condition holds; what the asked cannot answer meanwhile counts as no."""
-    end = time.monotonic() + timeout
+    end = time.monotonic() + _PATIENCE
     while True:
         with contextlib.suppress(httpx2.HTTPError, KeyError, ValueError):
             if condition():
                 return
-        assert time.monotonic() < end, f"not within {timeout:g} s"
+        assert time.monotonic() < end, f"not within {_PATIENCE:g} s"
         time.sleep(0.25)
 
 

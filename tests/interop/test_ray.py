@@ -11,7 +11,7 @@ pytest.importorskip("ray", reason="needs Ray Serve; run `make test-ray`")
 
 import httpx2
 import openai
-from ray_rig import Crowd, RayApp, add_node, application, kill, ray_cluster, until
+from ray_rig import Crowd, RayApp, add_node, application, kill, parent, ray_cluster, until
 from server_rig import save_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -37,7 +37,7 @@ def app(cluster: Any, model: Path) -> Iterator[RayApp]:
 
 
 def test_a_turn_goes_to_who_has_the_conversation_and_is_read_from_there(app: RayApp) -> None:
-    until(lambda: len(app.running()) == 2, 120)
+    until(lambda: len(app.running()) == 2)
     talks: list[list[str]] = [[f"{number}: {LONG}"] for number in range(6)]
     first = [app.ask(talk) for talk in talks]
     assert all(answer.num_cached < 32 for answer in first)  # the template begins alike
@@ -45,7 +45,7 @@ def test_a_turn_goes_to_who_has_the_conversation_and_is_read_from_there(app: Ray
         talk += [answer.text, f"and then? {LONG}"]
 
     num_blocks = sum(answer.num_prompt // 64 for answer in first)
-    until(lambda: app.num_known("CPU") >= num_blocks, 60)
+    until(lambda: app.num_known("CPU") >= num_blocks)
     for talk, before in zip(talks, first, strict=True):
         answer = app.ask(talk, stream=True)
         assert answer.replica == before.replica
@@ -79,30 +79,26 @@ def test_more_than_engines_compute_at_once_waits_and_is_answered(app: RayApp) ->
 
 def test_an_engine_a_replica_and_a_node_die_under_load_and_no_answer_is_wrong(app: RayApp, cluster: Any) -> None:
     with Crowd(app, 4) as crowd:
-        until(lambda: len(crowd.answers) >= 12, 60)
+        until(lambda: len(crowd.answers) >= 12)
         kill(app.engines()[0])
-        until(lambda: len(app.running()) == 2 and len(app.engines()) == 2, 180)
+        until(lambda: len(app.running()) == 2 and len(app.engines()) == 2)
         seen = len(crowd.answers)
-        until(lambda: len(crowd.answers) >= seen + 8, 60)
+        until(lambda: len(crowd.answers) >= seen + 8)
 
-        kill(_parent(app.engines()[0]))  # the worker of Ray's: its engine goes with it
-        until(lambda: len(app.running()) == 2 and len(app.engines()) == 2, 180)
+        kill(parent(app.engines()[0]))  # the worker of Ray's: its engine goes with it
+        until(lambda: len(app.running()) == 2 and len(app.engines()) == 2)
         seen = len(crowd.answers)
-        until(lambda: len(crowd.answers) >= seen + 8, 60)
+        until(lambda: len(crowd.answers) >= seen + 8)
 
         spare = add_node(cluster)
         lost = next(node for node in cluster.worker_nodes if node is not spare)
         cluster.remove_node(lost, allow_graceful=False)
-        until(lambda: len(app.running()) == 2 and len(app.engines()) == 2, 240)
+        until(lambda: len(app.running()) == 2 and len(app.engines()) == 2)
         seen = len(crowd.answers)
-        until(lambda: len(crowd.answers) >= seen + 8, 60)
+        until(lambda: len(crowd.answers) >= seen + 8)
     # What was under way at a dead engine is lost, and told: at most what four clients had, three times.
     assert sum(crowd.failures.values()) <= 12, crowd.failures
     broken = {"APIError", "APIConnectionError", "RemoteProtocolError", "ReadError"}
     # 500 is Ray's proxy's own: the ingress, too, may have been on the lost node
     assert crowd.failures.keys() <= {"502", "500", *broken}, crowd.failures
     app.require_right(crowd.answers)
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

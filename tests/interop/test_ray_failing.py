@@ -38,7 +38,7 @@ def test_a_request_that_ends_engines_ends_two_and_no_more(tmp_path: Path) -> Non
     program = (sys.executable, str(tmp_path / "engine.py"))
     options: dict[str, Any] = {"replicas": 4, "resources": {"num_cpus": 0.5}, "options": ()}
     with ray_cluster(2) as cluster, application(cluster, tmp_path, program=program, router=OURS, **options) as app:
-        until(lambda: len(engines_of(tmp_path)) == 4, 60)
+        until(lambda: len(engines_of(tmp_path)) == 4)
         before = engines_of(tmp_path)
         answer = httpx2.post(f"{app.url}/v1/completions", json={"prompt": "deadly"}, timeout=60)
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "broken")

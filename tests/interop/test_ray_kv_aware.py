@@ -41,7 +41,7 @@ def test_its_index_finds_conversations_by_our_events(tmp_path: Path, monkeypatch
                 hits += again.replica == first.replica and again.num_cached >= first.num_prompt // 16 * 16
             return hits == 3
 
-        until(is_indexed, 240)
+        until(is_indexed)
         # Chance would do this once in 2^12 tries.
         talks = [[f"talk {number}: {TEXT}"] for number in range(12)]
         first = [app.ask(talk) for talk in talks]

@@ -1,6 +1,7 @@
 """`ray.serve.llm` with kvtier's connector, server and router: `make test-ray`, after `make test-vllm`."""
 
 import json
+import os
 import subprocess
 import venv
 from pathlib import Path
@@ -12,10 +13,11 @@ from redis_rig import standalone
 
 pytest.importorskip("ray", reason="needs Ray Serve; run `make test-ray`")
 
-from ray_rig import vllm_checkpoint
+from ray_rig import SLOW, vllm_checkpoint
 
 ENGINES: Final = (ROOT / ".venv-vllm", ROOT / ".venv-ray")  # what both have is vLLM's
 CHILD: Final = Path(__file__).with_name("_ray_llm_child.py")
+PREFIX: Final = "ray.serve.llm.request_router:PrefixCacheAffinityRouter"
 WHOLE: Final = 224  # of a prompt's first turn, in full blocks
 pytestmark = [
     pytest.mark.slow,
@@ -37,8 +39,10 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
-def ran(python: Path, **given: Any) -> list[int]:
-    done = subprocess.run([python, CHILD, json.dumps(given)], capture_output=True, text=True, timeout=900)
+def ran(python: Path, *, server: str | None = None, router: str | None = None, **given: Any) -> list[int]:
+    given |= {"server": server, "router": router}
+    command = [python, CHILD, json.dumps(given)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, **SLOW})
     assert done.returncode == 0, done.stderr[-4000:]
     [line] = (line for line in done.stdout.splitlines() if line.startswith('{"cached"'))  # among Ray's own
     cached: list[int] = json.loads(line)["cached"]
@@ -48,8 +52,21 @@ def ran(python: Path, **given: Any) -> list[int]:
 def test_with_rays_own_server_a_prompt_is_found_in_redis_wherever_it_goes(python: Path, tmp_path: Path) -> None:
     with standalone() as redis:
         tiers = {"host": {"size": "32MiB"}, "redis": {"url": redis.url}}
-        cached = ran(python, model=str(vllm_checkpoint(tmp_path)), server=None, tiers=tiers)
+        cached = ran(python, model=str(vllm_checkpoint(tmp_path)), tiers=tiers)
     assert min(cached) >= WHOLE
+
+
+def test_with_rays_own_prefix_router_a_prompt_goes_where_its_blocks_are(python: Path, tmp_path: Path) -> None:
+    """As with ours, below: here the text alone leads it."""
+    cached = ran(python, model=str(vllm_checkpoint(tmp_path)), router=PREFIX, tiers={"host": {"size": "32MiB"}})
+    assert min(cached) >= WHOLE
+
+
+def test_rays_kv_aware_router_is_for_an_older_vllm(python: Path) -> None:
+    """As docs/ray.md says. Where this fails, it is time for a story with that router."""
+    code = "import ray.llm._internal.serve.routing_policies.kv_aware.vllm.tokenizer"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=600)
+    assert "No module named 'vllm.entrypoints.chat_utils'" in done.stderr, done.stderr[-4000:]
 
 
 def test_with_our_server_and_router_a_prompt_goes_where_its_blocks_are(python: Path, tmp_path: Path) -> None:

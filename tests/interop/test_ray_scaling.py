@@ -24,12 +24,12 @@ def test_a_new_replica_finds_old_conversations_in_the_tier_that_all_share(tmp_pa
     ):
         (first,) = scaled.running()
         with Crowd(scaled, 8) as crowd:
-            until(lambda: len(scaled.running()) == 2, 240)
+            until(lambda: len(scaled.running()) == 2)
             seen = len(crowd.answers)
-            until(lambda: any(answer.replica != first for _, answer in crowd.answers[seen:]), 120)
-            until(lambda: any(_is_taken_over(turns, answer, first) for turns, answer in crowd.answers), 180)
+            until(lambda: any(answer.replica != first for _, answer in crowd.answers[seen:]))
+            until(lambda: any(_is_taken_over(turns, answer, first) for turns, answer in crowd.answers))
         assert not crowd.failures
-        until(lambda: len(scaled.running()) == 1, 180)  # nobody asks any more
+        until(lambda: len(scaled.running()) == 1)  # nobody asks any more
         scaled.require_right(crowd.answers[-24:])
 
 

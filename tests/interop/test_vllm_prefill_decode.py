@@ -1,4 +1,4 @@
-"""A prefill vLLM stores, a decode vLLM on another node loads, through one Redis: roles, hand-over, and what fails.
+"""A prefill vLLM stores, a decode vLLM on another node loads, by Redis or from peers: roles, hand-over, and what fails.
 
 One engine after the other in the test's process. What is late is hidden in Redis, and comes back while the decode node
 waits. test_vllm_two_servers.py has two servers at once.
@@ -16,6 +16,8 @@ from extent import brief
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 import torch
+from node_rig import free_port, node
+from peers_rig import key_file
 from redis_rig import NO_REDIS, RedisServer, standalone
 from test_vllm_states import OPTIONS as STATE_OPTIONS
 from vllm import SamplingParams
@@ -137,6 +139,25 @@ def test_the_decode_node_loads_all_prefilled_blocks(model: Path, expected: list[
         long = ask(decode, PROMPTS, handed, 80)  # several blocks of answers
         assert [text[:16] for text in texts(long)] == expected
     assert redis.all_keys() == held  # a consumer stores nothing, not even those
+
+
+def test_the_decode_node_loads_them_from_the_prefill_node_s_daemon(
+    model: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    peers = {"PEERS__NODES": " ".join(addresses), "PEERS__KEY_FILE": str(key_file(tmp_path)), "PEERS__DEADLINE": "20s"}
+    first, second = ({"PEERS__LISTEN": address, **peers} for address in addresses)
+    with node(**first) as one, node(**second) as two:
+        handed = prefill(model, {"service": one.section}, PROMPTS)
+        with engine(model, transfer=of_role("kv_consumer", {"service": two.section})) as decode:
+            outputs = ask(decode, PROMPTS, handed)
+            assert (texts(outputs), cached(outputs)) == (expected, CACHED), two.told()
+            assert decode.found_in("peers") == sum(CACHED) // BLOCK, two.told()
+            one.kill()
+            decode.forget_l1()
+            again = ask(decode, PROMPTS, [None] * 3)  # the second node has its own copies
+            assert (texts(again), cached(again)) == (expected, CACHED), two.told()
+            assert decode.found_in("peers") == sum(CACHED) // BLOCK
 
 
 def test_a_refused_store_is_offered_again_when_its_request_ends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
 import torch
 import transformers
+from slab_rig import num_on_disk
+from test_vllm_processes import NUM_BLOCKS, TWO_RANKS, Answers, run
 from vllm_rig import BLOCK, engine, make_checkpoint, prompt, tiers
 
 from kvtier import Config, SamplingParams, open_engine
@@ -56,6 +58,11 @@ def by_our_engine(model: Path, path: Path) -> tuple[list[int], int]:
         return list(answer.token_ids), answer.num_external_tokens
 
 
+def two_ranks(model: Path, path: Path, **given: Any) -> Answers:
+    """The answers of a vLLM of two ranks, of which the first is that to `PROMPT`."""
+    return run(model, tiers(path, keys="kvtier", cache={"share_across_tp": 1}), **TWO_RANKS, **given)
+
+
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [
@@ -68,6 +75,19 @@ def test_one_writes_another_reads(model: Path, tmp_path: Path, writer: Any, read
     right, _ = by_vllm(model, None)
     assert writer(model, tmp_path) == (right, 0)
     assert reader(model, tmp_path) == (right, LOADED)
+
+
+def test_what_two_ranks_of_vllm_store_the_others_find_whole(model: Path, tmp_path: Path) -> None:
+    ranks = two_ranks(model, tmp_path, killed=lambda: num_on_disk(tmp_path) == NUM_BLOCKS)
+    assert ranks.cached == [0, 0, 0], ranks.told
+    for reader in (by_transformers, by_our_engine):
+        assert reader(model, tmp_path) == (ranks.text[0], LOADED)
+
+
+def test_two_ranks_of_vllm_find_their_heads_in_what_another_stored(model: Path, tmp_path: Path) -> None:
+    text, _ = by_transformers(model, tmp_path)
+    ranks = two_ranks(model, tmp_path)
+    assert (ranks.text[0], ranks.cached) == (text, [LOADED, 0, 0]), ranks.told
 
 
 def test_vllms_own_names_are_a_store_of_their_own(model: Path, tmp_path: Path) -> None:

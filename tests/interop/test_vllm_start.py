@@ -335,7 +335,11 @@ def test_latents_with_loss_are_refused(tmp_path: Path) -> None:
     ("share", "changed", "message"),
     [
         (3, {}, "share_across_tp 3: the model has 8 KV heads; use a number that divides them"),
-        (2, {"tp": 4, "keys": "kvtier"}, "share_across_tp 2: 4 ranks would cut its pieces; use a multiple of 4"),
+        (
+            4,
+            {"tp": 6, "heads": 12},
+            "share_across_tp 4: 6 ranks would cut its pieces; use a divisor or a multiple of 6",
+        ),
         (2, {"tp": 3}, "share_across_tp 2: 3 ranks do not have equal parts of the 8 KV heads; leave it out"),
         (2, {"spec": replace(SPEC, kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD)}, "packs its blocks in its own way"),
         (2, {"speculative_config": DRAFT}, "share_across_tp 2: a draft model's KV is in the same blocks, so ranks'"),

@@ -110,10 +110,10 @@ class CacheConfig(Section):
     )
     lossy: Literal["none", "fp8"] = option("none", "fp8: Redis and object store keep K and V as fp8, with loss")
     share_across_tp: Annotated[WholeNumber, Field(ge=1, le=4096)] | None = option(
-        None, "tensor-parallel size that blocks are laid out for; none = the engine's own"
+        None, "tensor-parallel size that blocks are laid out for; none = the engine's own; without ranks only 1"
     )
     share_across_pp: Annotated[WholeNumber, Field(ge=1, le=4096)] | None = option(
-        None, "number of stages that SGLang's pages are cut for; none = the engine's own"
+        None, "number of stages that SGLang's pages are cut for; none = the engine's own; without ranks only 1"
     )
     cache_salt: CacheSalt | None = option(None, "isolates a tenant: other salt, no hit")
     epoch: WholeNumber = option(0, "raise it to invalidate all stored blocks", ge=0, lt=2**63)

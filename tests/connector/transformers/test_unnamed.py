@@ -12,6 +12,8 @@ import torch
 from at_once import at_once
 from kv_tier_rig import Open, hits
 from tiny_models import SIZES, plain, prompt
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._pytree import tree_map
 from transformers import (
     CLIPVisionConfig,
@@ -118,6 +120,18 @@ def test_weights_without_bytes_are_refused_by_name_and_the_model_generates_as_ev
         weights_of(model)
     with pytest.raises(ConfigError, match=told):
         Model(model, "m")
+
+
+def test_a_rank_of_a_divided_model_is_refused() -> None:
+    model: Any = plain("llama")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        layer, mesh = model.model.layers[1].mlp.up_proj, init_device_mesh("cpu", (1,))
+        layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+        with pytest.raises(ConfigError, match=r"up_proj\.weight': a [\w.]*DTensor, .* in one process, without tp_plan"):
+            weights_of(model)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
