@@ -241,9 +241,24 @@ def tables() -> dict[str, str]:
         for word, rows in said.items()
     ]
     made["hints"] = f"{table(worth)}\n{table(known)}\n{_machine(results['hints'])}"
-    for name, benchmark in (("agents", "agent_reuse"), ("tasks", "task_accuracy")):
-        made[name] = f"{table(results[benchmark]['results'])}\n{_machine(results[benchmark])}"
+    made["agents"] = f"{table(results['agent_reuse']['results'])}\n{_machine(results['agent_reuse'])}"
+    made["tasks"] = f"{table(_by_rule(results['task_accuracy']['results']))}\n{_machine(results['task_accuracy'])}"
     return made
+
+
+def _by_rule(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Of each rule the shares and their figures in one row, in percent."""
+    rules: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        rules.setdefault(row["rule"], []).append(row)
+    return [
+        {
+            name: "/".join(f"{100 * row[name]:.0f}" if isinstance(row[name], float) else row[name] for row in some)
+            for name in some[0]
+            if name != "repaired"
+        }
+        for some in rules.values()
+    ]
 
 
 def filled(text: str) -> str:

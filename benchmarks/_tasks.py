@@ -30,8 +30,8 @@ STATEMENTS: Final = 3  # of a document, about different names
 LINKED: Final = 0.35  # how likely a statement refers to another name
 MOST_DOCUMENTS: Final = len(TIMES) - 1
 
-Meaning = tuple[int, str, str]
-"""The place of the token that completes a statement; what it says; which of the documents about its name this is."""
+Meaning = tuple[int, str, str, str]
+"""The place of the token that completes a statement; about whom, what it says, the how manieth about this name."""
 
 
 class Text(NamedTuple):
@@ -56,13 +56,14 @@ def write(rng: np.random.Generator, num_documents: int) -> Text:
                 form, value = FACTS[rng.integers(2)], NUMBERS[rng.integers(len(NUMBERS))]
                 written = value
             text.said[name].append(value)
-            sentences.append((form.format(name, written).split(), written, value, TIMES[len(text.said[name])]))
-        room = LENGTH - 1 - sum(len(sentence) for sentence, *_ in sentences)
+            meaning = str(name), value, TIMES[len(text.said[name])]
+            sentences.append((form.format(name, written).split(), written, meaning))
+        room = LENGTH - 1 - sum(len(sentence) for sentence, _, _ in sentences)
         gaps = np.diff(np.sort(rng.integers(0, room + 1, STATEMENTS)), prepend=0)
-        for gap, (sentence, written, value, times) in zip(gaps, sentences, strict=True):
+        for gap, (sentence, written, meaning) in zip(gaps, sentences, strict=True):
             words += [FILLERS[each] for each in rng.integers(0, len(FILLERS), gap)]
             place = len(words) + max(at for at, word in enumerate(sentence) if word == written)
-            text.meanings.append((number * LENGTH + place, value, times))
+            text.meanings.append((number * LENGTH + place, *meaning))
             words += sentence
         words += [FILLERS[each] for each in rng.integers(0, len(FILLERS), LENGTH - len(words))]
         text.tokens.extend(CODE[word] for word in words)

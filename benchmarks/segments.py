@@ -43,8 +43,8 @@ TIMED_DOCUMENTS: Final = 6
 FORMS: Final = (((4, 24), 8), ((12, 8), 8), ((6, 16), 8), ((40, 8), 8), ((4, 24), 16))  # and the blocks' size
 LONG: Final = (4, 96)  # documents that are found without marks
 
-Arm = tuple[str, Share]
-"""A rule and its share. Share 0 is reuse without repair; share 1 computes everything."""
+Arm = tuple[str, Share] | tuple[str, Share, int]
+"""A rule, its share, maybe its check layer. Share 0 is reuse without repair; share 1 computes everything."""
 
 Recall = tuple[float, float, float]
 """Right answers; of the prompts' tokens those reused, and of these those computed anew."""
@@ -52,7 +52,7 @@ Recall = tuple[float, float, float]
 
 def unbounded(arm: Arm) -> Repair:
     """The repair of an arm, whatever deviation it leaves."""
-    return Repair(*arm, max_deviation=float("inf"))
+    return Repair(arm[0], arm[1], arm[2] if len(arm) == 3 else 1, max_deviation=float("inf"))
 
 
 def recall(

@@ -32,7 +32,8 @@ def test_what_a_text_means_is_what_its_sentences_say() -> None:
             said[found["name"]].append(value)
         assert said == text.said
         assert len(text.meanings) == 6 * STATEMENTS
-        for place, value, times in text.meanings:
+        for place, name, value, times in text.meanings:
+            assert name in NAMES
             assert WORDS[text.tokens[place]] in (value, *NAMES)
             assert times in TIMES[1:]
 
@@ -85,5 +86,5 @@ def test_reuse_without_repair_is_seen_and_repair_gives_answers_back() -> None:
     ended = program(task_accuracy.main, "task_accuracy.py", "--quick", "--json")
     assert ended.returncode == 0, ended.stderr
     targets = {each["name"]: each["measured"] for each in json.loads(ended.stdout)["targets"]}
-    repaired, without = targets.values()
-    assert without < 0.8 < repaired
+    _, repaired, without = targets.values()
+    assert without < 0.5 < repaired
