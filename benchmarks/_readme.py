@@ -252,12 +252,13 @@ def _by_rule(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     for row in rows:
         rules.setdefault(row["rule"], []).append(row)
     return [
-        {
+        {"rule": rule}
+        | {
             name: "/".join(f"{100 * row[name]:.0f}" if isinstance(row[name], float) else row[name] for row in some)
             for name in some[0]
-            if name != "repaired"
+            if name not in ("rule", "repaired")
         }
-        for some in rules.values()
+        for rule, some in rules.items()
     ]
 
 
