@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from _report import ROOT, Given, Result, Row, Target, program
 from _tasks import CODE, FAMILIES, LENGTH, NAMES, answer, write
-from segments import EVERYTHING, NOTHING, RULES, Arm, Asked, answered
+from segments import EVERYTHING, NOTHING, Arm, Asked, answered
 
 MODEL: Final = ROOT / "benchmarks" / "tasks-model"
 DOCUMENTS: Final = 5
@@ -24,8 +24,9 @@ DEEP: Final = 3  # a check layer behind those that join the words of a sentence
 AUTO: Final[Arm] = ("deviation", "auto")
 MOST: Final[Arm] = ("question", SHARES[-1])
 ARMS: Final[tuple[Arm, ...]] = (
-    EVERYTHING, NOTHING, AUTO, *((rule, share) for rule in RULES for share in SHARES),
-    *(("deviation", share, DEEP) for share in SHARES),
+    EVERYTHING, NOTHING, AUTO, *(("deviation", share) for share in SHARES),
+    *(("deviation", share, DEEP) for share in SHARES), *(("question", share) for share in SHARES),
+    *((rule, SHARES[-1]) for rule in ("first", "borders", "random")),
 )  # fmt: skip
 NAMED: Final[dict[Arm, str]] = {EVERYTHING: "everything: right answers", NOTHING: "nothing"}
 
@@ -48,7 +49,7 @@ def drawn(num_texts: int, seed: int = 11) -> tuple[list[Asked], list[str]]:
 def main(args: Given) -> Result:
     torch.set_num_threads(1)
     arms = [EVERYTHING, NOTHING, AUTO, MOST] if args.quick else ARMS
-    questions, families = drawn(10 if args.quick else 80)
+    questions, families = drawn(10 if args.quick else 50)
     rows: list[Row] = []
     least: dict[Arm, float] = {}
     full = dict.fromkeys(FAMILIES, 1.0)
