@@ -170,6 +170,10 @@ segments:
   prompts that never return, segments found ÷ off: CPU | ^prompts
   longest step beside such a repair ÷ beside a prefill | ^longest step
   first token, check under the load ÷ without | ^TTFT with the check
+task_accuracy:
+  worst of four families, share by the check: right answers ÷ prefill's | ^tasks repaired | Running counts
+  same, 20 % repaired by `question` | ^tasks, 20 | Running counts
+  same, without repair | ^tasks without
 both_ends:
   slow tier, load ÷ compute 0.5 – 2: both ends ÷ the best single way | ^bal
   same, elsewhere | ^elsewhere

@@ -281,6 +281,7 @@ UNHELD: Final[Mapping[str, Sequence[Unheld]]] = {
         Unheld("right, of full", "", "rules and shares that are not the default's"),
         Unheld("CPU, of full", "", "the same"),
     ),
+    "task_accuracy": (Unheld("", "", "held by the family that loses most; other rules and shares"),),
     "service_overhead": (
         Unheld("p99", "", "held over the median"),
         Unheld("p99 over median", "beside load", "held as the p99"),

@@ -1,4 +1,4 @@
-"""Writes what programs measured into the README and docs/ (performance, storage, models, operate); lint compares.
+"""Writes what programs measured into the README and docs/; lint compares.
 
 `python benchmarks/_readme.py`; it then says what the page still lacks: a goal, a row, a cause.
 """
@@ -16,9 +16,8 @@ from _goals import Target, held, is_end, left_out, without_mean
 from _report import ROOT, table
 
 PROGRAMS: Final = ROOT / "benchmarks"
-PERFORMANCE, STORAGE, MODELS, OPERATE = (
-    ROOT / "docs" / f"{name}.md" for name in ("performance", "storage", "models", "operate")
-)
+PERFORMANCE, MODELS = (ROOT / "docs" / f"{name}.md" for name in ("performance", "models"))
+FILLED: Final = tuple(f"docs/{name}.md" for name in ("performance", "storage", "operate", "reuse"))  # between marks
 README: Final = ROOT / "README.md"
 BEGIN: Final = "<!-- figures: written by benchmarks/_readme.py from benchmarks/results/ -->\n"
 END: Final = "<!-- end of figures -->\n"
@@ -201,7 +200,7 @@ def written(page: Path, table: str) -> str:
     return text[:start] + table + text[text.index(END, start) :]
 
 
-# tables of docs/performance.md, of compression in docs/storage.md, of backups in docs/operate.md
+# tables between the marks of pages
 
 
 _RIGHT: Final = ("9 of 10 right, points", "5 of 10 right, points", "0 of 10 right, points")
@@ -243,7 +242,24 @@ def tables() -> dict[str, str]:
     ]
     made["hints"] = f"{table(worth)}\n{table(known)}\n{_machine(results['hints'])}"
     made["agents"] = f"{table(results['agent_reuse']['results'])}\n{_machine(results['agent_reuse'])}"
+    made["tasks"] = f"{table(_by_rule(results['task_accuracy']['results']))}\n{_machine(results['task_accuracy'])}"
     return made
+
+
+def _by_rule(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Of each rule the shares and their figures in one row, in percent."""
+    rules: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        rules.setdefault(row["rule"], []).append(row)
+    return [
+        {"rule": rule}
+        | {
+            name: "/".join(f"{100 * row[name]:.0f}" if isinstance(row[name], float) else row[name] for row in some)
+            for name in some[0]
+            if name not in ("rule", "repaired")
+        }
+        for rule, some in rules.items()
+    ]
 
 
 def filled(text: str) -> str:
@@ -306,7 +322,7 @@ def models_table() -> str:
 def main() -> None:
     for page, made in ((PERFORMANCE, figures), (README, six), (MODELS, models_table)):
         page.write_text(written(page, made()))
-    for page in (PERFORMANCE, STORAGE, OPERATE):
+    for page in (ROOT / name for name in FILLED):
         page.write_text(filled(page.read_text()))
     print("\n".join(chain(lacking(saved(), PERFORMANCE.read_text()), ["the pages are written"])))
 

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -24,7 +25,7 @@ import torch
 from _report import Given, Result, Row, Target, program, progress
 from _rig import leave_only, llama, over_slab, random_tokens, settle
 from both_ends import SlowTier
-from recall import LENGTH, MODEL, NUM_DOCUMENTS, asked
+from recall import LENGTH, MODEL, NUM_DOCUMENTS, Asked, asked
 
 from kvtier import Completion, Engine, EngineConfig, Repair, SamplingParams, Segment
 from kvtier.connector import LocalConnector
@@ -42,8 +43,8 @@ TIMED_DOCUMENTS: Final = 6
 FORMS: Final = (((4, 24), 8), ((12, 8), 8), ((6, 16), 8), ((40, 8), 8), ((4, 24), 16))  # and the blocks' size
 LONG: Final = (4, 96)  # documents that are found without marks
 
-Arm = tuple[str, Share]
-"""A rule and its share. Share 0 is reuse without repair; share 1 computes everything."""
+Arm = tuple[str, Share] | tuple[str, Share, int]
+"""A rule, its share, maybe its check layer. Share 0 is reuse without repair; share 1 computes everything."""
 
 Recall = tuple[float, float, float]
 """Right answers; of the prompts' tokens those reused, and of these those computed anew."""
@@ -51,7 +52,7 @@ Recall = tuple[float, float, float]
 
 def unbounded(arm: Arm) -> Repair:
     """The repair of an arm, whatever deviation it leaves."""
-    return Repair(*arm, max_deviation=float("inf"))
+    return Repair(arm[0], arm[1], arm[2] if len(arm) == 3 else 1, max_deviation=float("inf"))
 
 
 def recall(
@@ -63,31 +64,41 @@ def recall(
     marks: bool = True,
     num_questions: int = 4,
 ) -> dict[Arm, Recall]:
-    """Without `marks` what an engine has seen counts: each arm has an engine of its own, and each prompt comes once."""
-    questions, right, length = asked(num_samples, num_questions, form=form), {}, form[1]
+    questions, right = asked(num_samples, num_questions, form=form), {}
+    for arm, answers in answered(MODEL, questions, num_questions, arms, block, marks=marks).items():
+        reused = sum(each.num_segment_tokens for each in answers)
+        right[arm] = (
+            fmean(a.token_ids[0] == each.answer for a, each in zip(answers, questions, strict=True)),
+            reused / sum(each.num_prompt_tokens for each in answers),
+            sum(each.num_repaired_tokens for each in answers) / max(1, reused),
+        )
+    return right
+
+
+def answered(
+    model: Path, questions: Sequence[Asked], of_a_text: int, arms: Sequence[Arm], block: int = 8, *, marks: bool = True
+) -> dict[Arm, list[Completion]]:
+    """What a model answers to questions over documents of one length; so many in a row are over the same ones.
+
+    Without `marks` what an engine has seen counts: each arm has an engine of its own, and each prompt comes once.
+    """
+    found: dict[Arm, list[Completion]] = defaultdict(list)
     settings = EngineConfig(
         block_size=block, num_blocks=60_000 // block, segments="on" if marks else "auto", segment_min_tokens=8
     )
-    segments = [Segment(place * length, (place + 1) * length) for place in range(form[0])]
+    num, length = len(questions[0].documents), len(questions[0].documents[0])
+    segments = [Segment(place * length, (place + 1) * length) for place in range(num)]
     for some in [arms] if marks else [[arm] for arm in arms]:
-        found: dict[Arm, list[Completion]] = defaultdict(list)
-        with Engine.from_pretrained(MODEL, settings, dtype="float32") as engine:
-            for start in range(0, len(questions), 40 * num_questions):  # L1 has room for so many at once
-                part = questions[start : start + 40 * num_questions]
-                engine.precompute([document for each in part[::num_questions] for document in each.documents])
+        with Engine.from_pretrained(model, settings, dtype="float32") as engine:
+            for start in range(0, len(questions), 40 * of_a_text):  # L1 has room for so many at once
+                part = questions[start : start + 40 * of_a_text]
+                engine.precompute([document for each in part[::of_a_text] for document in each.documents])
                 for arm in some:
-                    progress(f"recall: {form[0]} x {form[1]}, {arm[0]} {arm[1]}, from {start}")
+                    progress(f"{num} documents of {length}, {arm[0]} {arm[1]}, from question {start}")
                     given = [segments] * len(part) if marks else None
                     prompts = [each.prompt for each in part]
                     found[arm] += engine.generate(prompts, ONE, segments=given, repair=unbounded(arm))
-        for arm, answers in found.items():
-            reused = sum(each.num_segment_tokens for each in answers)
-            right[arm] = (
-                fmean(a.token_ids[0] == each.answer for a, each in zip(answers, questions, strict=True)),
-                reused / sum(each.num_prompt_tokens for each in answers),
-                sum(each.num_repaired_tokens for each in answers) / max(1, reused),
-            )
-    return right
+    return found
 
 
 class TimedPrompts:

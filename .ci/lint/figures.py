@@ -55,6 +55,7 @@ WRITTEN: Final[Mapping[str, tuple[str, Callable[[Path], str]]]] = {
     "docs/models.md": (PAGES, lambda page: _with(program("_readme").models_table(), page)),
     "docs/storage.md": (PAGES, lambda page: _scaled(page.read_text())),
     "docs/operate.md": (PAGES, lambda page: _scaled(page.read_text())),
+    "docs/reuse.md": (PAGES, lambda page: _scaled(page.read_text())),
     "docs/faults.md": ("python tests/endurance/figures.py", lambda page: str(program("figures").written(page))),
     "docs/architecture.md": (WAY, _with_way),
 }
@@ -71,11 +72,11 @@ def figures(tree: Tree) -> Iterator[str]:
 def saved_tables(tree: Tree) -> Iterator[str]:
     """Each table that benchmarks/_readme.py makes stands in one page, once."""
     tables = program("_readme")
-    text = "".join(tree.text(page) for page in ("docs/performance.md", "docs/storage.md", "docs/operate.md"))
+    text = "".join(tree.text(page) for page in tables.FILLED)
     shown = Counter(name for _, name, _ in tables.MARK.findall(text))
     for name in tree.each(tables.tables()):
         if shown[name] != 1:
-            yield f"docs/performance.md, storage.md, operate.md: the table {name!r} stands there {shown[name]} times"
+            yield f"{', '.join(tables.FILLED)}: the table {name!r} stands there {shown[name]} times"
 
 
 def stories(tree: Tree) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 A document states for names which value they have ("Ada: red") or that they have another's ("Ben: as Ada"). The last
 statement in a text counts. So the same documents in another order give other answers, and the KV of "Ben: as Ada" is
-useless without the documents before it. `recall-model` was trained to answer, by benchmarks/_train_recall.py.
+useless without the documents before it. `recall-model` was trained to answer, by benchmarks/_train.py.
 """
 
 from pathlib import Path
