@@ -133,6 +133,7 @@ PLANTED: Final[dict[str, tuple[Mapping[str, str], str]]] = {
             "docs/performance.md": TABLE.format("events"),
             "docs/storage.md": TABLE.format("redis") * 2,
             "docs/operate.md": "",
+            "docs/reuse.md": "",
         },
         "'redis' stands there 2 times",
     ),
