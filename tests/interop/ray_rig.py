@@ -145,6 +145,7 @@ def ray_cluster(num_nodes: int) -> Iterator[Cluster]:
     """A head without room for replicas, and so many nodes with room for one."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", **SLOW}
     own = {"include_dashboard": False, "object_store_memory": _STORE}
+    before = set(_nodes())  # left by a node that did not start within Ray's own 30 seconds
     cluster = Cluster()
     try:
         cluster.add_node(**own, num_cpus=0)
@@ -155,9 +156,7 @@ def ray_cluster(num_nodes: int) -> Iterator[Cluster]:
     finally:
         ray.shutdown()
         cluster.shutdown()
-        for pid in _nodes():  # of one that did not start in time
-            kill(pid)
-        until(lambda: not _nodes())
+    until(lambda: before.issuperset(_nodes()))
 
 
 def _nodes() -> list[int]:
