@@ -27,6 +27,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.connector import open_tiers
+from kvtier.connector.vllm.blending import Blending, decoder_in
 from kvtier.connector.vllm.identity import adapter_settings, fingerprint, identity, name_instead
 from kvtier.connector.vllm.interface import require_supported_version
 from kvtier.connector.vllm.keys import ServedAdapters, watch_engine_core
@@ -35,9 +36,11 @@ from kvtier.connector.vllm.options import VllmOptions, warn_of_policy
 from kvtier.connector.vllm.plugin import register
 from kvtier.connector.vllm.requests import AnswerReader
 from kvtier.connector.vllm.scheduler import SchedulerHalf
+from kvtier.connector.vllm.segments import why_not
 from kvtier.connector.vllm.slot_plan import divided, slot_order, slot_plan, warn_of_order, why_none, why_unnamed
+from kvtier.connector.vllm.slots import SlotPlan
 from kvtier.connector.vllm.worker import WorkerHalf
-from kvtier.tiers import Metrics, Series, tracing
+from kvtier.tiers import ConfigError, Metrics, Series, tracing
 from kvtier.tiers.config import otlp_target
 from kvtier.tiers.copies import CopyWays
 
@@ -179,6 +182,7 @@ class KVTierConnector(Halves[SchedulerHalf, WorkerHalf], KVConnectorBase_V1, Sup
         self._drops = options.on_reset == "drop"
         self._metrics = Metrics()  # a worker's: of its copies. The scheduler's half counts in its tiers
         self._stats = KVTierStats()
+        self._blends = plan, vllm_config if options.config.cache.segments != "off" else None
         if role == KVConnectorRole.WORKER:
             sleeps = vllm_config.model_config.enable_sleep_mode
             settles = sleeps and not hasattr(KVConnectorBase_V1, "unregister_kv_caches")  # vLLM 0.32 has no hook for it
@@ -220,6 +224,9 @@ class KVTierConnector(Halves[SchedulerHalf, WorkerHalf], KVConnectorBase_V1, Sup
         self._scheduler_half.configure(
             layerwise=options.layerwise, waits=waits, keeps=reason is None, shares=shares, stores=stores
         )
+        if cache.segments != "off":
+            step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+            self._scheduler_half.reuse_segments(step_tokens, why_not(vllm_config, plan))
         model = vllm_config.model_config
         if not model.skip_tokenizer_init:
             self._scheduler_half.reads_answers = AnswerReader(str(model.tokenizer), model.tokenizer_revision)
@@ -304,6 +311,27 @@ class KVTierConnector(Halves[SchedulerHalf, WorkerHalf], KVConnectorBase_V1, Sup
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches, get_tensor_model_parallel_rank())
+        plan, vllm_config = self._blends
+        if vllm_config is not None:
+            self._worker.readiness = self._blend(plan, vllm_config, kv_caches)
+
+    def _blend(self, plan: SlotPlan, vllm_config: Any, kv_caches: dict[str, torch.Tensor]) -> str:
+        """Have the worker blend segments. Returns why it does not; "" if it does."""
+        whole = get_current_vllm_config_or_none()
+        if whole is not None and whole.kv_transfer_config.kv_connector == "MultiConnector":
+            return "beside another connector, which could keep blended blocks"
+        if (reason := why_not(vllm_config, plan)) is not None:
+            return reason
+        if any(tensor.device.type != "cpu" for tensor in kv_caches.values()):
+            return "KV on a GPU"
+        step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        try:
+            layers = vllm_config.compilation_config.static_forward_context
+            decoder, inv_freq = decoder_in(layers, plan, vllm_config.model_config.hf_config)
+        except ConfigError as error:
+            return str(error)
+        self._worker.blending = Blending(decoder, inv_freq, plan, kv_caches, step_tokens)
+        return ""
 
     def unregister_kv_caches(self) -> None:
         """vLLM 0.33 goes to sleep: its KV memory is unmapped next. Raises RuntimeError if copies do not end."""
@@ -347,7 +375,8 @@ class KVTierConnector(Halves[SchedulerHalf, WorkerHalf], KVConnectorBase_V1, Sup
         return self._worker.take_invalid()
 
     def build_connector_worker_meta(self) -> CopyReports | None:
-        return CopyReports.of(self._worker.take_reports()) if self._worker_half is not None else None
+        half = self._worker_half
+        return None if half is None else CopyReports.of(half.take_reports(), *half.take_blended())
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -128,7 +128,7 @@ def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: i
     If kernel blocks are smaller than vLLM's blocks, a block is several consecutive entries. A group of `EngineBlocks`
     is a lane. ConfigError if vLLM's tensors differ in size from the plan.
     """
-    part, num_blocks = rank // plan.replicas, _num_blocks(plan, kv_caches)
+    part = rank // plan.replicas
     pieces = plan.num_pieces or plan.num_parts
     piece_bytes = plan.num_parts * plan.part_bytes // pieces
     cuts = max(1, pieces // plan.num_parts)  # pieces that this rank has
@@ -137,7 +137,7 @@ def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: i
     sizes = dict(zip(plan.layers, plan.layer_bytes, strict=True))
     parts = list[BlockPart]()
     for number, name in enumerate(plan.layers):
-        tensor = _split(kv_caches[name], 0, num_blocks, -1)  # [blocks, kernel blocks, heads, tokens, content]
+        tensor = split_blocks(plan, kv_caches, name)
         if tensor[0].nbytes > sizes[name]:
             raise ConfigError(
                 f"KV layout: a block of {name} has {tensor[0].nbytes} bytes, not {sizes[name]}; {LEAVE_OUT}"
@@ -153,7 +153,7 @@ def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: i
                     continue
                 offset = piece * piece_bytes + start + lane.place * sizes[name] // cuts
                 native = [heads.permute(*_ORDERS[plan.order])]
-                for view in _keys_and_values(heads, plan.content) if plan.canonical else native:
+                for view in keys_and_values(heads, plan.content) if plan.canonical else native:
                     parts.append(BlockPart(view, number, offset, lane_number))
                     offset += parts[-1].num_bytes
     for record, state in enumerate(plan.states, 1):
@@ -173,12 +173,17 @@ def _num_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor]) -> int:
     return kv_caches[first].nbytes // sizes[first]
 
 
+def split_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A layer's tensor as `[blocks, kernel blocks, heads, tokens, content]`."""
+    return _split(kv_caches[name], 0, _num_blocks(plan, kv_caches), -1)
+
+
 def _split(tensor: torch.Tensor, dimension: int, *sizes: int) -> torch.Tensor:
     split: torch.Tensor = tensor.unflatten(dimension, sizes)  # type: ignore[no-untyped-call]
     return split
 
 
-def _keys_and_values(tensor: torch.Tensor, content: str) -> Sequence[torch.Tensor]:
+def keys_and_values(tensor: torch.Tensor, content: str) -> Sequence[torch.Tensor]:
     """Keys and values of `[blocks, kernel blocks, heads, tokens, 2 * dim]`, each as `[blocks, …tokens, heads, dim]`."""
     tokens, both = tensor.shape[3:]
     dim = both // 2
