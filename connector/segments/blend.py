@@ -326,7 +326,7 @@ class Blender:
             tuple(torch.cat(turns, 1) for turns in zip(*(each.turns for each in pack), strict=True)),
             BlendAttention(self._kv, spans),
         )
-        parts = states.split([len(each.positions) for each in pack])
+        parts = torch.split(states, [len(each.positions) for each in pack])
         for each, part in zip(pack, parts, strict=True):
             each.states, each.layer = part, number + 1
 

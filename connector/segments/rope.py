@@ -56,7 +56,7 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def require_rotatable(module: PreTrainedModel) -> torch.Tensor:
-    """The model's `inv_freq`, if KV computed at one position can be moved to another. ConfigError names the obstacle."""
+    """The model's `inv_freq`, if its KV can be moved from one position to another. ConfigError names the obstacle."""
     inv_freq, computed = inverse_frequencies(module), partial(_keys_and_values, module)
     return checked_rotation(module.config, module.dtype, inv_freq, computed)
 

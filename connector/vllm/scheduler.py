@@ -72,7 +72,7 @@ class SchedulerHalf:
         self._was_idle = True
         self._awaits = False  # some request's lookup is pending
         self._events: VllmEvents | None = None  # None unless vLLM publishes events
-        self._segments: SegmentRequests | None = None  # None unless [cache] segments is on
+        self.segments: SegmentRequests | None = None  # None unless [cache] segments is on
         self.reads_answers = requests.AnswerReader(None)
         self._rows: dict[str, requests.TrackedRequest] = {}
         self._ops = WatchedOps(num_blocks, num_ranks)
@@ -100,12 +100,6 @@ class SchedulerHalf:
         self._keeps = keeps
         self._shares = shares
         self._stores = stores
-
-    def reuse_segments(self, step_tokens: int, why_not: str | None) -> None:
-        """Blend marked segments, unless there is a reason against it. `step_tokens`: the most that a step computes."""
-        self._segments = SegmentRequests(self.side, self._plan, self._cache, self._num_blocks, step_tokens)
-        if why_not is not None:
-            self._segments.refuse(why_not)
 
     def publish_events(self, groups: Sequence[Any], algorithm: str, *, shared: bool = True) -> None:
         """Enable `take_events`.
@@ -148,8 +142,8 @@ class SchedulerHalf:
         if isinstance(found, Pending) or (found and self._is_arriving(row)):
             row.answer, row.good_until = (None, False), now + _LOOK_AGAIN
             return row.answer
-        if self._segments is not None and row.most_loaded is None:
-            blended = self._segments.promised(row, found)
+        if self.segments is not None and row.most_loaded is None:
+            blended = self.segments.promised(row, found)
             self._awaits |= isinstance(blended, Pending)
             if isinstance(blended, Pending):
                 row.answer, row.good_until = (None, False), now + _LOOK_AGAIN
@@ -170,7 +164,7 @@ class SchedulerHalf:
         if row is None:
             return
         row.answer = None
-        if self._segments is not None and self._segments.allocated(row, num_external_tokens, tables[0]):
+        if self.segments is not None and self.segments.allocated(row, num_external_tokens, tables[0]):
             row.tables = tables
             self._next.targets.update(tables[0][row.num_l1_tokens // self._plan.block_size :])
             return
@@ -228,11 +222,7 @@ class SchedulerHalf:
         fences = self._ops.readers(written)
         self._expect(plan)
         self.memory = handle_of(self.side.tiers, self.memory, plan)
-        blends, dropped, room = {}, set[str](), 0
-        if self._segments is not None:
-            blends, dropped = self._segments.orders()
-            room = self._segments.room(output.total_num_scheduled_tokens)
-        return StepMessage(
+        message = StepMessage(
             region=self.memory,
             plan=plan.encode(),
             final_stores=final_stores.encode(),
@@ -241,10 +231,11 @@ class SchedulerHalf:
             lost=step.lost,
             late=frozenset(step.late),
             touches=not step.targets.isdisjoint(requests.touched(output)),
-            blends=blends,
-            dropped=dropped,
-            room=room,
         )
+        if self.segments is not None:
+            message.blends, message.dropped = self.segments.orders()
+            message.room = self.segments.room(output.total_num_scheduled_tokens)
+        return message
 
     def spoiled(self, blocks: set[int]) -> None:
         """These blocks could not be loaded: fail the stores of requests that computed on them.
@@ -261,8 +252,8 @@ class SchedulerHalf:
         if reports is None:
             return
         self._reported_at = time.monotonic()
-        if self._segments is not None:
-            self._segments.apply(reports.blended, reports.readiness)
+        if self.segments is not None:
+            self.segments.apply(reports.blended, reports.readiness)
         report, loaded = self._ops.apply(reports)
         for request_id in loaded:
             self._arriving.pop(request_id, None)
@@ -284,7 +275,7 @@ class SchedulerHalf:
         if row.stored is not None and request.num_computed_tokens:
             ops = self._store(row, request.num_computed_tokens - request.num_in_flight_tokens, tables)
             self._final.update(dict.fromkeys(ops, row.tables))
-        approximate = self._segments.finished(row) if self._segments is not None else None
+        approximate = self.segments.finished(row) if self.segments is not None else None
         self._forget(row, requests.answered_of(request, self.reads_answers, self.side.tiers.metrics.hint_ignored))
         return approximate or self._handovers.offer(row)
 
@@ -306,7 +297,7 @@ class SchedulerHalf:
         events = self._events
         if events is not None and events.source.waiting:
             return True
-        coming = bool(self._ops or self._final or self._late or self._segments)
+        coming = bool(self._ops or self._final or self._late or self.segments)
         coming |= events is not None and events.source.coming
         return coming and time.monotonic() - self._reported_at < _PATIENCE
 
@@ -345,8 +336,8 @@ class SchedulerHalf:
         if self.side.traces and (trace := self.side.traces.get(row.request_id)) is not None:
             self._end_trace(row, trace)
         del self._rows[row.request_id]
-        if self._segments is not None:
-            self._segments.finished(row)
+        if self.segments is not None:
+            self.segments.finished(row)
         for known in (row, row.closed, row.states):
             if known is not None:
                 self.side.finished(known.request_id, answered if known is row else None)
@@ -488,8 +479,8 @@ class SchedulerHalf:
         for request_id, first in self.side.refused:
             if (row := self._rows.get(request_id)) is not None:  # states are not retried
                 row.refused = first if row.refused is None else min(first, row.refused)
-        if self._segments is not None:
-            plan, of_blends = self._segments.take(plan)
+        if self.segments is not None:
+            plan, of_blends = self.segments.take(plan)
             self._ops.expect(StepPlan(plan.step, plan.region, of_blends))
         final, self._final = self._final, {}
         self._late = {op_id: tables for op_id, tables in final.items() if tables and op_id in late}

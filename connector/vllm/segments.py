@@ -261,7 +261,7 @@ class SegmentRequests:
         if given.get("do_remote_decode") or given.get("do_remote_prefill"):
             self._compute(marked, "handover")
             return marked
-        if self._refusal is not None or request.num_output_tokens or getattr(request, "resumable", False):
+        if self._refusal is not None or request.num_output_tokens or request.resumable:
             self._compute(marked, UNSUPPORTED)
             return marked
         try:
@@ -304,7 +304,7 @@ class SegmentRequests:
         most = num_exact if row.most_stored is None else min(row.most_stored, num_exact)
         row.most_stored = most // self._size * self._size
         _rename(row.request, num_exact // self._hash_size)
-        if (stats := getattr(row.request, "prefill_stats", None)) is not None:  # segments are not cached tokens
+        if (stats := row.request.prefill_stats) is not None:  # segments are not cached tokens
             stats.set(row.request.num_prompt_tokens, row.num_l1_tokens, num_loaded)
         self._coming[row.request_id] = order
         self._running[row.request_id] = marked.num_blocks
