@@ -2,7 +2,8 @@
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,6 +38,8 @@ MARKS: Final = [[64, 128], [133, 197]]
 ANSWER: Final = 40  # tokens: more than a block
 ON: Final[dict[str, Any]] = {"keys": "kvtier", "cache": {"segments": "on"}}
 HARDLY: Final = {"rule": "first", "share": 0.05, "max_deviation": 1e9}  # weights are random, so the text is another
+
+IN_FULL: Final = {"rule": "first", "share": 1.0}
 
 
 def params(marks: Any = None, repair: dict[str, Any] | None = None, num_tokens: int = ANSWER, **more: Any) -> Any:
@@ -78,9 +81,10 @@ def expected(model: Path) -> list[list[int]]:
         return plain.text(PROMPTS, ANSWER)
 
 
+@pytest.mark.timeout(600)
 def test_blends_of_a_served_model_answer_as_a_full_prefill_does(tmp_path: Path) -> None:
     """Three of four documents are reused. Without repair the answers are wrong: the ruler measures."""
-    questions = asked(50, 4, form=(4, BLOCK))
+    questions = asked(25, 4, form=(4, BLOCK))
     config: dict[str, Any] = {
         "kv_connector": "KVTierConnector",
         "kv_role": "kv_both",
@@ -90,29 +94,35 @@ def test_blends_of_a_served_model_answer_as_a_full_prefill_does(tmp_path: Path) 
     command = ["vllm", "serve", str(servable(tmp_path)), "--port", str(free_port())]
     marks = [[place * BLOCK, (place + 1) * BLOCK] for place in range(4)]
     with serving([*command, "--kv-transfer-config", json.dumps(config)], tmp_path / "log") as server:
-        for each in questions[::4]:
-            for document in each.documents[1:]:
-                server.ask(document, 1)
+        documents = [document for each in questions[::4] for document in each.documents[1:]]
+        for _ in at_once(server, documents, None):
+            pass
         server.forget_l1()
         full, _ = answers(server, questions, {"max_offload_tokens": 0})  # else its blocks would be an exact prefix
         right, repaired = {}, {}
-        for share in (0.15, 0.2, 0.0):
+        for share in (0.2, 0.0):
             server.forget_l1()
             told = {"kvtier_segments": marks, "kvtier_repair": {"share": share, "max_deviation": 1e9}}
-            right[share], repaired[share] = answers(server, questions, told)
+            right[share], repaired[share] = answers(server, questions if share else questions[:40], told)
         metrics = httpx.get(f"{server.url}/metrics").text
     assert full >= 0.97
-    assert min(right[0.15], right[0.2]) >= 0.95 * full, (right, full)
+    assert right[0.2] >= 0.95 * full, (right, full)
     assert right[0.0] <= 0.85 * full, (right, full)
-    assert repaired == {0.15: pytest.approx(0.15, abs=0.01), 0.2: pytest.approx(0.2, abs=0.01), 0.0: 0.0}
+    assert repaired == {0.2: pytest.approx(0.2, abs=0.01), 0.0: 0.0}
     assert "vllm:kvtier_blends_total{" in metrics
+
+
+def at_once(server: Server, prompts: Sequence[list[int]], told: dict[str, Any] | None) -> Iterator[Any]:
+    """What the server answers, several at a time."""
+    with ThreadPoolExecutor(4) as threads:
+        yield from threads.map(lambda tokens: server.ask(tokens, 1, told), prompts)
 
 
 def answers(server: Server, questions: Sequence[Any], told: dict[str, Any]) -> tuple[float, float]:
     """The share of right answers, and of the reused tokens those computed again."""
     right, counts = 0, {"segment": 0, "repaired": 0}
-    for each in questions:
-        answer, about = server.ask(each.prompt, 1, told)
+    found = at_once(server, [each.prompt for each in questions], told)
+    for each, (answer, about) in zip(questions, found, strict=True):
         right += answer.tokens == [each.answer]
         if "kvtier_segments" in told:
             assert about is not None
@@ -150,26 +160,30 @@ def test_nothing_approximate_is_found_by_another_request(model: Path, expected: 
         assert outcomes(vllm) == {"blended": 2, "absent": 1}
 
 
-def test_blended_requests_beside_exact_ones_of_the_same_prompt(model: Path, expected: list[list[int]]) -> None:
-    """All in one batch, several times, blends in pieces, and with too few blocks: some lose theirs and go on."""
+def test_blended_requests_beside_exact_ones_of_the_same_prompt(
+    model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blended in pieces, and with too few blocks for both: the blended one loses its blocks and goes on."""
     [right], [tokens] = expected, PROMPTS
-    with engine(model, {**tiers(), **ON}, num_gpu_blocks_override=36, max_num_batched_tokens=64) as vllm:
+    with engine(
+        model, {**tiers(), **ON}, num_gpu_blocks_override=18, max_num_batched_tokens=64, max_model_len=512
+    ) as vllm:
+        monkeypatch.setattr(vllm.half.segments, "_room", 18)
         precompute(vllm)
         llm, preempted = vllm.llm.llm_engine, 0
         for turn in range(3):
-            names = [f"{turn} exact", f"{turn} marked", f"{turn} last", f"{turn} marked too"]
-            for name in names:
-                is_marked = "marked" in name
-                about = params(MARKS, num_tokens=150) if is_marked else params(num_tokens=150, max_offload_tokens=0)
-                llm.add_request(name, {"prompt_token_ids": tokens}, about)
-            requests, said = list(vllm.scheduler.requests.values()), dict[str, list[int]]()
+            exact = params(num_tokens=150, max_offload_tokens=0)
+            for kind, about in (("exact", exact), ("marked", params(MARKS, num_tokens=150))):
+                llm.add_request(f"{turn} {kind}", {"prompt_token_ids": tokens}, about)
+            [_, marked], said = vllm.scheduler.requests.values(), dict[str, list[int]]()
             while llm.has_unfinished_requests():
                 said |= {each.request_id: text(each) for each in llm.step() if each.finished}
-            preempted += sum(each.num_preemptions for each in requests if "marked" in each.request_id)
-            assert [said[name][:ANSWER] == right for name in names] == [True, False, True, False]
+            preempted += marked.num_preemptions
+            assert [said[f"{turn} {kind}"][:ANSWER] == right for kind in ("exact", "marked")] == [True, False]
+            assert text(ask(vllm, tokens, max_offload_tokens=0)) == right  # in vLLM's cache there are both
             vllm.forget_l1()
         assert preempted
-        assert outcomes(vllm) == {"blended": 6}
+        assert outcomes(vllm) == {"blended": 3}
         assert text(ask(vllm, tokens)) == right
 
 
@@ -180,7 +194,7 @@ def test_layers_of_each_family_compute_what_vllm_computes(family: str, tmp_path:
     with engine(path, {**tiers(), **ON}) as vllm:
         right = text(ask(vllm, PROMPTS[0], max_offload_tokens=0))
         precompute(vllm)
-        found = ask(vllm, PROMPTS[0], MARKS, {"rule": "first", "share": 1.0})
+        found = ask(vllm, PROMPTS[0], MARKS, IN_FULL)
         assert text(found) == right
         assert found.kv_transfer_params == {
             "kvtier_approximate": {"segment": 128, "repaired": 128, "repair_share": 1.0}
@@ -253,7 +267,7 @@ def test_set_ups_that_are_not_blended_say_why(
 
 
 def test_who_decodes_beside_a_blend_gets_a_token_in_every_step(model: Path) -> None:
-    with engine(model, {**tiers(), **ON}, max_num_batched_tokens=64) as vllm:
+    with engine(model, {**tiers(), **ON}, max_num_batched_tokens=BLOCK) as vllm:
         precompute(vllm)
         llm, steps, decoded = vllm.llm.llm_engine, 0, 0
         llm.add_request("decodes", {"prompt_token_ids": QUESTION}, params(num_tokens=200))
@@ -263,25 +277,25 @@ def test_who_decodes_beside_a_blend_gets_a_token_in_every_step(model: Path) -> N
             "blended", {"prompt_token_ids": PROMPTS[0]}, params(MARKS, {"share": 0.3, "max_deviation": 1e9})
         )
         [request, _] = vllm.scheduler.requests.values()
-        while True:
+        while not steps or vllm.half.segments:
             seen = request.num_output_tokens
             llm.step()
             steps, decoded = steps + 1, decoded + request.num_output_tokens - seen
-            if not vllm.half.segments and steps > 1:
-                break
         assert steps == decoded
-        assert steps > 3
+        assert steps >= 3
         llm.abort_request(["decodes", "blended"])
 
 
 def test_a_request_that_is_aborted_while_it_is_blended_gives_its_blocks_back(model: Path) -> None:
-    with engine(model, {**tiers(), **ON}, max_num_batched_tokens=64) as vllm:
+    with engine(model, {**tiers(), **ON}, max_num_batched_tokens=BLOCK) as vllm:
         precompute(vllm)
         llm, pool = vllm.llm.llm_engine, vllm.scheduler.kv_cache_manager.block_pool
         free = pool.get_num_free_blocks()
-        llm.add_request("guest", {"prompt_token_ids": PROMPTS[0]}, params(MARKS))
-        while not vllm.half.segments:
+        llm.add_request("guest", {"prompt_token_ids": PROMPTS[0]}, params(MARKS, IN_FULL))
+        for _ in range(100):
             llm.step()
+            if vllm.half.segments:
+                break
         assert pool.get_num_free_blocks() < free
         llm.abort_request(["guest"])
         vllm.settle()
