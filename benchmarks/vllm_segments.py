@@ -8,6 +8,7 @@ each. Three prompts an arm, in turns; medians. Runs in `.venv-vllm` (`.ci/beside
 
 import time
 from collections import defaultdict
+from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
@@ -75,7 +76,7 @@ def main(args: Given) -> Result:
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     config = tiers(keys="kvtier", host={"size": "256MiB"}, cache={"segments": "on"})
     with scratch("vllm-segments") as folder:
-        path = saved_llama(folder, 768, 8, heads=12, kv_heads=4, head_dim=64)
+        path = saved_llama(Path(folder), 768, 8, heads=12, kv_heads=4, head_dim=64)
         options = {"max_model_len": 4096, "num_gpu_blocks_override": 512, "max_num_batched_tokens": STEP}
         with engine(path, config, **options) as vllm:
             prompts = Prompts(vllm, length)

@@ -196,9 +196,6 @@ class Blending:
         self._running: dict[str, _Blending] = {}
         self._is_tested = False  # KV that vLLM stored is what is computed here
 
-    def __bool__(self) -> bool:
-        return bool(self._running)
-
     def start(self, request_id: str, order: BlendOrder, region: HostRegion) -> None:
         """Copy what is reused, which L2 may then forget. ConfigError if this model turns out not to be blended."""
         size = self._block_shape[2]

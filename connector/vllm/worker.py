@@ -191,17 +191,15 @@ class WorkerHalf:
         self._stores = StepPlan.decode(message.plan)
         for request_id, blocks in message.lost.items():
             self._lost(request_id, blocks, waits=request_id in message.late)
-        copies = final_stores or message.fences or self._stores.loads or message.blends
-        side = self._connected(message.region) if copies else None
+        side = self._connected(message.region) if final_stores or message.fences or self._stores.loads else None
         if side is None:
             self._refuse(final_stores)
-        else:
-            self._store(side, final_stores)
-            side.fence(message.fences)
-            side.begin(self._stores, early=not message.touches)
-            if self._starts_early(message):
-                self._load(side)
-        self._blend(message, self._region if side is not None else None)
+            return
+        self._store(side, final_stores)
+        side.fence(message.fences)
+        side.begin(self._stores, early=not message.touches)
+        if self._starts_early(message):
+            self._load(side)
 
     def start_load(self, message: WorkerStep) -> None:
         """Start this step's loads. Those its compute needs are waited for here, or layer by layer."""
@@ -235,6 +233,9 @@ class WorkerHalf:
             self._store(side, plan)
 
     def collect(self) -> None:
+        """The step's compute is issued, and on a CPU over: blend, and collect what has ended."""
+        if self._step is not None and (self._step.blends or self._tables):
+            self._blend(self._step)
         self._reports.append(WorkerReport((), tuple(self._refused)))
         self._refused = []
         if self._side is None:
@@ -252,17 +253,20 @@ class WorkerHalf:
                 raise RuntimeError(f"a load that a step needed has not ended in {_DEADLINE:.0f} s: memory is stuck")
             self._apply(self._side.poll())
 
-    def _blend(self, message: WorkerStep, region: HostRegion | None) -> None:
-        """Begin this step's blends, and go on with all."""
+    def _blend(self, message: WorkerStep) -> None:
+        """Begin a step's blends, and go on with all. A prefix that they read may be what the step itself has computed.
+
+        vLLM shares a block with other requests when it plans the step that computes it.
+        """
+        side = self._connected(message.region) if message.blends else None
         for request_id, order in message.blends.items():
-            first = order.num_l1 // self._plan.block_size
-            self._tables[request_id] = order.blocks[first:]
+            self._tables[request_id] = order.blocks[order.num_l1 // self._plan.block_size :]
             op_ids = tuple(source.op_id for source in order.sources)
             try:
-                if self.blending is None or region is None:
+                if self.blending is None or side is None or self._region is None:
                     self._end_blend(request_id, UNSUPPORTED if self.blending is None else "unreachable")
                 else:
-                    self.blending.start(request_id, order, region)
+                    self.blending.start(request_id, order, self._region)
             except ConfigError as error:
                 self.blending, self.readiness = None, str(error)
                 self._end_blend(request_id, UNSUPPORTED)
@@ -278,9 +282,8 @@ class WorkerHalf:
         for request_id in message.dropped:
             if self.blending.drop(request_id):
                 self._end_blend(request_id, "aborted")
-        if self.blending and not message.touches:
-            for request_id, result in self.blending.advance(message.room).items():
-                self._end_blend(request_id, result)
+        for request_id, result in self.blending.advance(message.room).items():
+            self._end_blend(request_id, result)
 
     def _end_blend(self, request_id: str, result: BlendResult | str) -> None:
         """Report a blend that ended; if it did not fill its blocks, vLLM computes them."""

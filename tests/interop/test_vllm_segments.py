@@ -286,6 +286,24 @@ def test_who_decodes_beside_a_blend_gets_a_token_in_every_step(model: Path) -> N
         llm.abort_request(["decodes", "blended"])
 
 
+def test_a_prefix_that_another_request_computes_in_the_same_step_is_read_behind_it(model: Path) -> None:
+    """vLLM shares a block with others when the step that computes it is planned."""
+    prefix = prompt(6, 2 * BLOCK)
+    tokens, marks = [*prefix, *DOCUMENTS[0], *QUESTION], [[64, 128]]
+    with engine(model, {**tiers(), **ON, "cache": {"segments": "on", "store_generated": False}}) as vllm:
+        precompute(vllm)
+        llm, said = vllm.llm.llm_engine, dict[str, list[int]]()
+        llm.add_request("computes", {"prompt_token_ids": [*prefix, *QUESTION]}, params(num_tokens=4))
+        llm.add_request("blended", {"prompt_token_ids": tokens}, params(marks))
+        while llm.has_unfinished_requests():
+            said |= {each.request_id.rpartition("-")[0] or each.request_id: text(each) for each in llm.step()}
+        assert outcomes(vllm) == {"blended": 1}
+        vllm.forget_l1()
+        alone = ask(vllm, tokens, marks)
+        assert alone.num_cached_tokens == 2 * BLOCK
+        assert said["blended"] == text(alone)
+
+
 def test_a_request_that_is_aborted_while_it_is_blended_gives_its_blocks_back(model: Path) -> None:
     with engine(model, {**tiers(), **ON}, max_num_batched_tokens=BLOCK) as vllm:
         precompute(vllm)
