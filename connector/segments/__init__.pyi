@@ -1,7 +1,7 @@
 from .blend import BlendAttention, Blender, TransformersDecoder, Turns
 from .paged_attention import PAGED_ATTENTION, AttentionSpan, PackedAttention, PagedKV, Scoring, uploaded
 from .progress import Blend
-from .rope import Layers, attending, checked_rotation, require_rotatable
+from .rope import Layers, attending, checked_rotation, require_rotatable, tolerance_of
 from .segment import (
     REPAIR_RULES,
     SEGMENT_OUTCOMES,
@@ -49,5 +49,6 @@ __all__ = [
     "checked_rotation",
     "checked_segments",
     "require_rotatable",
+    "tolerance_of",
     "uploaded",
 ]

@@ -44,8 +44,6 @@ def rotated(keys: torch.Tensor, distance: int, inv_freq: torch.Tensor, *, interl
 
 _NUM_TOKENS: Final = 24
 _NEAR, _FAR = 17, 3000  # distances in positions
-_TOLERANCE: Final = {torch.float32: 5e-3}  # relative; a wrong rotation is off by about 1
-_COARSE: Final = 0.1  # for 16-bit types, whose rounding adds up over the layers
 _MOVING: Final = {
     "dynamic": "dynamic NTK scaling, whose frequencies depend on the length of the prompt",
     "longrope": "longrope scaling, whose frequencies depend on the length of the prompt",
@@ -53,6 +51,14 @@ _MOVING: Final = {
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 """K and V of every layer, `[1, kv heads, tokens, head dim]`."""
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """The relative error that rounding alone may cause; a wrong rotation is off by about 1.
+
+    That of 16-bit types adds up over the layers.
+    """
+    return 5e-3 if dtype is torch.float32 else 0.1
 
 
 def require_rotatable(module: PreTrainedModel) -> torch.Tensor:
@@ -76,7 +82,7 @@ def checked_rotation(
         raise _refusal(kind, trait)
     if inv_freq is None:
         raise _refusal(kind, "no rotary embedding")
-    tolerance = _TOLERANCE.get(dtype, _COARSE)
+    tolerance = tolerance_of(dtype)
     longest = getattr(config, "max_position_embeddings", None) or _FAR
     numbers = torch.arange(_NUM_TOKENS)
     token_ids = (numbers * 7919 + 3) % config.get_text_config(decoder=True).vocab_size

@@ -22,6 +22,7 @@ from kvtier.connector.segments import (
     Scoring,
     Turns,
     checked_rotation,
+    tolerance_of,
 )
 from kvtier.connector.vllm.segments import BlendOrder
 from kvtier.connector.vllm.slots import SlotPlan, keys_and_values, split_blocks
@@ -37,8 +38,6 @@ FAMILIES: Final = {"llama": "LlamaModel", "qwen2": "Qwen2Model", "qwen3": "Qwen3
 """The kinds of models that are blended, and vLLM's class of their decoder."""
 
 _FAILED: Final = "failed"
-_TOLERANCE: Final = {torch.float32: 5e-3}  # relative, of K and V computed here and by vLLM
-_COARSE: Final = 0.1  # for 16-bit types
 
 
 class VllmDecoder:
@@ -267,7 +266,7 @@ class Blending:
         tensor = stored.new_zeros(2, *self._block_shape)
         blender = Blender(self._decoder, tensor, self._inv_freq, self._step_tokens)
         blender.blend([BlendRequest([*token_ids, token_ids[-1]], [0, 1], 0, (), Repair(share=1.0))])
-        tolerance = _TOLERANCE.get(self._dtype, _COARSE)
+        tolerance = tolerance_of(self._dtype)
         for layer in range(len(tensor[0])):
             for half, name in enumerate("KV"):
                 found, wanted = tensor[0, layer, half].float(), stored[0, layer, half].float()

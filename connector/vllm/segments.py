@@ -303,6 +303,8 @@ class SegmentRequests:
         num_exact = row.num_l1_tokens + num_loaded
         most = num_exact if row.most_stored is None else min(row.most_stored, num_exact)
         row.most_stored = most // self._size * self._size
+        # Set in the request, too: if the connector forgets it, as when weights change, it reads this bound again.
+        row.request.kv_transfer_params = {**params_of(row.request), "max_offload_tokens": row.most_stored}
         _rename(row.request, num_exact // self._hash_size)
         if (stats := row.request.prefill_stats) is not None:  # segments are not cached tokens
             stats.set(row.request.num_prompt_tokens, row.num_l1_tokens, num_loaded)

@@ -1,6 +1,7 @@
 """Marked segments in a real vLLM: right answers on the recall task, exact names for nothing approximate, refusals."""
 
 import json
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
-from node_rig import free_port
+from node_rig import Node, free_port
 from pair_rig import Server, serving
 from recall import asked, servable
 from vllm import SamplingParams
@@ -187,6 +188,40 @@ def test_blended_requests_beside_exact_ones_of_the_same_prompt(
         assert text(ask(vllm, tokens)) == right
 
 
+def test_what_was_blended_stays_so_when_the_connector_forgets_the_request(
+    model: Path, expected: list[list[int]]
+) -> None:
+    """As it does when weights change. Then vLLM preempts it, and it finds its blended blocks in vLLM's cache."""
+    [right], [tokens] = expected, PROMPTS
+    with engine(model, {**tiers(), **ON}) as vllm:
+        precompute(vllm)
+        llm = vllm.llm.llm_engine
+        llm.add_request("blended", {"prompt_token_ids": tokens}, params(MARKS))
+        [request] = vllm.scheduler.requests.values()
+        while request.num_output_tokens < 3:
+            llm.step()
+        vllm.half.weights_change()
+        vllm.scheduler.running.remove(request)
+        vllm.scheduler._preempt_request(request, time.monotonic())
+        while llm.has_unfinished_requests():
+            llm.step()
+        assert request.num_preemptions
+        assert text(ask(vllm, tokens)) == right
+
+
+def test_through_a_daemon(model: Path, expected: list[list[int]], daemon: Node) -> None:
+    """Its memory has the segments, which another server computed."""
+    told = {"service": daemon.section, "host": {"size": "16MiB"}, **ON}
+    told["cache"] = {"segments": "on", "prefetch_deadline": "60s"}
+    with engine(model, told) as first:
+        precompute(first)
+    with engine(model, told) as second:
+        found = ask(second, PROMPTS[0], MARKS)
+        assert found.kv_transfer_params["kvtier_approximate"]["segment"] == 128
+        assert text(found) != expected[0]
+        assert text(ask(second, PROMPTS[0])) == expected[0]
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_layers_of_each_family_compute_what_vllm_computes(family: str, tmp_path: Path) -> None:
     """With every token repaired a blend is a full prefill, through our attention."""
@@ -237,8 +272,7 @@ def test_requests_that_are_computed_as_usual_say_why(
         computes("failed", MARKS)
         monkeypatch.setattr(Blender, "advance", advance)
         # what L2 has is not what is computed: from then on no request is blended
-        monkeypatch.setattr(blending, "_TOLERANCE", {})
-        monkeypatch.setattr(blending, "_COARSE", 0.0)
+        monkeypatch.setattr(blending, "tolerance_of", lambda dtype: 0.0)
         monkeypatch.setattr(worker_half().blending, "_is_tested", False)
         computes("unsupported", MARKS)
         computes("unsupported", MARKS)
