@@ -16,6 +16,7 @@ from kvtier.connector.segments import (
     Repair,
     ReusedPart,
     Segment,
+    TransformersDecoder,
     UnmarkedSegments,
     WantedReuse,
     checked_repair,
@@ -224,7 +225,9 @@ class SegmentRequests:
     def follow(self) -> None:
         """Move keys by the model's RoPE as it is now. ConfigError if they cannot be moved."""
         module = self._model.module
-        self._blender = Blender(module, self._pool.tensor, require_rotatable(module), self._config.token_budget)
+        self._blender = Blender(
+            TransformersDecoder(module), self._pool.tensor, require_rotatable(module), self._config.token_budget
+        )
 
     def wanted(self, segments: abc.Sequence[Segment] | None, repair: Repair | None, num_tokens: int) -> WantedReuse:
         """A request's reuse, validated; RequestError if this model or mode does not support it."""

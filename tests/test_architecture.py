@@ -90,6 +90,7 @@ FOR_ENGINES: Final = {
 EXPLAINED: Final = {
     "connector/models/hf_model.py:weights_of:except": "a quantiser's state_dict raises what it likes; one line",
     "connector/models/ordinary.py:__init__:except": "a model's class, anybody's, raises what it likes when made anew",
+    "connector/vllm/blending.py:advance:except": "beside any step: a blend that fails is counted, its prompt computed",
     "connector/vllm/scheduler.py:__init__": "what vLLM's scheduler has, and each of it once",
     "tiers/tier.py:Tier": "a tier's verbs, and its capabilities: what it lacks it inherits",
     "tiers/file/store.py:open": "the tier's whole configuration; every caller names each",

@@ -101,6 +101,10 @@ class Metrics:
         self._store = self._counter("kvtier_store_blocks", "Blocks stored", "tier")
         self._drop = self._counter("kvtier_store_dropped", "Blocks not stored, by reason", "tier", "reason")
         self._hints = self._counter("kvtier_hints_ignored", "Hints of requests that counted as none", "reason")
+        self._blends = self._counter(
+            "kvtier_blends", "Requests with marked segments, by what became of them", "outcome"
+        )
+        self._segments = self._counter("kvtier_segment_tokens", "Tokens of segments, and those repaired", "kind")
         self._bytes = self._counter("kvtier_bytes", "Payload bytes moved", "tier", "direction")
         self._corruption = self._counter("kvtier_corruption", "Blocks that failed verification", "tier")
         self._evict = self._counter("kvtier_evicted", "Blocks evicted", "tier")
@@ -182,6 +186,13 @@ class Metrics:
     def hint_ignored(self, reason: str) -> None:
         """A request said a hint that counts as none."""
         self._hints.add(1, reason)
+
+    def blended(self, outcome: str, num_reused: int = 0, num_repaired: int = 0) -> None:
+        """A request of vLLM's with segments was blended, or computed as usual for a reason."""
+        self._blends.add(1, outcome)
+        if num_reused:
+            self._segments.add(num_reused, "segment")
+            self._segments.add(num_repaired, "repaired")
 
     def stored(self, tier: str, num_blocks: int) -> None:
         """Blocks that became findable in a tier."""

@@ -1,7 +1,7 @@
-from .blend import Blender
+from .blend import BlendAttention, Blender, TransformersDecoder, Turns
 from .paged_attention import PAGED_ATTENTION, AttentionSpan, PackedAttention, PagedKV, Scoring, uploaded
 from .progress import Blend
-from .rope import attending, require_rotatable
+from .rope import Layers, attending, checked_rotation, require_rotatable, tolerance_of
 from .segment import (
     REPAIR_RULES,
     SEGMENT_OUTCOMES,
@@ -25,11 +25,13 @@ __all__ = [
     "SEGMENT_OUTCOMES",
     "AttentionSpan",
     "Blend",
+    "BlendAttention",
     "BlendCounts",
     "BlendRequest",
     "BlendResult",
     "Blender",
     "FoundSegments",
+    "Layers",
     "PackedAttention",
     "PagedKV",
     "Repair",
@@ -38,11 +40,15 @@ __all__ = [
     "Segment",
     "Share",
     "Spread",
+    "TransformersDecoder",
+    "Turns",
     "UnmarkedSegments",
     "WantedReuse",
     "attending",
     "checked_repair",
+    "checked_rotation",
     "checked_segments",
     "require_rotatable",
+    "tolerance_of",
     "uploaded",
 ]

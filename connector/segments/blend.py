@@ -2,7 +2,7 @@
 
 from collections import abc
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -94,6 +94,75 @@ def _collect(
     attended[: keys.shape[1]] += weights.sum((0, 1, 2))
 
 
+Turns = tuple[torch.Tensor, ...]
+"""What a decoder computes once for rows at some positions; each is `[1, rows, …]`."""
+
+
+class Decoder(Protocol):
+    """A model's decoder, layer by layer. States are `[rows, hidden]`."""
+
+    device: torch.device
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor: ...
+
+    def turns(self, states: torch.Tensor, positions: torch.Tensor) -> Turns: ...
+
+    def run(
+        self, number: int, states: torch.Tensor, positions: torch.Tensor, turns: Turns, attention: "BlendAttention"
+    ) -> torch.Tensor:
+        """One layer, whose attention is `attention`."""
+
+    def keys_and_values(
+        self, number: int, states: torch.Tensor, positions: torch.Tensor, turns: Turns
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer, `[rows, kv heads, head dim]`, without its attention and what follows."""
+
+
+class TransformersDecoder:
+    """The decoder of a transformers model whose attention is `PAGED_ATTENTION`."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self._decoder: Any = module.model
+        self.device = module.device
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        states: torch.Tensor = self._decoder.embed_tokens(tokens)
+        return states
+
+    def turns(self, states: torch.Tensor, positions: torch.Tensor) -> Turns:
+        """Cosine and sine."""
+        turns: Turns = self._decoder.rotary_emb(states[None], positions[None])
+        return turns
+
+    def run(
+        self, number: int, states: torch.Tensor, positions: torch.Tensor, turns: Turns, attention: BlendAttention
+    ) -> torch.Tensor:
+        states = self._decoder.layers[number](
+            states[None],
+            attention_mask=None,
+            position_ids=positions[None],
+            use_cache=False,
+            position_embeddings=turns,
+            paged=attention,
+        )
+        return states[0]
+
+    def keys_and_values(
+        self, number: int, states: torch.Tensor, positions: torch.Tensor, turns: Turns
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = self._decoder.layers[number]
+        attention = layer.self_attn
+        normed = layer.input_layernorm(states)
+        shape = (len(states), -1, attention.head_dim)
+        keys, values = attention.k_proj(normed).view(shape), attention.v_proj(normed).view(shape)
+        if hasattr(attention, "k_norm"):
+            keys = attention.k_norm(keys)
+        cos, sin = turns[0][0, :, None], turns[1][0, :, None]
+        half = keys.shape[-1] // 2
+        turned = torch.cat([-keys[..., half:], keys[..., :half]], -1)
+        return keys * cos + turned * sin, values
+
+
 @dataclass(slots=True)
 class _BlendRows:
     """Rows of one request between layers; at most as many as a step computes."""
@@ -102,22 +171,21 @@ class _BlendRows:
     positions: Positions
     span: BlendSpan
     states: torch.Tensor  # [rows, hidden], before `layer`
-    turns: tuple[torch.Tensor, torch.Tensor]  # cos and sin of their positions, [1, rows, rotated dimensions]
+    turns: Turns
     layer: int
     until: int
 
 
 class Blender:
-    """Blends over one model, whose attention is `PAGED_ATTENTION`, and a paged tensor, as `PagedKV` takes it.
+    """Blends over one model and a paged tensor, as `PagedKV` takes it.
 
     Writes only the requests' own blocks. `blend` does everything at once; `begin` and `advance` do it in pieces.
     """
 
-    def __init__(self, module: PreTrainedModel, tensor: torch.Tensor, inv_freq: torch.Tensor, max_rows: int) -> None:
+    def __init__(self, decoder: Decoder, tensor: torch.Tensor, inv_freq: torch.Tensor, max_rows: int) -> None:
         """`max_rows` pass a layer at once, which bounds the memory of a long prompt."""
-        decoder: Any = module.model
         self._decoder = decoder
-        self._device = module.device
+        self._device = decoder.device
         self._tensor = tensor
         self._kv = PagedKV(tensor)
         self._num_layers = self._kv.num_layers
@@ -202,10 +270,10 @@ class Blender:
         layer, size = blend.num_kept_layers, self._block_size
         positions, own = uploaded([places, self._own(blend, int(places[-1]) + 1)], self._device)
         states = blend.states[positions - blend.first]
-        turns = self._decoder.rotary_emb(states[None], positions[None])
+        turns = self._decoder.turns(states, positions)
         block, offset = own[positions // size], positions % size
         apart, sizes = [], []
-        for half, new in enumerate(_keys_and_values(self._decoder.layers[layer], states, turns)):
+        for half, new in enumerate(self._decoder.keys_and_values(layer, states, positions, turns)):
             kept = self._tensor[block, layer, half, offset].float()
             apart.append((new.float() - kept).square().sum((1, 2)))
             sizes.append(kept.square().sum((1, 2)))
@@ -222,12 +290,12 @@ class Blender:
             first_layer, states = blend.num_kept_layers, blend.states[: len(places)]
             blend.states = blend.states[len(places) :]
         else:
-            states = self._decoder.embed_tokens(tokens)
+            states = self._decoder.embed(tokens)
         if work is Work.ASK:
             if blend.attended is None:
                 blend.attended = torch.zeros(blend.end + 1, device=self._device)
             span.attended, span.asking_from = blend.attended, blend.asks_from
-        turns = self._decoder.rotary_emb(states[None], positions[None])
+        turns = self._decoder.turns(states, positions)
         until = blend.num_kept_layers if work is Work.CHECK else self._num_layers
         return _BlendRows(blend, places, span, states, turns, first_layer, until)
 
@@ -251,17 +319,14 @@ class Blender:
 
     def _run_layer(self, number: int, pack: list[_BlendRows]) -> None:
         spans = [each.span for each in pack]
-        states = self._decoder.layers[number](
-            torch.cat([each.states for each in pack])[None],
-            attention_mask=None,
-            position_ids=torch.cat([span.positions for span in spans])[None],
-            use_cache=False,
-            position_embeddings=tuple(
-                torch.cat(turns, 1) for turns in zip(*(each.turns for each in pack), strict=True)
-            ),
-            paged=BlendAttention(self._kv, spans),
+        states = self._decoder.run(
+            number,
+            torch.cat([each.states for each in pack]),
+            torch.cat([span.positions for span in spans]),
+            tuple(torch.cat(turns, 1) for turns in zip(*(each.turns for each in pack), strict=True)),
+            BlendAttention(self._kv, spans),
         )
-        parts = states[0].split([len(each.positions) for each in pack])
+        parts = torch.split(states, [len(each.positions) for each in pack])
         for each, part in zip(pack, parts, strict=True):
             each.states, each.layer = part, number + 1
 
@@ -279,19 +344,3 @@ def _keep(rows: _BlendRows) -> None:
         blend.states = rows.states.new_empty(blend.end - blend.first, rows.states.shape[1])
     start = int(rows.positions[0]) - blend.first
     blend.states[start : start + len(rows.positions)] = rows.states
-
-
-def _keys_and_values(
-    layer: Any, states: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a decoder layer, [rows, kv heads, head dim], without its attention and what follows."""
-    attention = layer.self_attn
-    normed = layer.input_layernorm(states)
-    shape = (len(states), -1, attention.head_dim)
-    keys, values = attention.k_proj(normed).view(shape), attention.v_proj(normed).view(shape)
-    if hasattr(attention, "k_norm"):
-        keys = attention.k_norm(keys)
-    cos, sin = turns[0][0, :, None], turns[1][0, :, None]
-    half = keys.shape[-1] // 2
-    turned = torch.cat([-keys[..., half:], keys[..., :half]], -1)
-    return keys * cos + turned * sin, values

@@ -1,7 +1,8 @@
 """Moves stored keys to other positions by the model's rotation, and checks that a model's keys can be moved."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -43,8 +44,6 @@ def rotated(keys: torch.Tensor, distance: int, inv_freq: torch.Tensor, *, interl
 
 _NUM_TOKENS: Final = 24
 _NEAR, _FAR = 17, 3000  # distances in positions
-_TOLERANCE: Final = {torch.float32: 5e-3}  # relative; a wrong rotation is off by about 1
-_COARSE: Final = 0.1  # for 16-bit types, whose rounding adds up over the layers
 _MOVING: Final = {
     "dynamic": "dynamic NTK scaling, whose frequencies depend on the length of the prompt",
     "longrope": "longrope scaling, whose frequencies depend on the length of the prompt",
@@ -54,22 +53,43 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]
 """K and V of every layer, `[1, kv heads, tokens, head dim]`."""
 
 
-def require_rotatable(module: PreTrainedModel) -> torch.Tensor:
-    """The model's `inv_freq`, if KV computed at one position can be moved to another. ConfigError names the obstacle.
+def tolerance_of(dtype: torch.dtype) -> float:
+    """The relative error that rounding alone may cause; a wrong rotation is off by about 1.
 
-    Runs 24 tokens at three positions: in every layer K must be the rotated one and V equal.
+    That of 16-bit types adds up over the layers.
     """
-    kind = module.config.model_type
-    if (trait := _trait_of(module.config)) is not None:
+    return 5e-3 if dtype is torch.float32 else 0.1
+
+
+def require_rotatable(module: PreTrainedModel) -> torch.Tensor:
+    """The model's `inv_freq`, if its KV can be moved from one position to another. ConfigError names the obstacle."""
+    inv_freq, computed = inverse_frequencies(module), partial(_keys_and_values, module)
+    return checked_rotation(module.config, module.dtype, inv_freq, computed)
+
+
+def checked_rotation(
+    config: Any,
+    dtype: torch.dtype,
+    inv_freq: torch.Tensor | None,
+    keys_and_values: Callable[[torch.Tensor, torch.Tensor], Layers],
+) -> torch.Tensor:
+    """`require_rotatable` for any engine's model of this transformers configuration.
+
+    Has `keys_and_values` compute 24 tokens at three positions: in every layer K must be the rotated one and V equal.
+    """
+    kind = config.model_type
+    if (trait := _trait_of(config)) is not None:
         raise _refusal(kind, trait)
-    inv_freq = inverse_frequencies(module)
     if inv_freq is None:
         raise _refusal(kind, "no rotary embedding")
-    tolerance = _TOLERANCE.get(module.dtype, _COARSE)
-    longest = getattr(module.config, "max_position_embeddings", None) or _FAR
-    at_start = _keys_and_values(module, 0)
+    tolerance = tolerance_of(dtype)
+    longest = getattr(config, "max_position_embeddings", None) or _FAR
+    numbers = torch.arange(_NUM_TOKENS)
+    token_ids = (numbers * 7919 + 3) % config.get_text_config(decoder=True).vocab_size
+    at_start = keys_and_values(token_ids, numbers)
     for distance in sorted({min(_NEAR, longest), max(1, min(_FAR, longest - _NUM_TOKENS))}):
-        for layer, (here, there) in enumerate(zip(at_start, _keys_and_values(module, distance), strict=True)):
+        moved = keys_and_values(token_ids, numbers + distance)
+        for layer, (here, there) in enumerate(zip(at_start, moved, strict=True)):
             if trait := _difference(here, there, (distance, inv_freq), tolerance):
                 raise _refusal(kind, f"layer {layer} has {trait}")
     return inv_freq
@@ -112,12 +132,11 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @torch.inference_mode()
-def _keys_and_values(module: PreTrainedModel, start: int) -> Layers:
-    """K and V of the same tokens at `start …`, as transformers itself caches them."""
-    numbers = torch.arange(_NUM_TOKENS, device=module.device)
-    token_ids = (numbers * 7919 + 3) % module.config.get_text_config(decoder=True).vocab_size
+def _keys_and_values(module: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Tensor) -> Layers:
+    """K and V of tokens at these positions, as transformers itself caches them."""
+    ids, places = token_ids.to(module.device), positions.to(module.device)
     with attending(module, "sdpa"):  # transformers' attention, not ours over a paged pool
-        output = module(input_ids=token_ids[None], position_ids=(numbers + start)[None], use_cache=True)
+        output = module(input_ids=ids[None], position_ids=places[None], use_cache=True)
     cache = returned_cache(output)
     return [(layer.keys, layer.values) for layer in cache.layers]
 

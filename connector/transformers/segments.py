@@ -19,6 +19,7 @@ from kvtier.connector.segments import (
     Repair,
     ReusedPart,
     Segment,
+    TransformersDecoder,
     UnmarkedSegments,
     WantedReuse,
     attending,
@@ -134,7 +135,7 @@ def _difference(model: PreTrainedModel, own: DynamicCache, shape: KVShape, inv_f
     tolerance = tolerance_of(model)
     size = (shape.num_layers, 2, _BLOCK, shape.num_kv_heads, shape.head_dim)
     tensor = torch.zeros(2 * len(_TABLE), *size, dtype=model.dtype, device=model.device)
-    blender = Blender(model, tensor, inv_freq, _NUM_TOKENS)
+    blender = Blender(TransformersDecoder(model), tensor, inv_freq, _NUM_TOKENS)
     ids: list[int] = _token_ids(model).tolist()
     blender.blend([BlendRequest(ids, _TABLE, 0, (), Repair(share=1.0))])
     layers: Any = own.layers
@@ -282,7 +283,7 @@ class SegmentCalls:
             requests.append(BlendRequest(row.token_ids, table, num_computed, parts, one.repair if parts else _IN_FULL))
             row.num_exact = parts[0].start if parts else None
         with attending(self._model, PAGED_ATTENTION):
-            results = Blender(self._model, tensor, self._inv_freq, _MAX_ROWS).blend(requests)
+            results = Blender(TransformersDecoder(self._model), tensor, self._inv_freq, _MAX_ROWS).blend(requests)
         for own, result in zip(uses, results, strict=True):
             if own:
                 self._count(result)

@@ -8,8 +8,9 @@ vLLM makes one connector in each worker, and then one in its scheduler's process
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.connector import open_tiers
+from kvtier.connector.vllm.blending import Blending, decoder_in
 from kvtier.connector.vllm.identity import adapter_settings, fingerprint, identity, name_instead
 from kvtier.connector.vllm.interface import require_supported_version
 from kvtier.connector.vllm.keys import ServedAdapters, watch_engine_core
@@ -35,9 +37,11 @@ from kvtier.connector.vllm.options import VllmOptions, warn_of_policy
 from kvtier.connector.vllm.plugin import register
 from kvtier.connector.vllm.requests import AnswerReader
 from kvtier.connector.vllm.scheduler import SchedulerHalf
+from kvtier.connector.vllm.segments import SegmentRequests, why_not
 from kvtier.connector.vllm.slot_plan import divided, slot_order, slot_plan, warn_of_order, why_none, why_unnamed
+from kvtier.connector.vllm.slots import SlotPlan
 from kvtier.connector.vllm.worker import WorkerHalf
-from kvtier.tiers import Metrics, Series, tracing
+from kvtier.tiers import ConfigError, Metrics, Series, tracing
 from kvtier.tiers.config import otlp_target
 from kvtier.tiers.copies import CopyWays
 
@@ -169,6 +173,8 @@ class KVTierConnector(Halves[SchedulerHalf, WorkerHalf], KVConnectorBase_V1, Sup
     Raises ConfigError if this model or this version of vLLM (`interface.py`) cannot be served correctly.
     """
 
+    _blends: Callable[[Mapping[str, torch.Tensor]], tuple[Blending | None, str]] | None = None  # if segments are on
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         require_supported_version(KVTierConnector, KVTierStats, KVTierProm, StepMessage, CopyReports)
@@ -184,6 +190,9 @@ class KVTierConnector(Halves[SchedulerHalf, WorkerHalf], KVConnectorBase_V1, Sup
             settles = sleeps and not hasattr(KVConnectorBase_V1, "unregister_kv_caches")  # vLLM 0.32 has no hook for it
             ways = CopyWays.to_measure(options.config.host, self._metrics)
             self._worker_half = WorkerHalf(plan, layerwise=options.layerwise, settles=settles, ways=ways)
+            if options.config.cache.segments != "off":
+                whole = get_current_vllm_config_or_none()
+                self._blends = partial(_blending, plan, vllm_config, whole or vllm_config)
             if get_tensor_model_parallel_rank() == 0:  # only one rank logs it
                 warn_of_policy(_failure_policy(self._kv_transfer_config))
             return
@@ -220,6 +229,12 @@ class KVTierConnector(Halves[SchedulerHalf, WorkerHalf], KVConnectorBase_V1, Sup
         self._scheduler_half.configure(
             layerwise=options.layerwise, waits=waits, keeps=reason is None, shares=shares, stores=stores
         )
+        if cache.segments != "off":
+            step_tokens, num_blocks = vllm_config.scheduler_config.max_num_batched_tokens, kv_cache_config.num_blocks
+            segments = SegmentRequests(self._scheduler_half.side, plan, cache, num_blocks, step_tokens)
+            self._scheduler_half.segments = segments
+            if (reason := why_not(vllm_config, plan)) is not None:
+                segments.refuse(reason)
         model = vllm_config.model_config
         if not model.skip_tokenizer_init:
             self._scheduler_half.reads_answers = AnswerReader(str(model.tokenizer), model.tokenizer_revision)
@@ -304,6 +319,8 @@ class KVTierConnector(Halves[SchedulerHalf, WorkerHalf], KVConnectorBase_V1, Sup
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches, get_tensor_model_parallel_rank())
+        if self._blends is not None:
+            self._worker.blending, self._worker.readiness = self._blends(kv_caches)
 
     def unregister_kv_caches(self) -> None:
         """vLLM 0.33 goes to sleep: its KV memory is unmapped next. Raises RuntimeError if copies do not end."""
@@ -347,7 +364,8 @@ class KVTierConnector(Halves[SchedulerHalf, WorkerHalf], KVConnectorBase_V1, Sup
         return self._worker.take_invalid()
 
     def build_connector_worker_meta(self) -> CopyReports | None:
-        return CopyReports.of(self._worker.take_reports()) if self._worker_half is not None else None
+        half = self._worker_half
+        return None if half is None else CopyReports.of(half.take_reports(), *half.take_blended())
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -380,6 +398,25 @@ def _failure_policy(own: Any) -> str:
     outer = None if whole is None else whole.kv_transfer_config
     policy: str = (outer or own).kv_load_failure_policy
     return policy
+
+
+def _blending(
+    plan: SlotPlan, vllm_config: Any, whole: Any, kv_caches: Mapping[str, torch.Tensor]
+) -> tuple[Blending | None, str]:
+    """A worker's blends, or why it has none. `whole`: under MultiConnector the configuration with all connectors."""
+    reason = why_not(vllm_config, plan)
+    if whole.kv_transfer_config.kv_connector == "MultiConnector":
+        reason = "beside another connector, which could keep what is blended"
+    if any(tensor.device.type != "cpu" for tensor in kv_caches.values()):
+        reason = "vLLM's KV on a GPU"
+    if reason is None:
+        layers = vllm_config.compilation_config.static_forward_context
+        try:
+            decoder, inv_freq = decoder_in(layers, plan, vllm_config.model_config.hf_config)
+            return Blending(decoder, inv_freq, plan, kv_caches, vllm_config.scheduler_config.max_num_batched_tokens), ""
+        except ConfigError as error:
+            reason = str(error)
+    return None, reason
 
 
 def _message(metadata: KVConnectorMetadata) -> StepMessage:

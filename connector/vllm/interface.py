@@ -28,6 +28,7 @@ vllm.v1.core.kv_cache_manager:KVCacheBlocks get_block_ids
 vllm.v1.request:Request request_id num_tokens num_prompt_tokens num_computed_tokens num_output_tokens all_token_ids
 vllm.v1.request:Request output_token_ids block_hashes lora_request cache_salt mm_features prompt_embeds status
 vllm.v1.request:Request kv_transfer_params skip_reading_prefix_cache arrival_time trace_headers num_in_flight_tokens
+vllm.v1.request:Request prefill_stats resumable _block_hasher
 vllm.v1.kv_cache_interface:KVCacheConfig num_blocks kv_cache_tensors kv_cache_groups hash_block_size kv_tp_replicas
 vllm.v1.kv_cache_interface:KVCacheTensor layers layer_stride block_stride
 vllm.v1.kv_cache_interface:KVCacheGroupSpec layer_names kv_cache_spec host_resident enable_kv_transfer
@@ -61,6 +62,9 @@ vllm.config:KVEventsConfig enable_kv_cache_events
 vllm.config:KVTransferConfig is_kv_producer kv_connector_extra_config kv_load_failure_policy
 vllm.config:VllmConfig model_config cache_config parallel_config scheduler_config speculative_config lora_config
 vllm.config:VllmConfig load_config kv_events_config kv_transfer_config attention_config max_concurrent_batches
+vllm.config:VllmConfig compilation_config
+vllm.config:CompilationConfig static_forward_context
+vllm.v1.metrics.stats:PrefillStats set
 """
 """Classes, and attributes that are read of them."""
 

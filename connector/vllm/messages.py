@@ -1,11 +1,12 @@
 """Messages between the connector's halves, and the copies that some ranks have not reported yet."""
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvtier.connector import StepPlan, WorkerReport
+from kvtier.connector.segments import BlendResult
 from kvtier.connector.vllm.worker import RegionHandle, WorkerStep
 
 
@@ -23,14 +24,18 @@ class CopyReports(KVConnectorWorkerMetadata):
 
     ops: dict[int, tuple[int, int]]
     lost: frozenset[int] = frozenset()
+    blended: Mapping[str, BlendResult | str] = field(default_factory=dict)  # request → its result, or why it has none
+    readiness: str | None = None  # "", or why nothing is blended; None: as before. Only one rank blends
 
     @classmethod
-    def of(cls, report: WorkerReport) -> "CopyReports | None":
+    def of(
+        cls, report: WorkerReport, blended: Mapping[str, BlendResult | str] | None = None, readiness: str | None = None
+    ) -> "CopyReports | None":
         """One rank's report; None if it is empty."""
-        if not (report.finished or report.failed):
+        if not (report.finished or report.failed or blended or readiness is not None):
             return None
         ops = {**dict.fromkeys(report.finished, (1, 0)), **dict.fromkeys(report.failed, (0, 1))}
-        return cls(ops, frozenset(report.lost))
+        return cls(ops, frozenset(report.lost), blended or {}, readiness)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "CopyReports":
         assert isinstance(other, CopyReports)
@@ -38,7 +43,8 @@ class CopyReports(KVConnectorWorkerMetadata):
         for op_id, (well, badly) in other.ops.items():
             before = ops.get(op_id, (0, 0))
             ops[op_id] = (before[0] + well, before[1] + badly)
-        return CopyReports(ops, self.lost | other.lost)
+        readiness = other.readiness if self.readiness is None else self.readiness
+        return CopyReports(ops, self.lost | other.lost, {**self.blended, **other.blended}, readiness)
 
 
 # The last report of a worker that shut down in this process, which vLLM no longer collects. By the memory it copied

@@ -13,6 +13,7 @@ from kvtier.connector.vllm import requests
 from kvtier.connector.vllm.events import VllmEvents
 from kvtier.connector.vllm.keys import RequestNames, ServedAdapters
 from kvtier.connector.vllm.messages import CopyReports, StepMessage, WatchedOps
+from kvtier.connector.vllm.segments import SegmentRequests
 from kvtier.connector.vllm.slots import SlotPlan
 from kvtier.connector.vllm.states import StateSide, exactly
 from kvtier.connector.vllm.worker import RegionHandle, handle_of, with_blocks
@@ -71,6 +72,7 @@ class SchedulerHalf:
         self._was_idle = True
         self._awaits = False  # some request's lookup is pending
         self._events: VllmEvents | None = None  # None unless vLLM publishes events
+        self.segments: SegmentRequests | None = None  # None unless [cache] segments is on
         self.reads_answers = requests.AnswerReader(None)
         self._rows: dict[str, requests.TrackedRequest] = {}
         self._ops = WatchedOps(num_blocks, num_ranks)
@@ -140,6 +142,16 @@ class SchedulerHalf:
         if isinstance(found, Pending) or (found and self._is_arriving(row)):
             row.answer, row.good_until = (None, False), now + _LOOK_AGAIN
             return row.answer
+        if self.segments is not None and row.most_loaded is None:
+            blended = self.segments.promised(row, found)
+            self._awaits |= isinstance(blended, Pending)
+            if isinstance(blended, Pending):
+                row.answer, row.good_until = (None, False), now + _LOOK_AGAIN
+                return row.answer
+            if blended:
+                row.synchronous = False
+                row.answer, row.good_until = (blended, True), now + _ASK_AGAIN
+                return row.answer
         if row.most_loaded is not None and found > row.most_loaded:
             found = 0 if self._states is not None else row.most_loaded // self._plan.block_size * self._plan.block_size
         row.synchronous = self._is_synchronous(found)
@@ -152,6 +164,10 @@ class SchedulerHalf:
         if row is None:
             return
         row.answer = None
+        if self.segments is not None and self.segments.allocated(row, num_external_tokens, tables[0]):
+            row.tables = tables
+            self._next.targets.update(tables[0][row.num_l1_tokens // self._plan.block_size :])
+            return
         if not num_external_tokens:
             self.side.allocated(row.request_id, (), 0)
             if self._states is not None:
@@ -206,7 +222,7 @@ class SchedulerHalf:
         fences = self._ops.readers(written)
         self._expect(plan)
         self.memory = handle_of(self.side.tiers, self.memory, plan)
-        return StepMessage(
+        message = StepMessage(
             region=self.memory,
             plan=plan.encode(),
             final_stores=final_stores.encode(),
@@ -216,6 +232,10 @@ class SchedulerHalf:
             late=frozenset(step.late),
             touches=not step.targets.isdisjoint(requests.touched(output)),
         )
+        if self.segments is not None:
+            message.blends, message.dropped = self.segments.orders()
+            message.room = self.segments.room(output.total_num_scheduled_tokens)
+        return message
 
     def spoiled(self, blocks: set[int]) -> None:
         """These blocks could not be loaded: fail the stores of requests that computed on them.
@@ -232,6 +252,8 @@ class SchedulerHalf:
         if reports is None:
             return
         self._reported_at = time.monotonic()
+        if self.segments is not None:
+            self.segments.apply(reports.blended, reports.readiness)
         report, loaded = self._ops.apply(reports)
         for request_id in loaded:
             self._arriving.pop(request_id, None)
@@ -253,8 +275,9 @@ class SchedulerHalf:
         if row.stored is not None and request.num_computed_tokens:
             ops = self._store(row, request.num_computed_tokens - request.num_in_flight_tokens, tables)
             self._final.update(dict.fromkeys(ops, row.tables))
+        approximate = self.segments.finished(row) if self.segments is not None else None
         self._forget(row, requests.answered_of(request, self.reads_answers, self.side.tiers.metrics.hint_ignored))
-        return self._handovers.offer(row)
+        return approximate or self._handovers.offer(row)
 
     def found_in(self, request: Any, num_tokens: int) -> tuple[int, int]:
         """How many of the tokens to load were in host memory at the first lookup, and how many in lower tiers."""
@@ -274,7 +297,8 @@ class SchedulerHalf:
         events = self._events
         if events is not None and events.source.waiting:
             return True
-        coming = bool(self._ops or self._final or self._late) or (events is not None and events.source.coming)
+        coming = bool(self._ops or self._final or self._late or self.segments)
+        coming |= events is not None and events.source.coming
         return coming and time.monotonic() - self._reported_at < _PATIENCE
 
     def reset(self, *, drops: bool = True) -> None:
@@ -312,6 +336,8 @@ class SchedulerHalf:
         if self.side.traces and (trace := self.side.traces.get(row.request_id)) is not None:
             self._end_trace(row, trace)
         del self._rows[row.request_id]
+        if self.segments is not None:
+            self.segments.finished(row)
         for known in (row, row.closed, row.states):
             if known is not None:
                 self.side.finished(known.request_id, answered if known is row else None)
@@ -453,6 +479,9 @@ class SchedulerHalf:
         for request_id, first in self.side.refused:
             if (row := self._rows.get(request_id)) is not None:  # states are not retried
                 row.refused = first if row.refused is None else min(first, row.refused)
+        if self.segments is not None:
+            plan, of_blends = self.segments.take(plan)
+            self._ops.expect(StepPlan(plan.step, plan.region, of_blends))
         final, self._final = self._final, {}
         self._late = {op_id: tables for op_id, tables in final.items() if tables and op_id in late}
         for op_id in [each for each, store in late.items() if each not in final and store.request_id in self._rows]:

@@ -135,7 +135,7 @@ def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: i
     If kernel blocks are smaller than vLLM's blocks, a block is several consecutive entries. A group of `EngineBlocks`
     is a lane. ConfigError if vLLM's tensors differ in size from the plan.
     """
-    part, num_blocks = rank // plan.replicas, _num_blocks(plan, kv_caches)
+    part = rank // plan.replicas
     pieces = plan.num_pieces or plan.num_parts
     piece_bytes = plan.num_parts * plan.part_bytes // pieces
     cuts = max(1, pieces // plan.num_parts)  # pieces that this rank has
@@ -144,7 +144,7 @@ def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: i
     sizes = dict(zip(plan.layers, plan.layer_bytes, strict=True))
     parts = list[BlockPart]()
     for number, name in enumerate(plan.layers):
-        tensor = _split(kv_caches[name], 0, num_blocks, -1)  # [blocks, kernel blocks, heads, tokens, content]
+        tensor = split_blocks(plan, kv_caches, name)
         if tensor[0].nbytes > sizes[name]:
             raise ConfigError(
                 f"KV layout: a block of {name} has {tensor[0].nbytes} bytes, not {sizes[name]}; {LEAVE_OUT}"
@@ -160,7 +160,7 @@ def engine_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], rank: i
                     continue
                 offset = piece * piece_bytes + start + lane.place * sizes[name] // cuts
                 native = [heads.permute(*_ORDERS[plan.order])]
-                for view in _keys_and_values(heads, plan.content) if plan.canonical else native:
+                for view in keys_and_values(heads, plan.content) if plan.canonical else native:
                     for row in _rows(view) if sharing > 1 and plan.rows > 1 else [view]:
                         parts.append(BlockPart(row, number, offset, lane_number))
                         offset += parts[-1].num_bytes * (sharing if plan.rows > 1 else 1)
@@ -181,6 +181,11 @@ def _num_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor]) -> int:
     return kv_caches[first].nbytes // sizes[first]
 
 
+def split_blocks(plan: SlotPlan, kv_caches: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A layer's tensor as `[blocks, kernel blocks, heads, tokens, content]`."""
+    return _split(kv_caches[name], 0, _num_blocks(plan, kv_caches), -1)
+
+
 def _split(tensor: torch.Tensor, dimension: int, *sizes: int) -> torch.Tensor:
     split: torch.Tensor = tensor.unflatten(dimension, sizes)  # type: ignore[no-untyped-call]
     return split
@@ -193,7 +198,7 @@ def _rows(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor[index]
 
 
-def _keys_and_values(tensor: torch.Tensor, content: str) -> Sequence[torch.Tensor]:
+def keys_and_values(tensor: torch.Tensor, content: str) -> Sequence[torch.Tensor]:
     """Keys and values of `[blocks, kernel blocks, heads, tokens, 2 * dim]`, each as `[blocks, …tokens, heads, dim]`."""
     tokens, both = tensor.shape[3:]
     dim = both // 2

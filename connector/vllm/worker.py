@@ -4,22 +4,27 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from msgspec.structs import replace
 
 from kvtier.connector import CopyOp, StepPlan, WorkerReport, WorkerSide
 from kvtier.connector.daemon import RemoteTiers, join
+from kvtier.connector.segments import BlendResult
+from kvtier.connector.vllm.segments import UNSUPPORTED, BlendOrder
 from kvtier.connector.vllm.slots import SlotPlan, engine_blocks
 from kvtier.tiers import ConfigError, TierUnavailable
 from kvtier.tiers.copies import CopyStream, CopyWays, CudaCopyStream, EngineBlocks, HostCopyStream
 from kvtier.tiers.hierarchy import CacheTiers
 from kvtier.tiers.host import HostRegion
+
+if TYPE_CHECKING:
+    from kvtier.connector.vllm.blending import Blending
 
 
 @functools.cache
@@ -95,6 +100,9 @@ class WorkerStep:
     lost: dict[str, tuple[int, ...]] = field(default_factory=dict)  # request → blocks that were promised and are gone
     late: frozenset[str] = frozenset()  # of those requests, the ones that wait for an asynchronous load
     touches: bool = False  # vLLM zeroes or copies blocks that this step's loads write to
+    blends: Mapping[str, BlendOrder] = field(default_factory=dict)  # by request
+    dropped: Set[str] = frozenset()  # requests whose blend ends now
+    room: int = 0  # tokens that blends may compute in this step
 
 
 _log = logging.getLogger(__name__)
@@ -142,6 +150,10 @@ class WorkerHalf:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._invalid: set[int] = set()
+        self.blending: Blending | None = None  # None: nothing is blended,
+        self.readiness: str | None = None  # and why not, until it is reported; "" if something is
+        self._tables: dict[str, list[int]] = {}  # the blocks that a blend is to fill
+        self._blended: dict[str, BlendResult | str] = {}
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], rank: int) -> None:
         """Copy from and to these tensors from now on; copies of earlier ones end first."""
@@ -154,6 +166,10 @@ class WorkerHalf:
 
         Idempotent. RuntimeError if a copy does not end by the deadline: the memory is in use and must stay.
         """
+        for request_id in list(self._tables):
+            assert self.blending is not None
+            self.blending.drop(request_id)
+            self._end_blend(request_id, "aborted")
         if self._stream is not None and not self._stream.drain(_DEADLINE):
             raise RuntimeError(f"a copy from or to KV memory has not ended in {_DEADLINE:.0f} s, so it must stay")
         self._disconnect()
@@ -217,6 +233,9 @@ class WorkerHalf:
             self._store(side, plan)
 
     def collect(self) -> None:
+        """The step's compute is issued, and on a CPU over: blend, and collect what has ended."""
+        if self._step is not None and (self._step.blends or self._tables):
+            self._blend(self._step)
         self._reports.append(WorkerReport((), tuple(self._refused)))
         self._refused = []
         if self._side is None:
@@ -233,6 +252,53 @@ class WorkerHalf:
             if not self._side.wait_loads():
                 raise RuntimeError(f"a load that a step needed has not ended in {_DEADLINE:.0f} s: memory is stuck")
             self._apply(self._side.poll())
+
+    def _blend(self, message: WorkerStep) -> None:
+        """Begin a step's blends, and go on with all. A prefix that they read may be what the step itself has computed.
+
+        vLLM shares a block with other requests when it plans the step that computes it.
+        """
+        side = self._connected(message.region) if message.blends else None
+        for request_id, order in message.blends.items():
+            self._tables[request_id] = order.blocks[order.num_l1 // self._plan.block_size :]
+            op_ids = tuple(source.op_id for source in order.sources)
+            try:
+                if self.blending is None or side is None or self._region is None:
+                    self._end_blend(request_id, UNSUPPORTED if self.blending is None else "unreachable")
+                else:
+                    self.blending.start(request_id, order, self._region)
+            except ConfigError as error:
+                self.blending, self.readiness = None, str(error)
+                self._end_blend(request_id, UNSUPPORTED)
+            except RuntimeError as error:  # no memory, say
+                _log.warning("a prompt is computed, not blended: %s", error)
+                self._end_blend(request_id, "failed")
+            is_copied = request_id in self._tables
+            self._reports.append(WorkerReport(op_ids) if is_copied else WorkerReport((), op_ids))
+        if self.blending is None:
+            for request_id in list(self._tables):
+                self._end_blend(request_id, UNSUPPORTED)
+            return
+        for request_id in message.dropped:
+            if self.blending.drop(request_id):
+                self._end_blend(request_id, "aborted")
+        for request_id, result in self.blending.advance(message.room).items():
+            self._end_blend(request_id, result)
+
+    def _end_blend(self, request_id: str, result: BlendResult | str) -> None:
+        """Report a blend that ended; if it did not fill its blocks, vLLM computes them."""
+        blocks = self._tables.pop(request_id)
+        self._blended[request_id] = result
+        if isinstance(result, str):
+            self._lost(request_id, tuple(blocks), waits=True)
+        else:
+            self._received.add(request_id)
+
+    def take_blended(self) -> tuple[dict[str, BlendResult | str], str | None]:
+        """The blends that ended since the last call, and whether any can be made, if that is new."""
+        blended, self._blended = self._blended, {}
+        readiness, self.readiness = self.readiness, None
+        return blended, readiness
 
     def _starts_early(self, message: WorkerStep) -> bool:
         """Whether this step's loads start before its compute, and so end with it: the request computes a step sooner.

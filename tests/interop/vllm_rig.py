@@ -50,6 +50,8 @@ _SIZES: Final[dict[str, Any]] = {
 
 def config_of(family: str) -> Any:
     """A fresh config. Windows are 64 tokens; Gemmas slide in two of four layers; DeepSeek keeps one latent (MLA)."""
+    if family == "qwen2":
+        return transformers.Qwen2Config(**_SIZES)
     if family == "qwen3":
         return transformers.Qwen3Config(**_SIZES)
     if family == "mistral-window":

@@ -99,7 +99,7 @@ class CacheConfig(Section):
     store_generated: StoredAnswers = option(True, "store answers, too; answers: without reasoning, by kvtier engine")
     segments: Literal["off", "on", "auto"] = option(
         "off",
-        "on: reuse KV of segments elsewhere, approximate; auto: also unmarked ones; kvtier's engine and transformers",
+        "on: reuse KV of segments elsewhere, approximate; auto: also unmarked ones, not in vLLM",
     )
     segment_min_tokens: WholeNumber = option(32, "shortest reused segment, in tokens; at least a block", ge=1, lt=2**31)
     repair_share: RepairShare = option(
