@@ -69,6 +69,7 @@ def why_not(vllm_config: Any, plan: "SlotPlan") -> str | None:
     reasons = {
         'blocks without canonical form; set "keys" to "kvtier"': not plan.canonical,
         'kv_load_failure_policy "fail"; set it to "recompute"': transfer.kv_load_failure_policy != "recompute",
+        "[cache] share_across_tp, which cuts blocks by ranks": (plan.num_pieces or 1) > 1,
         "several ranks": parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
         "adapters": vllm_config.lora_config is not None,
         "speculative decoding": vllm_config.speculative_config is not None,

@@ -286,6 +286,7 @@ def test_set_ups_that_are_not_blended_say_why(
         ('set "keys" to "kvtier"', model, {"kvtier": {**tiers(), **ON, "keys": "vllm"}}),
         ("kv_load_failure_policy", model, {"kvtier": {**tiers(), **ON}, "policy": "fail"}),
         ("beside another connector", model, {"transfer": multi({**tiers(), **ON}, kv_load_failure_policy="recompute")}),
+        ("share_across_tp", model, {"kvtier": {**tiers(), **ON, "cache": {"segments": "on", "share_across_tp": 2}}}),
         ("sliding windows", sliding, {"kvtier": {**tiers(), **ON}}),
     ]
     for why, path, options in set_ups:
