@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import pytest
 
 pytest.importorskip("vllm", reason="no vLLM here; run `make test-vllm`")
 
+import httpx
 from node_rig import Node, free_port
 from pair_rig import Server, serving
 from recall import asked, servable

@@ -201,7 +201,7 @@ def test_the_pages_tell_what_came_of_segments(model: Path, questions: list[Asked
         assert told["share_sum"] == share["kvtier_engine_repair_share_sum"] == pytest.approx(4 * REPAIRED / REUSED + 1)
     with serving(model) as server:  # nothing of it where segments are off
         assert "segments" not in server.status()
-        assert "segment" not in server.http.get("/metrics").text
+        assert "kvtier_engine_segment" not in server.http.get("/metrics").text
 
 
 def test_what_comes_back_without_marks_is_reused_and_told(model: Path) -> None:
