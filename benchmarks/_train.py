@@ -1,9 +1,10 @@
 """Trains models that answer over documents: `python benchmarks/_train.py recall engine/demo/recall-model`.
 
-`recall` is the model of `kvtier demo rag`, 11 minutes of one core; `tasks` that of benchmarks/task_accuracy.py, 8
-minutes. What a document's tokens mean are labels, and questions follow the documents. Weights are saved in bf16.
-Seed, data and steps are fixed; sums in another order give other weights. An interrupted training goes on by the same
-command, from what DIRECTORY/training.pt kept last.
+`recall` is the model of `kvtier demo rag`, 11 minutes of one core; `tasks` that of benchmarks/task_accuracy.py. What a
+document's tokens mean are labels, and questions follow the documents. Weights are saved in bf16. Seed, data and steps
+are fixed; sums in another order give other weights. An interrupted training goes on by the same command, from what
+DIRECTORY/training.pt kept last. The weights of `tasks-model` were trained in three pieces, each with another number of
+steps, so one run gives others.
 """
 
 import argparse
